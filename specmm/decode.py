@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from specmm.stats import Clock, Stats
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
+from specmm.watching import tell
 
 # A row's tokens have room for a power of two of these, so that texts of many lengths share a
 # compiled program.
@@ -144,6 +145,17 @@ class Progress:
             self.measured += kept.sum()
 
 
+class Round(NamedTuple):
+    """What watchers are told of a round: the ``tree`` drafted, the target's distributions ``probs``
+    [B, N, V] after its nodes, the ``rule`` and its ``result``.
+    """
+
+    tree: DraftTree
+    probs: Tensor
+    rule: Rule
+    result: VerifyResult
+
+
 Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
 Play: TypeAlias = Callable[[Parts, Feedback, Progress, UniformSource, Clock, bool], Feedback]
@@ -228,6 +240,7 @@ def decode(
         if tree.probs is not None and tree.shape.size > 1:
             check_finite(tree.probs[:, 1:], len(depths), "the drafter")
         progress.observe(result, histogram)
+        tell(Round(tree, feedback.output.probs, rule, result))
         depths.append(tree.levels)
         if queue is not None:
             _fill_rows(queue, progress, feedback, parts, uniforms, clock)

@@ -185,6 +185,13 @@ class VQAPipeline(Pipeline):
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
+    @in_its_turn(lambda pipe: pipe.model)
+    def begin(
+        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
+    ) -> Run:
+        """A run that has decoded nothing yet, for those who want its steps one by one."""
+        return self._start(images, questions, Options.of(options), videos)
+
     def _rounds(
         self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
     ) -> Iterator[list[RoundText]]:

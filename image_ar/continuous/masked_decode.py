@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from specmm.image_ar.continuous.diffusion_head import (
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.orders import MARSettings, Stream
 from specmm.stats import Clock, Stats
+from specmm.watching import tell
 
 
 @dataclass
@@ -77,7 +78,9 @@ class View:
 
 
 class MARSampler(Protocol):
-    """Draws the tokens of one iteration."""
+    """Draws the tokens of one iteration by the ``head``."""
+
+    head: ChainHead
 
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
         """Tokens [B · n, C] under ``condition``, and the sum of the head calls each waited for."""
@@ -124,6 +127,16 @@ class Deterministic:
         return tokens, len(self.head.times) * len(tokens)
 
 
+class HeadCalls(NamedTuple):
+    """What watchers are told of an iteration: the ``places`` [B, n] it filled, the sum of the head
+    ``calls`` that their tokens waited for, and the ``steps`` of a token's chain.
+    """
+
+    places: Tensor
+    calls: int
+    steps: int
+
+
 @dataclass
 class MARProgress:
     """The state after an iteration: ``tokens`` [B, L, C], of which ``count`` a picture are made."""
@@ -158,6 +171,7 @@ def decode_mar(
             made, calls = sampler.sample(HeadCondition(z, part.scale), View(tokens, known, wanted))
         write_tokens(tokens, wanted, made)
         progress.count += wanted.shape[1]
+        tell(HeadCalls(wanted, calls, len(sampler.head.times)))
         stats.head_calls += calls
         stats.rounds += batch
         stats.batch_rounds += 1

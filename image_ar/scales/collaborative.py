@@ -17,6 +17,7 @@ from specmm.image_ar.scales.next_scale import FeatureMap, Session
 from specmm.image_ar.scales.sampling import Sampling, ScaleSampler
 from specmm.image_ar.scales.var import VAR
 from specmm.stats import Certificate, Clock
+from specmm.watching import tell
 
 LARGE = "large"
 SMALL = "small"
@@ -66,6 +67,7 @@ def alternate(
     for turn in turns:
         if not turn.scales:
             continue
+        tell(turn)
         part = "draft" if turn.scales.stop < len(feature_map.schedule) else "verify"
         with clock(part):
             session = Session(turn.model, labels, sampling, turn.scales[-1])

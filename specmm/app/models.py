@@ -2,45 +2,167 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from specmm import zoo
+from torch import nn
+
+from specmm import methods, zoo
 from specmm.hf.pretrained import is_packaged, missing_packages
+from specmm.hf.running import Options
 from specmm.runs.run import HERE, Kind, Place, kinds_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts
 
 MOST_SECONDS = 120.0  # of one request
+TEXT_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a tab of a model opens with: what is ``asked`` of it, and the ``method`` that races
+    against plain decoding.
+    """
+
+    asked: str = ""
+    method: str = ""
+    seed: int = 0
+
+
+# chosen by looking at what they draw and write, and by the speeds on the models' cards
+STARTS = {
+    "pocket/llamagen": Start("heart", "lantern++", 0),
+    "pocket/mar": Start("face-smiling", "cspd", 3),
+    "pocket/var": Start("heart", "code(n=2)", 2),
+    "pocket/coder": Start("def add(a, b):", "block"),
+    "pocket/smollm2": Start("The capital of France is", "block"),
+    "pocket/llava": Start("What do you see in the picture?", "msd"),
+    "pocket/smollava": Start("What do you see in the picture?", "msd"),
+}
 
 
 class AppModels:
-    """Pocket models and the local folders ``extra``, by kind; others cannot be loaded."""
+    """Pocket models and the folders or hub ids ``extra``, by kind; or those ``only``.
 
-    def __init__(self, extra: tuple[str, ...] = (), place: Place = HERE) -> None:
+    Others are loaded when a user types their names if ``anything`` may be: not where strangers
+    reach the app. ``text_encoder`` reads the prompts of LlamaGen's text-to-image models.
+    """
+
+    def __init__(
+        self,
+        extra: tuple[str, ...] = (),
+        place: Place = HERE,
+        only: tuple[str, ...] | None = None,
+        anything: bool = False,
+        text_encoder: Path | None = None,
+    ) -> None:
         self.names: dict[Kind, list[str]] = {"images": [], "questions": [], "text": []}
         pocket = [name for name, folder in zoo.pocket_models().items() if _has_weights(folder)]
-        for name in (*extra, *pocket):
-            for kind in kinds_of(name):
-                self.names[kind].append(name)
+        for name in (*extra, *(pocket if only is None else only)):
+            self._list(name)
         self.place = place
+        self.anything = anything
+        self.text_encoder = text_encoder
         self._loaded: dict[tuple[Kind, str], Any] = {}
+        self._twins: dict[str, Any] = {}
+        self.warmed: set[Any] = set()  # what has run here before
+
+    def _list(self, name: str) -> tuple[Kind, ...]:
+        kinds = kinds_of(local(name))
+        for kind in kinds:
+            if name not in self.names[kind]:
+                self.names[kind].append(name)
+        return kinds
 
     def get(self, kind: Kind, name: str) -> Any:
-        """The pipeline of a listed model; raises ``ValueError`` for others."""
+        """The pipeline of a model; raises ``ValueError`` for one of another kind, one that is not
+        listed where only those are served, and one that cannot be loaded.
+        """
         if name not in self.names[kind]:
-            known = ", ".join(self.names[kind]) or "(there are none)"
-            raise ValueError(f"model must be one of {known}, got {name!r}")
+            listed = ", ".join(self.names[kind]) or "(there are none)"
+            if not self.anything:
+                raise ValueError(f"model must be one of {listed}, got {name!r}")
+            if kind not in (found := self._list(name)):
+                raise ValueError(f"{name} is a model of {' and '.join(found)}, not of {kind}")
         if (kind, name) not in self._loaded:
-            self._loaded[kind, name] = open_model(kind, name, self.place)
+            more = {"text_encoder": self.text_encoder} if kind == "images" else {}
+            self._loaded[kind, name] = open_model(kind, local(name), self.place, **more)
         return self._loaded[kind, name]
 
+    def twin(self, name: str) -> Any:
+        """A second pipeline of a picture model with the same weights, so that two can draw in
+        turns: a pipeline draws one picture at a time.
+        """
+        if name not in self._twins:
+            self._twins[name] = twin(self.get("images", name))
+        return self._twins[name]
+
     def methods(self, kind: Kind, name: str) -> list[str]:
-        """The methods a model can be run by whose answers can be streamed, for a menu."""
-        registry = methods_of(kind, name)
-        return [method for method in registry if registry.get(method).streams]
+        """The methods a model can be run by here whose answers can be streamed, for a menu."""
+        pipe = self.get(kind, name)
+        registry = methods_of(kind, local(name))
+        found = [method for method in registry if registry.get(method).streams]
+        if kind != "images":
+            return [m for m in found if m in (methods.Auto.name,) or pipe.drafters.has(m)]
+        made = [methods.make(registry, method) for method in found]
+        usable = [m.name for m in pipe.runnable(made)]
+        return [m for m in found if m in usable or m == methods.AR.name]
+
+    def start(self, kind: Kind, name: str) -> Start:
+        """What the tab of a model opens with."""
+        if name in STARTS:
+            return STARTS[name]
+        known = self.methods(kind, name)
+        return Start(method=next((m for m in known if m not in ("ar", "auto")), known[-1]))
+
+    def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
+        """What a model is run under, by name, with its own values."""
+        if kind != "images":
+            return {option: getattr(Options(), option) for option in TEXT_OPTIONS}
+        pipe = self.get(kind, name)
+        found = {option: getattr(pipe.settings, option) for option in pipe.sampling_options}
+        return found | dict.fromkeys(pipe.call_options)
+
+
+def local(name: str) -> str:
+    """The folder of a hub id, fetched; pocket names and folders as they are."""
+    known = name in zoo.pocket_models() or Path(name).exists()
+    return name if known else str(zoo.find(name))
+
+
+def twin(pipe: Any) -> Any:
+    """A copy of ``pipe`` that shares its weights."""
+    networks = [part for part in vars(pipe).values() if isinstance(part, nn.Module)]
+    networks += getattr(pipe.parts, "drafters", {}).values() if hasattr(pipe, "parts") else []
+    weights = chain.from_iterable(chain(net.parameters(), net.buffers()) for net in networks)
+    return copy.deepcopy(pipe, {id(weight): weight for weight in weights})
+
+
+def value_of(name: str, text: str, own: Any) -> Any:
+    """``text`` as the parameter ``name`` wants it, whose ``own`` value says of which kind it is."""
+    kinds: list[Callable[[str], Any]] = [int, float, str] if own is None else [type(own)]
+    if isinstance(own, bool):
+        kinds = [{"True": True, "False": False}.__getitem__]
+    for kind in kinds:
+        try:
+            return kind(text.strip())
+        except (ValueError, KeyError):
+            pass
+    raise ValueError(f"{name} must be a value such as {own}, got {text!r}")
+
+
+def changed(own: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
+    """The parameters whose ``texts`` differ from a model's ``own`` values; empty ones are its own.
+
+    Raises ``ValueError`` for texts of another kind.
+    """
+    given = {name: text for name, text in texts.items() if text.strip() and text != str(own[name])}
+    return {name: value_of(name, text, own[name]) for name, text in given.items()}
 
 
 def _has_weights(folder: Path) -> bool:

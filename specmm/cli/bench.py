@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 DEFAULT = "pocket/llamagen"
+LOCAL = "127.0.0.1"
 Prompt = Annotated[
     list[str],
     typer.Option("--prompt", "-p", help="To draw, or a text to continue; may be repeated."),
@@ -153,13 +154,16 @@ def demo(
     ] = False,
     host: Annotated[
         str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")
-    ] = "127.0.0.1",
+    ] = LOCAL,
     port: Annotated[
         int | None, typer.Option(min=0, help="Of the app; a free one if not given.")
     ] = None,
     share: Annotated[
         bool, typer.Option("--share", help="Give the app a public address, by gradio.live.")
     ] = False,
+    text_encoder: Annotated[
+        Path | None, typer.Option(help="Of the app: folder of the T5 encoder, for prompts.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw a few classes by three methods, one picture at a time, and compare them; or open the
@@ -169,7 +173,8 @@ def demo(
     from specmm.runs.run import Place
 
     if app:
-        return _open(model, host, port, share, Place.named(device, dtype))
+        extra = (model,) if model != DEFAULT else ()
+        return _open(extra, host, port, share, Place.named(device, dtype), text_encoder)
     folder = writable(out)
     with stdout_reserved():
         place = Place.named(device, dtype)
@@ -181,14 +186,22 @@ def demo(
     typer.echo("\n".join(paths[:2]))
 
 
-def _open(model: str, host: str, port: int | None, share: bool, place: Place) -> None:
-    """Serve the app until Ctrl-C.
+def _open(
+    extra: tuple[str, ...],
+    host: str,
+    port: int | None,
+    share: bool,
+    place: Place,
+    text_encoder: Path | None,
+) -> None:
+    """Serve the app until Ctrl-C. Any model may be typed where nobody else reaches it.
 
     Raises ``ValueError`` without gradio and for a port that is taken.
     """
     from specmm.app.models import AppModels
 
-    models = AppModels((model,) if model != DEFAULT else (), place)
+    alone = host == LOCAL and not share
+    models = AppModels(extra, place, anything=alone, text_encoder=text_encoder)
     try:
         from specmm.app.page import build, serve
     except ModuleNotFoundError as error:

@@ -184,6 +184,11 @@ class TextPipeline(Pipeline):
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
+    @in_its_turn(lambda pipe: pipe.model)
+    def begin(self, prompts: str | Sequence[str], **options: Any) -> Run:
+        """A run that has decoded nothing yet, for those who want its steps one by one."""
+        return self._start(prompts, Options.of(options, chat=False))[0]
+
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
         given = [prompts] if isinstance(prompts, str) else list(prompts)

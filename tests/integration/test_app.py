@@ -1,10 +1,7 @@
-"""The app in a real browser: every tab, a bad file, two people at once, a reload in the middle, no
-stranger asked.
+"""The app in a real browser: every tab, a link, a phone, a bad file, two people, a reload in
+the middle, no stranger asked.
 """
 
-import os
-import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,30 +9,25 @@ from typing import Any
 import pytest
 from PIL import Image
 
-import specmm
-from specmm import zoo
 from specmm.app.models import AppModels
-from specmm.app.streams import DRAFT, Frame, PictureStream, text_pieces
-from specmm.hf.running import RoundText
-
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-PATIENCE = 60_000  # milliseconds, for a busy machine
-
-
-def browser_here() -> str | None:
-    return next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-needs_browser = pytest.mark.skipif(
-    browser_here() is None, reason=f"needs one of {', '.join(BROWSERS)}"
+from tests.integration.browser import (
+    DESKTOP,
+    PATIENCE,
+    PHONE,
+    browser_here,
+    look,
+    needs_browser,
+    serious_findings,
 )
+
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def address(tiny: Path) -> Iterator[str]:
+def address(tiny: Path, text_folder: Path) -> Iterator[str]:
     from specmm.app.page import build, serve
 
-    app = build(AppModels((str(tiny),)))
+    app = build(AppModels((str(tiny), str(text_folder)), only=("pocket/llava",), anything=True))
     yield serve(app, wait=False)
     app.close()
 
@@ -53,7 +45,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any, address: str) -> Iterator[Any]:
     hosts: set[str] = set()
-    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page = browser.new_page(viewport=DESKTOP)
     page.set_default_timeout(PATIENCE)
     page.on(
         "request",
@@ -65,125 +57,131 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     page.close()
 
 
-def drawn(page: Any, count: int = 2) -> None:
-    """Wait until ``count`` sides are finished."""
-    page.get_by_text("tokens in").nth(count - 1).wait_for()
+def click(page: Any, button: str) -> None:
+    page.get_by_role("button", name=button, exact=True).locator("visible=true").click()
 
 
-def look(page: Any, name: str) -> None:
-    """Keep a screenshot where SPECMM_SCREENSHOTS says, for people."""
-    if os.environ.get("SPECMM_SCREENSHOTS"):
-        page.screenshot(path=Path(os.environ["SPECMM_SCREENSHOTS"]) / f"{name}.png", full_page=True)
+def raced(page: Any) -> Any:
+    """The line of the race that has ended."""
+    found = page.get_by_text("times as fast as").locator("visible=true")
+    found.wait_for()
+    return found
 
 
-@needs_browser
-def test_pictures_side_by_side_and_a_reload(page: Any, tmp_path: Path) -> None:
+def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
     from specmm.jobs.folder import description
 
-    page.get_by_role("button", name="Draw").click()
+    click(page, "Race")
     page.reload()  # in the middle
-    page.get_by_role("button", name="Draw").click()
-    drawn(page)
+    click(page, "Race")
+    raced(page)
     look(page, "pictures")
+    assert page.get_by_text("Certificate: exact").count() == 1
     assert page.get_by_label("Share").count() == 0  # which would send the picture away
     with page.expect_download() as download:
-        page.locator("a[download]").last.click()
+        page.get_by_role("link", name="PNG with its description").last.click()
     download.value.save_as(tmp_path / "saved.png")
-    assert description(tmp_path / "saved.png")["method"] == "lantern++"
-    page.set_viewport_size({"width": 390, "height": 844})
+    assert description(tmp_path / "saved.png")["method"] == "speculative"
+
+
+def test_a_trace_of_one_round(page: Any) -> None:
+    click(page, "Race")
+    raced(page)
+    page.get_by_role("button", name="One round").locator("visible=true").click()
+    page.get_by_role("img", name="A tree of").wait_for()
+    page.get_by_role("cell", name="the target's own").wait_for()
+    look(page, "trace")
+
+
+def test_a_phone_sees_results_within_one_screen(page: Any) -> None:
+    page.set_viewport_size(PHONE)
+    click(page, "Race")
+    verdict = raced(page).bounding_box()
+    pictures = [page.get_by_alt_text(f"{name} picture") for name in ("First", "Second")]
+    lines = page.get_by_text("Certificate:").locator("visible=true").all()
+    assert len(lines) == 2
     look(page, "phone")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    boxes = [verdict, *(part.bounding_box() for part in (*pictures, *lines))]
+    assert all(box["y"] >= 0 and box["y"] + box["height"] <= PHONE["height"] for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
-@needs_browser
+def test_a_link_restores_the_settings(page: Any, address: str, text_folder: Path) -> None:
+    page.get_by_role("tab", name="Completion").click()
+    page.get_by_label("Text to continue").fill("def sub(a, b):")
+    page.get_by_label("Most tokens").locator("visible=true").fill("9")
+    click(page, "Continue")
+    raced(page)
+    link = page.url
+    assert "tab=text" in link and "length=9" in link
+    page.goto(address)
+    page.goto(link)
+    page.get_by_label("Text to continue").locator("visible=true").wait_for()
+    assert page.get_by_label("Text to continue").input_value() == "def sub(a, b):"
+    assert page.get_by_label("Most tokens").locator("visible=true").input_value() == "9"
+
+
 def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_text("no picture")
     page.get_by_role("tab", name="Questions").click()
-    page.get_by_role("button", name="Ask").click()
-    page.get_by_text("a question needs a picture").first.wait_for()
-    upload = page.locator("input[type=file]").first
-    upload.set_input_files(tmp_path / "bad.png")
+    upload = (
+        page.locator("input[type=file]")
+        .locator("visible=true")
+        .or_(page.locator("input[type=file]"))
+    )
+    upload.first.set_input_files(tmp_path / "bad.png")
     page.get_by_text("bad.png must be a picture, got a file of another kind").first.wait_for()
     assert page.get_by_text("Traceback").count() == 0
     look(page, "bad-file")
-    page.reload()
-    page.get_by_role("tab", name="Questions").click()
     Image.new("RGB", (64, 64), "red").save(tmp_path / "good.png")
-    page.locator("input[type=file]").first.set_input_files(tmp_path / "good.png")
-    page.get_by_text("good").first.wait_for()
-    page.get_by_role("button", name="Ask").click()
-    page.get_by_text("rounds,").last.wait_for()
+    upload.first.set_input_files(tmp_path / "good.png")
+    click(page, "Ask")
+    raced(page)
+    assert page.locator(".answer mark").count() > 0
+    assert page.get_by_text("Certificate: exact").count() == 2
     look(page, "answer")
 
 
-@needs_browser
+def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
+    page.get_by_label("Model or hub id").locator("visible=true").fill("no/such model")
+    page.keyboard.press("Enter")
+    page.get_by_text("no/such model").first.wait_for()
+    assert page.get_by_text("Traceback").count() == 0
+
+
 def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
     page.get_by_role("tab", name="Benchmark").click()
-    page.get_by_role("button", name="Measure here").click()
+    click(page, "Measure here")
     page.get_by_role("gridcell", name="exact").first.wait_for()
     look(page, "benchmark")
 
 
-@needs_browser
 def test_two_people_at_once(page: Any, browser: Any, address: str) -> None:
     other = browser.new_page()
     other.set_default_timeout(PATIENCE)
     other.goto(address)
     for each in (page, other):
-        each.get_by_role("button", name="Draw").click()
+        click(each, "Race")
     for each in (page, other):
-        drawn(each)
+        raced(each)
     other.close()
 
 
-# ---- without a browser
-
-
-def test_frames_show_what_was_accepted() -> None:
-    grid = Frame([3, 4, 8], 9, 0.5).grid(3)
-    cells = [grid.getpixel((x * 20 + 5, y * 20 + 5)) for y in range(3) for x in range(3)]
-    blue, green, grey = cells[0], cells[1], cells[8]
-    assert (
-        cells == [blue, green, blue, blue, green, green, green, blue, grey]
-        and len({blue, green, grey}) == 3
-    )
-
-
-def test_a_drawing_that_is_left_stops(tiny: Path) -> None:
-    pipe = AppModels((str(tiny),)).get("images", str(tiny))
-    frames = PictureStream(pipe, "ar", "heart", 0).run()
-    next(frames)
-    frames.close()
-    assert threading.active_count() < 50
-    with pytest.raises(ValueError, match="did you mean"):
-        list(PictureStream(pipe, "specualtive", "heart", 0).run())
-
-
-def test_answers_set_accepted_drafts_apart() -> None:
-    rounds = [
-        RoundText([("abc", True), ("def", False)], 3),
-        RoundText([], 1),
-        RoundText([("xyz", False)], 1),
-    ]
-    *_, (pieces, line) = text_pieces(iter([[said] for said in rounds]))
-    assert pieces == [("abc", DRAFT), ("def", None), ("xyz", None)] and line.startswith(
-        "5 tokens in 3 rounds"
-    )
-
-
-def test_only_listed_models_are_loaded() -> None:
-    with pytest.raises(ValueError, match="model must be one of"):
-        AppModels().get("images", "/etc")
-    with pytest.raises(ValueError, match="folder or a pocket model"):
-        AppModels(("no/such",))
-    assert "pocket/llava" in AppModels().names["questions"] and set(
-        AppModels().names["images"]
-    ) <= set(zoo.pocket_models())
-
-
-@pytest.mark.parametrize("name", ["pocket/mar", "pocket/var"])
-def test_pictures_of_every_family_are_streamed(name: str) -> None:
-    pipe = specmm.ImagePipeline.from_pretrained(name)
-    pipe.set_progress_bar_config(disable=True)
-    *_, last = PictureStream(pipe, "ar", pipe.settings.classes[0], 0).run()
-    assert last is not None and pipe.grid >= 0
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_nothing_keeps_people_from_using_it(page: Any, size: dict[str, int]) -> None:
+    """By axe, before and after a race, with the trace open."""
+    page.set_viewport_size(size)
+    assert serious_findings(page) == []
+    click(page, "Race")
+    raced(page)
+    page.get_by_role("button", name="One round").locator("visible=true").click()
+    page.get_by_role("cell", name="the target's own").wait_for()
+    assert serious_findings(page) == []
+    for tab, button in (("Questions", "Ask"), ("Completion", "Continue")):
+        page.goto(page.url.split("?")[0] + f"?tab={'text' if tab == 'Completion' else 'questions'}")
+        click(page, button)
+        raced(page)
+        assert serious_findings(page) == []
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=\"\">')")
+    assert serious_findings(page) != []  # a picture without a description is noticed

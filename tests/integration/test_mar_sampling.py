@@ -60,6 +60,7 @@ class Watching:
 
     def __init__(self, sampler):
         self.sampler, self.conditions, self.made = sampler, [], []
+        self.head = sampler.head
 
     def sample(self, condition, view):
         made, calls = self.sampler.sample(condition, view)

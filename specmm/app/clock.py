@@ -1,0 +1,87 @@
+"""A race on one clock: the lane that is behind decodes next, so that both have had the same seconds
+whenever they are looked at.
+
+A lane's seconds are those in which its method ran. They stand still while the other lane runs and
+while something is shown, so previews cost neither method anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+SLICE = 0.04  # seconds that a lane runs at a time
+EVERY = 0.25  # seconds from one view to the next
+SHARE = 10.0  # and at least so many times what the last view took
+
+
+class Stopwatch:
+    """Adds up the ``seconds`` in which it runs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._since = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the seconds of the block."""
+        self._since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - self._since
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within ``running``: do not count those of the block."""
+        self.seconds += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
+
+
+class Lane(Protocol):
+    """One method's run."""
+
+    clock: Stopwatch
+    out: Any  # what the pipeline gives at the end, until then None
+
+    def advance(self, seconds: float) -> None:
+        """Decode for so many ``seconds``, to the end of a round; raises what the pipeline does."""
+        ...
+
+    def close(self) -> None:
+        """Give up the rest."""
+        ...
+
+
+def race(lanes: Sequence[Lane], most: float) -> Iterator[None]:
+    """Run all ``lanes`` to their ends; yields when it is time to look at them, at last at the end.
+
+    Raises ``ValueError`` when one takes longer than ``most`` seconds.
+    """
+    shown = spent = 0.0
+    while left := [lane for lane in lanes if lane.out is None]:
+        behind = min(left, key=lambda lane: lane.clock.seconds)
+        behind.advance(SLICE)
+        now = behind.clock.seconds
+        if now > most:
+            raise ValueError(
+                f"a run may take {most:.0f} seconds, got longer; is the machine busy? Ask for less"
+            )
+        if now - shown > max(EVERY, SHARE * spent):
+            begin = time.perf_counter()
+            yield
+            shown = now
+            spent = time.perf_counter() - begin
+    yield
+
+
+def verdict(names: Sequence[str], seconds: Sequence[float]) -> str:
+    """Which of two methods was faster, and by how much."""
+    fast, slow = sorted(range(2), key=lambda i: seconds[i])
+    ratio = seconds[slow] / seconds[fast]
+    return f"{names[fast]} was {ratio:.2f} times as fast as {names[slow]}"

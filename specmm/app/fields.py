@@ -1,0 +1,225 @@
+"""What the tabs share: their settings, the link that restores them, and a race by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import gradio as gr
+
+from specmm.app.clock import Lane, race, verdict
+from specmm.app.lanes import warm_up
+from specmm.app.models import MOST_SECONDS, AppModels, Start, changed, in_sentences, local
+from specmm.app.trace import Node, drawing_of, table_of
+from specmm.methods import AR
+from specmm.runs.run import Kind, methods_of, parse_methods
+
+MOST_PARAMETERS = 10
+TRACED = 3  # components of a trace
+NARROW = 130  # pixels: two columns fit on a phone
+ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
+FREE: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
+PLAIN: dict[str, Any] = {"format": "png", "buttons": []}  # none that shares a picture
+GO = "query => { if (query) history.replaceState(null, '', query); return query; }"
+CLOCK = (
+    "Both run in turns on one clock, the one that is behind next. Seconds are those of a method's "
+    "whole call; previews, loading and a few first rounds do not count. `ar` is plain decoding."
+)
+
+
+@dataclass
+class Tab:
+    """A tab's settings by the names they have in a link; ``renew`` gives updates for all but the
+    model, by a model's name and what a link says.
+    """
+
+    name: str
+    kind: Kind
+    fields: dict[str, Any]
+    boxes: list[gr.Textbox]
+    renew: Callable[[str, Mapping[str, str]], list[Any]]
+    link: gr.Textbox = field(init=False)
+
+    @property
+    def components(self) -> list[Any]:
+        """All settings; the model is the first."""
+        return [*self.fields.values(), *self.boxes]
+
+    def query(self, models: AppModels, values: Sequence[Any]) -> str:
+        """The address's query that restores ``values`` of all components."""
+        named = dict(zip(self.fields, values, strict=False))
+        own = models.parameters(self.kind, str(values[0]))
+        texts = dict(zip(own, map(str, values[len(self.fields) :]), strict=False))
+        if self.kind == "images":
+            classes = models.get(self.kind, str(values[0])).takes == "classes"
+            named.pop("prompt" if classes else "asked")
+        if named.get("picture"):
+            named["picture"] = Path(named["picture"]).stem  # an example's name: no file is linked
+        kept = {name: value for name, value in named.items() if value not in (None, "")}
+        return "?" + urlencode({"tab": self.name, **kept, **changed(own, texts)})
+
+    def wire(self, models: AppModels, clicked: Sequence[Any]) -> None:
+        """Renew the settings with the model, and show the link when something is ``clicked``."""
+        self.link = gr.Textbox(
+            label="Link that restores these settings", buttons=["copy"], interactive=False
+        )
+        model = self.components[0]
+
+        def renewed(name: str) -> list[Any]:
+            return self.renew(name, {})
+
+        def query(*values: Any) -> str:
+            with suppress(ValueError):  # the click itself says what is wrong
+                return self.query(models, values)
+            return ""
+
+        model.input(in_sentences(renewed), model, self.components[1:], **ONE)
+        shown = gr.on(clicked, query, self.components, self.link, **FREE)
+        shown.then(None, self.link, None, js=GO)
+
+
+def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
+    """The models of a kind; any name may be typed where that is allowed."""
+    names = models.names[kind]
+    return gr.Dropdown(
+        names,
+        value=names[0],
+        label="Model or hub id" if models.anything else "Model",
+        allow_custom_value=models.anything,
+        visible=models.anything or len(names) > 1,
+        min_width=NARROW,
+    )
+
+
+def method_menus(known: Sequence[str], start: Start) -> tuple[gr.Dropdown, gr.Dropdown]:
+    """The two methods that race; options may be typed: NAME(KEY=VALUE, …)."""
+    given: dict[str, Any] = {"allow_custom_value": True, "min_width": NARROW}
+    plain = gr.Dropdown(known, value=str(AR.name), label="First method", **given)
+    return plain, gr.Dropdown(known, value=start.method, label="Second method", **given)
+
+
+def renewed_menus(
+    known: Sequence[str], start: Start, given: Mapping[str, str]
+) -> tuple[gr.Dropdown, gr.Dropdown]:
+    """Updates of both, with what a link has ``given``."""
+    first = gr.Dropdown(known, value=given.get("first", str(AR.name)))
+    return first, gr.Dropdown(known, value=given.get("second", start.method))
+
+
+def parameter_boxes(own: Mapping[str, Any], given: Mapping[str, str] | None = None) -> list[Any]:
+    """Text boxes for what a model is run under, of which as many are seen as there are."""
+    boxes = []
+    for i in range(MOST_PARAMETERS):
+        name = list(own)[i] if i < len(own) else ""
+        value = (given or {}).get(name, "" if own.get(name) is None else str(own[name]))
+        boxes.append(
+            gr.Textbox(label=name or "none", value=value, visible=bool(name), min_width=NARROW)
+        )
+    return boxes
+
+
+def method_of(models: AppModels, kind: Kind, model: str, text: str) -> Any:
+    """The one method that ``text`` names for a model, with its options."""
+    found = parse_methods(methods_of(kind, local(model)), text)
+    if len(found) != 1:
+        raise ValueError(f"a side of the race must be one method, got {len(found)}: {text}")
+    return found[0]
+
+
+def raced(
+    models: AppModels, keys: Sequence[Any], make: Sequence[Callable[[], Lane]]
+) -> Iterator[list[Any]]:
+    """The lanes that ``make`` gives whenever they are to be shown, at last when both have ended.
+
+    A lane whose key is new runs a few rounds before, so that loading and planning do not count.
+    """
+    for key, each in zip(keys, make, strict=True):
+        if key not in models.warmed:
+            warm_up(each())
+            models.warmed.add(key)
+    lanes: list[Any] = []
+    try:
+        for each in make:
+            lanes.append(each())
+        for _ in race(lanes, MOST_SECONDS):
+            yield lanes
+    finally:
+        for lane in lanes:
+            lane.close()
+
+
+def result(names: Sequence[str], lanes: Sequence[Any]) -> str:
+    """The line above both sides."""
+    if any(lane.out is None for lane in lanes):
+        return f'<p class="verdict">Racing … {lanes[0].clock.seconds:.1f} s each</p>'
+    found = verdict(names, [lane.clock.seconds for lane in lanes])
+    return f'<p class="verdict" role="status"><b>{found}</b></p>'
+
+
+@dataclass
+class Trace:
+    """The rounds of a run for people, and how its tokens are called."""
+
+    method: str = ""
+    rounds: list[list[Node]] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(names: Sequence[str], lanes: Sequence[Any], called: Callable[[int], str]) -> Trace:
+        """That of the last lane which drafted trees."""
+        drafted = [i for i, lane in enumerate(lanes) if lane.watch.rounds]
+        if not drafted:
+            return Trace()
+        rounds = lanes[drafted[-1]].watch.rounds
+        tokens = {node.token for nodes in rounds for node in nodes}
+        return Trace(names[drafted[-1]], rounds, {token: called(token) for token in tokens})
+
+    @property
+    def longest(self) -> int:
+        """The number, from 1, of the round that kept the most drafts, of those that dropped one."""
+        kept = [sum(node.kept for node in nodes) for nodes in self.rounds]
+        mixed = [
+            sum(n.kept for n in nodes) * (not all(n.kept for n in nodes)) for nodes in self.rounds
+        ]
+        best = mixed if any(mixed) else kept
+        return best.index(max(best)) + 1
+
+    def shown(self, number: float) -> str:
+        """Drawing and table of a round."""
+        nodes = self.rounds[min(int(number), len(self.rounds)) - 1]
+        named = self.names.__getitem__
+        return drawing_of(nodes, named) + table_of(nodes, named)
+
+
+class TraceView:
+    """An accordion with one round of the last race."""
+
+    def __init__(self) -> None:
+        with gr.Accordion("One round: tree, kept path, probabilities", open=False):
+            self.state = gr.State(Trace())
+            self.number = gr.Slider(1, 2, 1, step=1, label="Round", interactive=True)
+            self.drawing = gr.HTML("<p>Race two methods first.</p>")
+        self.number.change(self._show, [self.state, self.number], self.drawing, **FREE)
+
+    @property
+    def components(self) -> list[Any]:
+        """What ``updates`` is for."""
+        return [self.state, self.number, self.drawing]
+
+    @staticmethod
+    def _show(trace: Trace, number: float) -> str:
+        return trace.shown(number) if trace.rounds else "<p>No tree was drafted.</p>"
+
+    @classmethod
+    def updates(cls, trace: Trace) -> list[Any]:
+        """The round that kept the most."""
+        if not trace.rounds:
+            return [trace, gr.Slider(1, 2, value=1), cls._show(trace, 1)]
+        count = max(len(trace.rounds), 2)
+        label = f"Round of {trace.method}, 1 to {len(trace.rounds)}"
+        number = gr.Slider(1, count, value=trace.longest, label=label)
+        return [trace, number, trace.shown(trace.longest)]

@@ -1,0 +1,181 @@
+"""The lanes of a race: a picture being drawn, and an answer being written.
+
+Shape letters: B pictures of a batch (one), T tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from specmm.app.clock import Stopwatch
+from specmm.app.trace import Node, nodes_of
+from specmm.decode import Progress, Round
+from specmm.hf.running import Run
+from specmm.image_ar.continuous.masked_decode import HeadCalls
+from specmm.image_ar.scales.collaborative import Turn
+from specmm.turns import turns_of
+from specmm.watching import watched
+
+MOST_ROUNDS = 64  # whose trees are kept for the trace
+WARM_UP = 3  # rounds
+
+
+class Stopped(Exception):
+    """The user has left, or the lane has done what was wanted."""
+
+
+@dataclass
+class Watch:
+    """What a run tells while its ``clock`` stands: the trees of its ``rounds``, MAR's head
+    ``calls`` by iteration, and whose ``turns`` VAR's scales were.
+    """
+
+    clock: Stopwatch = field(default_factory=Stopwatch)
+    rounds: list[list[Node]] = field(default_factory=list)
+    calls: list[HeadCalls] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def __call__(self, event: object) -> None:
+        """See :mod:`specmm.watching`."""
+        with self.clock.paused():
+            match event:
+                case Round() if len(self.rounds) < MOST_ROUNDS:
+                    self.rounds.append(nodes_of(event))
+                case HeadCalls():
+                    self.calls.append(event)
+                case Turn():
+                    self.turns.append(event)
+
+
+class PictureLane:
+    """``pipe`` drawing one picture by ``method`` in a thread, which runs only within ``advance``.
+
+    ``counts`` are the tokens made after each round, ``state`` is what the last round told.
+    """
+
+    def __init__(self, pipe: Any, method: Any, call: dict[str, Any]) -> None:
+        self.pipe = pipe
+        self.method = method
+        self.watch = Watch()
+        self.clock = self.watch.clock
+        self.out: Any = None
+        self.counts: list[int] = []
+        self.state: dict[str, Any] = {}
+        self._call = call
+        self._error: BaseException | None = None
+        self._until = 0.0
+        self._go = threading.Semaphore(0)
+        self._paused = threading.Semaphore(0)
+        self._left = False
+        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._thread.start()
+
+    def advance(self, seconds: float) -> None:
+        """See :class:`specmm.app.clock.Lane`."""
+        self._until = self.clock.seconds + seconds
+        self._go.release()
+        self._paused.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """See :class:`specmm.app.clock.Lane`."""
+        self._left = True
+        self._go.release()
+        self._thread.join()
+
+    def _draw(self) -> None:
+        self._go.acquire()
+        try:
+            with self.clock.running(), watched(self.watch):
+                if not self._left:
+                    call = dict(self._call, method=self.method, callback_on_step_end=self._step)
+                    self.out = self.pipe(**call)
+        except Exception as error:
+            self._error = error
+        self._paused.release()
+
+    def _step(self, pipe: Any, step: int, count: int, state: dict[str, Any]) -> dict[str, Any]:
+        with self.clock.paused():
+            self.counts.append(count)
+            self.state = state
+            if self.clock.seconds >= self._until:
+                self._paused.release()
+                self._go.acquire()
+            if self._left:
+                raise Stopped
+        return state
+
+
+@dataclass
+class Answer:
+    """A finished answer: ``stats`` and ``certificate`` as a pipeline's output has them."""
+
+    stats: Any
+    certificate: Any
+    method: str
+
+
+class TextLane:
+    """An answer by ``method``: ``begin`` prepares the run on ``pipe``, outside the clock.
+
+    ``pieces`` are texts so far, each with whether it is of accepted drafts.
+    """
+
+    def __init__(self, pipe: Any, method: Any, begin: Callable[[], Run]) -> None:
+        self.pipe = pipe
+        self.method = method
+        self.watch = Watch()
+        self.clock = self.watch.clock
+        self.out: Any = None
+        self.pieces: list[tuple[str, bool]] = []
+        self.counts: list[int] = []
+        self._run = begin()
+        self._end: Progress | None = None
+        self._rounds = replace(self._run, steps=self._clocked(self._run.steps)).rounds()
+
+    def advance(self, seconds: float) -> None:
+        """See :class:`specmm.app.clock.Lane`."""
+        until = self.clock.seconds + seconds
+        while self.out is None and self.clock.seconds < until:
+            said = next(self._rounds, None)
+            if said is None:
+                assert self._end is not None
+                claim = self._run.certificate(self._end)
+                self.out = Answer(self._end.stats, claim, self._run.method)
+                return
+            self.pieces += said[0].pieces
+            self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
+
+    def close(self) -> None:
+        """See :class:`specmm.app.clock.Lane`."""
+        self._rounds.close()
+
+    def _clocked(self, steps: Iterator[Progress]) -> Iterator[Progress]:
+        """``steps``, each in a turn of its own; their seconds alone are the method's."""
+        while True:
+            with turns_of(self.pipe.model).take(), watched(self.watch), self.clock.running():
+                progress = next(steps, None)
+            if progress is None:
+                return
+            self._end = progress
+            yield progress
+
+
+def warm_up(lane: PictureLane | TextLane) -> None:
+    """A few rounds whose seconds do not count: they load, plan and allocate."""
+    try:
+        while lane.out is None and len(lane.counts) < WARM_UP:
+            lane.advance(0.0)
+    finally:
+        lane.close()
+
+
+def generator(pipe: Any, seed: int) -> torch.Generator:
+    """The random numbers of ``seed``."""
+    return torch.Generator(pipe.device).manual_seed(seed)

@@ -1,0 +1,192 @@
+"""The tab where two methods draw the same class or prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import gradio as gr
+
+from specmm.app.fields import (
+    CLOCK,
+    NARROW,
+    ONE,
+    PLAIN,
+    TRACED,
+    Tab,
+    Trace,
+    TraceView,
+    method_menus,
+    method_of,
+    model_menu,
+    parameter_boxes,
+    raced,
+    renewed_menus,
+    result,
+)
+from specmm.app.lanes import PictureLane, generator
+from specmm.app.models import AppModels, changed, in_sentences
+from specmm.app.views import blank, line, preview, saved, tokens_of
+
+LEGEND = (
+    "Who made what: blue the model itself, green accepted drafts or the small model, grey is still "
+    "to come. For VAR a square is a scale; for MAR green is the share of a token's diffusion steps "
+    "that did not wait for a call of the head of their own. Rejected drafts leave no trace."
+)
+LONGEST = 500  # letters of a prompt
+
+
+def pictures(models: AppModels) -> Tab:
+    """Fill the tab."""
+    name = models.names["images"][0]
+    with gr.Row():
+        model = model_menu(models, "images")
+        choice, prompt, first, second = _settings(models, name)
+    with gr.Row():
+        seed = gr.Number(
+            models.start("images", name).seed,
+            label="Seed",
+            precision=0,
+            minimum=0,
+            maximum=2**31,
+            min_width=NARROW,
+        )
+        button = gr.Button("Race", variant="primary", min_width=NARROW)
+    verdict = gr.HTML("<p class='verdict'>Two methods draw the same, on the same clock.</p>")
+    with gr.Row():
+        left, right = (_side(label) for label in ("First picture", "Second picture"))
+    gr.Markdown(f"{LEGEND}\n\n{CLOCK}")
+    with gr.Accordion("The model's parameters", open=False), gr.Row():
+        boxes = parameter_boxes(models.parameters("images", name))
+    trace = TraceView()
+    named = dict(model=model, asked=choice, prompt=prompt, first=first, second=second, seed=seed)
+    tab = Tab("pictures", "images", named, boxes, partial(renewed, models))
+    shown = [verdict, *left, *right, *trace.components]
+
+    @in_sentences
+    def draw(*values: Any) -> Iterator[list[Any]]:
+        yield from drawn(models, *values)
+
+    button.click(draw, tab.components, shown, **ONE)
+    tab.wire(models, [button.click])
+    return tab
+
+
+def _settings(models: AppModels, name: str) -> list[Any]:
+    """The settings of a model but for its name, the seed and its parameters."""
+    classes = classes_of(models, name)
+    start = models.start("images", name)
+    known = models.methods("images", name)
+    given: dict[str, Any] = {"min_width": NARROW}
+    value = start.asked if start.asked in classes else next(iter(classes), None)
+    return [
+        gr.Dropdown(classes, value=value, label="Class", visible=bool(classes), **given),
+        gr.Textbox(
+            "a red apple on a table",
+            label="Prompt",
+            max_length=LONGEST,
+            visible=not classes,
+            **given,
+        ),
+        *method_menus(known, start),
+    ]
+
+
+def renewed(models: AppModels, name: str, given: Mapping[str, str]) -> list[Any]:
+    """The settings of another model, or those that a link has ``given``."""
+    classes = classes_of(models, name)
+    start = models.start("images", name)
+    known = models.methods("images", name)
+    value = given.get("asked", start.asked)
+    value = value if value in classes else next(iter(classes), None)
+    prompt = {"value": given["prompt"]} if "prompt" in given else {}
+    number = given.get("seed", "")
+    return [
+        gr.Dropdown(classes, value=value, visible=bool(classes)),
+        gr.Textbox(visible=not classes, **prompt),
+        *renewed_menus(known, start, given),
+        gr.Number(int(number) if number.isdecimal() else start.seed),
+        *parameter_boxes(models.parameters("images", name), given),
+    ]
+
+
+def classes_of(models: AppModels, name: str) -> list[str]:
+    """What a model draws by name; none where it draws from prompts."""
+    pipe = models.get("images", name)
+    if pipe.takes != "classes":
+        return []
+    return list(pipe.settings.classes or map(str, range(pipe.transformer.config.num_classes)))
+
+
+def _side(label: str) -> list[Any]:
+    """Picture, line, tokens and file of one method."""
+    given: dict[str, Any] = {"interactive": False, **PLAIN}
+    with gr.Column(min_width=NARROW):
+        picture = gr.Image(
+            blank(),
+            label=label,
+            show_label=False,
+            alt_text=label,
+            elem_classes="picture",
+            height="min(320px, 42vw)",
+            **given,
+        )
+        about = gr.HTML("", elem_classes="line", min_height=60)
+        grid = gr.Image(
+            blank(),
+            label="Who made what",
+            alt_text="Its tokens by who made them",
+            elem_classes="grid",
+            height="min(220px, 34vw)",
+            **given,
+        )
+        file = gr.DownloadButton("PNG with its description", size="sm", interactive=False)
+    return [picture, about, grid, file]
+
+
+def drawn(
+    models: AppModels,
+    model: str,
+    name: str | None,
+    prompt: str,
+    first: str,
+    second: str,
+    seed: float,
+    *texts: str,
+) -> Iterator[list[Any]]:
+    """Updates of verdict, both sides and trace while both methods draw."""
+    own = models.parameters("images", model)
+    options = changed(own, dict(zip(own, texts, strict=False)))
+    pipes = (models.get("images", model), models.twin(model))
+    asked = str(name) if pipes[0].takes == "classes" else prompt
+    chosen = [method_of(models, "images", model, text) for text in (first, second)]
+    names = [first, second]
+
+    def lane(i: int) -> PictureLane:
+        call = {pipes[i].takes: [asked], "generator": generator(pipes[i], int(seed)), **options}
+        return PictureLane(pipes[i], chosen[i], call)
+
+    waiting = [gr.skip(), gr.skip(), gr.skip(), gr.DownloadButton(interactive=False)] * 2
+    yield ["<p class='verdict'>Warming up …</p>", *waiting, *[gr.skip()] * TRACED]
+    keys = [("images", model, i, method) for i, method in enumerate(chosen)]
+    for lanes in raced(models, keys, [partial(lane, 0), partial(lane, 1)]):
+        sides = []
+        for each, text in zip(lanes, names, strict=True):
+            sides += _seen(each, text, model, asked, int(seed))
+        ended = all(each.out is not None for each in lanes)
+        trace = [gr.skip()] * TRACED
+        if ended:
+            trace = TraceView.updates(Trace.of(names, lanes, str))
+        yield [result(names, lanes), *sides, *trace]
+
+
+def _seen(lane: PictureLane, name: str, model: str, asked: str, seed: int) -> list[Any]:
+    """Picture, line, tokens and file of a lane."""
+    total = lane.pipe.grid**2 or "?"
+    if lane.pipe.plans == "scales":
+        total = len(lane.pipe.transformer.config.patch_nums)
+    file = gr.skip()
+    if lane.out is not None:
+        file = gr.DownloadButton(value=saved(lane.out, model, asked, seed), interactive=True)
+    return [preview(lane), line(lane, name, total), tokens_of(lane), file]

@@ -1,0 +1,224 @@
+"""The tabs where two methods answer a question about a picture, or continue a text."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from PIL import Image, ImageDraw
+
+from specmm.app.fields import (
+    CLOCK,
+    NARROW,
+    ONE,
+    PLAIN,
+    TRACED,
+    Tab,
+    Trace,
+    TraceView,
+    method_menus,
+    method_of,
+    model_menu,
+    parameter_boxes,
+    raced,
+    renewed_menus,
+    result,
+)
+from specmm.app.lanes import TextLane
+from specmm.app.models import AppModels, changed, in_sentences
+from specmm.app.views import line, marked
+from specmm.hf.running import Run
+from specmm.runs.run import Kind
+from specmm.vlm.pictures import open_image
+
+LONGEST = 500  # letters of a question or a prompt
+LARGEST = "10mb"  # of an upload
+SIDE = 96  # pixels of an example picture
+SHAPES: tuple[tuple[str, str, Any], ...] = (  # kind, colour and corners
+    ("ellipse", "red", (24, 20, 72, 68)),
+    ("rectangle", "blue", (18, 34, 78, 66)),
+    ("polygon", "green", ((48, 16), (20, 72), (76, 72))),
+)
+LEGEND = "Marked: accepted drafts. The rest are the model's own tokens."
+Asked = Callable[[Any, str, dict[str, Any]], Run]
+"""From a pipeline, the text asked and options to a run that has decoded nothing yet."""
+
+
+def questions(models: AppModels) -> Tab:
+    """Fill the tab of questions about pictures."""
+    with gr.Row():
+        with gr.Column(min_width=NARROW):
+            seen = gr.Image(
+                scenes()[0],
+                label="Picture",
+                alt_text="The picture that is asked about",
+                interactive=False,
+                type="filepath",
+                height=150,
+                **PLAIN,
+            )
+            upload = gr.UploadButton(
+                f"Another picture (at most {LARGEST})", file_types=["image"], size="sm"
+            )
+        with gr.Column(min_width=NARROW):
+            model = model_menu(models, "questions")
+            question = gr.Textbox(
+                "What do you see in the picture?", label="Question", max_length=LONGEST, lines=2
+            )
+    upload.upload(in_sentences(opened_path), upload, seen)
+    tab = _answers(models, "questions", {"model": model, "asked": question, "picture": seen}, "Ask")
+    gr.Examples(
+        [[scene] for scene in scenes()], seen, cache_examples=False, label="Example pictures"
+    )
+    return tab
+
+
+def completion(models: AppModels) -> Tab:
+    """Fill the tab of texts to continue."""
+    model = model_menu(models, "text")
+    start = models.start("text", models.names["text"][0])
+    prompt = gr.Textbox(start.asked, label="Text to continue", lines=2, max_length=LONGEST)
+    return _answers(models, "text", {"model": model, "asked": prompt}, "Continue")
+
+
+def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) -> Tab:
+    """The rest of a tab: methods, both sides and the trace."""
+    name = models.names[kind][0]
+    start = models.start(kind, name)
+    with gr.Row():
+        first, second = method_menus(models.methods(kind, name), start)
+    with gr.Row():
+        length = gr.Number(
+            64, label="Most tokens", precision=0, minimum=1, maximum=256, min_width=NARROW
+        )
+        button = gr.Button(verb, variant="primary", min_width=NARROW)
+    verdict = gr.HTML("<p class='verdict'>Two methods write the same, on the same clock.</p>")
+    with gr.Row():
+        sides = [part for _ in range(2) for part in _side()]
+    gr.Markdown(f"{LEGEND} {CLOCK}")
+    with gr.Accordion("The model's parameters", open=False), gr.Row():
+        seed = gr.Number(0, label="seed", precision=0, minimum=0, maximum=2**31, min_width=NARROW)
+        boxes = parameter_boxes(models.parameters(kind, name))
+    trace = TraceView()
+    more = dict(first=first, second=second, length=length, seed=seed)
+    tab = Tab(kind, kind, asked | more, boxes, partial(_renewed, models, kind, list(asked)))
+
+    @in_sentences
+    def answer(*values: Any) -> Iterator[list[Any]]:
+        yield from answered(models, kind, dict(zip(tab.fields, values, strict=False)), values)
+
+    gr.on(
+        [button.click, asked["asked"].submit],
+        answer,
+        tab.components,
+        [verdict, *sides, *trace.components],
+        **ONE,
+    )
+    tab.wire(models, [button.click, asked["asked"].submit])
+    return tab
+
+
+def _side() -> list[Any]:
+    """Answer and line of one method."""
+    with gr.Column(min_width=NARROW):
+        return [gr.HTML("", elem_classes="text", min_height=60), gr.HTML("", elem_classes="line")]
+
+
+def _renewed(
+    models: AppModels, kind: Kind, asked: Sequence[str], name: str, given: Mapping[str, str]
+) -> list[Any]:
+    """The settings of another model, or those that a link has ``given``."""
+    start = models.start(kind, name)
+    known = models.methods(kind, name)
+    text = given.get("asked", start.asked)
+    pictures = {Path(scene).stem: scene for scene in scenes()}
+    picture = [pictures.get(given.get("picture", ""), gr.skip())] if "picture" in asked else []
+    numbers = [_number(given, "length", 64), _number(given, "seed", 0)]
+    boxes = parameter_boxes(models.parameters(kind, name), given)
+    menus = renewed_menus(known, start, given)
+    return [gr.Textbox(text) if text else gr.skip(), *picture, *menus, *numbers, *boxes]
+
+
+def _number(given: Mapping[str, str], name: str, usual: int) -> gr.Number:
+    text = given.get(name, "")
+    return gr.Number(int(text) if text.isdecimal() else usual)
+
+
+def answered(
+    models: AppModels, kind: Kind, named: Mapping[str, Any], values: Sequence[Any]
+) -> Iterator[list[Any]]:
+    """Updates of verdict, both sides and trace while both methods write."""
+    model = named["model"]
+    own = models.parameters(kind, model)
+    given = changed(own, dict(zip(own, map(str, values[len(named) :]), strict=False)))
+    pipe = models.get(kind, model)
+    names = [named["first"], named["second"]]
+    chosen = [method_of(models, kind, model, text) for text in names]
+    text = short(named["asked"])
+    fixed = {"max_new_tokens": int(named["length"]), "seed": int(named["seed"]), **given}
+    if kind == "questions" and not named["picture"]:
+        raise ValueError("a question needs a picture: upload one or click an example")
+
+    def lane(method: Any) -> TextLane:
+        options = {**fixed, "method": method}
+        if kind == "questions":
+            picture = opened(named["picture"])
+            return TextLane(pipe, method, lambda: pipe.begin(picture, text, **options))
+        return TextLane(pipe, method, lambda: pipe.begin(text, **options))
+
+    yield ["<p class='verdict'>Warming up …</p>", *[gr.skip()] * (4 + TRACED)]
+    keys = [(kind, model, method) for method in chosen]
+    for lanes in raced(models, keys, [partial(lane, method) for method in chosen]):
+        sides = []
+        for each, name in zip(lanes, names, strict=True):
+            sides += [marked(each.pieces), line(each, name, fixed["max_new_tokens"])]
+        ended = all(each.out is not None for each in lanes)
+        trace = [gr.skip()] * TRACED
+        if ended:
+            called = partial(called_by, pipe.tokenizer)
+            trace = TraceView.updates(Trace.of(names, lanes, called))
+        yield [result(names, lanes), *sides, *trace]
+
+
+def called_by(tokenizer: Any, token: int) -> str:
+    """A token as people read it: spaces and line ends are seen."""
+    return str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎") or str(token)
+
+
+def opened(file: str) -> Any:
+    """An uploaded picture; an error names it as the user does."""
+    try:
+        return open_image(file)
+    except ValueError as error:
+        raise ValueError(str(error).replace(file, Path(file).name)) from error
+
+
+def opened_path(file: str) -> str:
+    """``file``, which can be opened as a picture."""
+    opened(file)
+    return file
+
+
+def short(text: str) -> str:
+    """``text`` if it is of a length that is served."""
+    if not text.strip() or len(text) > LONGEST:
+        raise ValueError(f"write 1 to {LONGEST} letters, got {len(text.strip())}")
+    return text
+
+
+@functools.cache
+def scenes() -> tuple[str, ...]:
+    """Paths of new pictures to ask about: coloured shapes, as in the data of ``pocket/llava``."""
+    folder = Path(tempfile.mkdtemp(prefix="specmm-"))
+    found = []
+    for shape, colour, corners in SHAPES:
+        image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")
+        getattr(ImageDraw.Draw(image), shape)(corners, fill=colour)
+        found.append(str(folder / f"{colour}-{shape}.png"))
+        image.save(found[-1])
+    return tuple(found)

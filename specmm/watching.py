@@ -1,0 +1,32 @@
+"""Watching a run from outside: its rounds, for those who show them.
+
+A run tells its watcher what it did and goes on. Without a watcher nothing is kept or computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+Watcher: TypeAlias = Callable[[object], object]
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """``watcher`` is called with what runs of this thread tell within the block."""
+    before = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(before)
+
+
+def tell(event: object) -> None:
+    """Tell the watcher, if there is one, about ``event``."""
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(event)
