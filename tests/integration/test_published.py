@@ -102,7 +102,11 @@ FAMILIES = {
         {"top_k": 0, "top_p": 1.0, "method": specmm.methods.CoDe(n=2)},
         ("drafter_8.pth", "refiner_8.pth", "vae_ch160v4096z32.pth"),
     ),
-    "mar-b": ("pocket/mar", {"num_iter": 4, "head_steps": "10"}, ("checkpoint-last.pth", "kl16.ckpt")),
+    "mar-b": (
+        "pocket/mar",
+        {"num_iter": 4, "head_steps": "10"},
+        ("checkpoint-last.pth", "kl16.ckpt"),
+    ),
 }
 
 
