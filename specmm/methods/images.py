@@ -13,7 +13,7 @@ Init: TypeAlias = Literal["last", "left", "above", "random"]
 
 @dataclass(frozen=True)
 class SJD(Composed):
-    """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` guesses a round.
+    """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, up to ``window`` guesses a round.
 
     Drafts are drawn from the target's own earlier distributions at these positions; exact. Where
     there is none yet they begin, by ``init``, with the token above, with the one to the left, from
@@ -23,7 +23,7 @@ class SJD(Composed):
     """
 
     name: ClassVar[str] = "sjd"
-    window: int = 11
+    window: int = 15
     init: Init = "above"
     coupled: bool = True
     rule: str = "recursive"
