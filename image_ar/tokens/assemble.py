@@ -194,8 +194,13 @@ def _eagle(
 def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """The target itself, on a chain."""
-    return JacobiDrafter(target, _chain(choice, 8), getattr(choice.method, "init", "last"))
+    """The target itself, on a chain of at most a picture; method ``draft`` couples its drafts where
+    the rule allows it.
+    """
+    bottom_up = getattr(rule_kind(choice.rule).rule, "bottom_up", False)
+    method = choice.method or methods.SJD(coupled=not bottom_up)
+    window = min(_chain(choice, method.window), target.length - 1)
+    return JacobiDrafter(target, window, method.init, method.coupled)
 
 
 def _chain(choice: methods.Choice, usual: int) -> int:
