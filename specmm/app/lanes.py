@@ -142,15 +142,19 @@ class TextLane:
     def advance(self, seconds: float) -> None:
         """See :class:`specmm.app.clock.Lane`."""
         until = self.clock.seconds + seconds
+        self._round()
         while self.out is None and self.clock.seconds < until:
-            said = next(self._rounds, None)
-            if said is None:
-                assert self._end is not None
-                claim = self._run.certificate(self._end)
-                self.out = Answer(self._end.stats, claim, self._run.method)
-                return
-            self.pieces += said[0].pieces
-            self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
+            self._round()
+
+    def _round(self) -> None:
+        said = next(self._rounds, None)
+        if said is None:
+            assert self._end is not None
+            claim = self._run.certificate(self._end)
+            self.out = Answer(self._end.stats, claim, self._run.method)
+            return
+        self.pieces += said[0].pieces
+        self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
 
     def close(self) -> None:
         """See :class:`specmm.app.clock.Lane`."""

@@ -14,6 +14,7 @@ from PIL import Image, ImageDraw
 
 from specmm.app.fields import (
     CLOCK,
+    FREE,
     NARROW,
     ONE,
     PLAIN,
@@ -72,9 +73,10 @@ def questions(models: AppModels) -> Tab:
             )
     upload.upload(in_sentences(opened_path), upload, seen)
     tab = _answers(models, "questions", {"model": model, "asked": question, "picture": seen}, "Ask")
-    gr.Examples(
-        [[scene] for scene in scenes()], seen, cache_examples=False, label="Example pictures"
-    )
+    with gr.Row():
+        for scene in scenes():
+            example = gr.Button(f"Ask about a {_named(scene)}", size="sm", min_width=90)
+            example.click(partial(str, scene), None, seen, **FREE)
     return tab
 
 
@@ -124,9 +126,9 @@ def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) ->
 
 
 def _side() -> list[Any]:
-    """Answer and line of one method."""
+    """Line and answer of one method."""
     with gr.Column(min_width=NARROW):
-        return [gr.HTML("", elem_classes="text", min_height=60), gr.HTML("", elem_classes="line")]
+        return [gr.HTML("", elem_classes="line", min_height=60), gr.HTML("", min_height=60)]
 
 
 def _renewed(
@@ -176,7 +178,7 @@ def answered(
     for lanes in raced(models, keys, [partial(lane, method) for method in chosen]):
         sides = []
         for each, name in zip(lanes, names, strict=True):
-            sides += [marked(each.pieces), line(each, name, fixed["max_new_tokens"])]
+            sides += [line(each, name, fixed["max_new_tokens"]), marked(each.pieces)]
         ended = all(each.out is not None for each in lanes)
         trace = [gr.skip()] * TRACED
         if ended:
@@ -188,6 +190,10 @@ def answered(
 def called_by(tokenizer: Any, token: int) -> str:
     """A token as people read it: spaces and line ends are seen."""
     return str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎") or str(token)
+
+
+def _named(scene: str) -> str:
+    return Path(scene).stem.replace("-", " ")
 
 
 def opened(file: str) -> Any:
