@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 SOURCES = ROOT / "build" / "api"
 PICTURE = ROOT / "docs" / "images" / "gain.svg"
 MARKS = ("<!-- speed: written by python -m benchmarks.pages -->\n\n", "\n<!-- end -->")
+EXAMPLE = re.compile(r"(?:^ *>>> .*\n)+", re.M)
 MARKER = re.compile(r"^<!-- results: ([\w-]+) -->$", re.M)
 
 Row = Mapping[str, Any]
@@ -237,7 +238,7 @@ def zoo_table() -> str:
     for file in sorted(CARDS.glob("*/card.json")):
         card = json.loads(file.read_text())
         name = f"`pocket/{file.parent.name}`"
-        lines.append((name, card.get("what", ""), card.get("licence", "")))
+        lines.append((name, card["description"], card["licence"]))
     return markdown(("model", "what", "licence of the weights"), lines)
 
 
@@ -282,8 +283,14 @@ def _copy(file: Path) -> None:
     if file.suffix == ".py":
         copy = SOURCES / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
+        # examples in docstrings are Python, not Markdown's quotations
+        copy.write_text(EXAMPLE.sub(_fenced, file.read_text(encoding="utf-8")), encoding="utf-8")
         (copy.parent / "__init__.py").touch()
+
+
+def _fenced(example: re.Match[str]) -> str:
+    indent = " " * (len(example[0]) - len(example[0].lstrip()))
+    return f"{indent}```python\n{example[0].replace('>>> ', '')}{indent}```\n"
 
 
 def on_files(files: Any, config: Any) -> Any:

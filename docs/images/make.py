@@ -124,7 +124,7 @@ def llamagen() -> None:
 
 def mar() -> None:
     """Speculation along a denoising chain."""
-    p = Picture("MAR: denoising steps are drafted and accepted along the chain", 760, 270)
+    p = Picture("MAR: denoising steps are drafted and accepted along the chain", 760, 290)
     p.words(20, 30, "1. the transformer gives a condition for each place that is drawn now")
     p.box(20, 42, 150, "masked transformer", "model")
     p.arrow((170, 59), (230, 59))
@@ -159,7 +159,7 @@ def var() -> None:
 
 def vlm() -> None:
     """A drawn chain and a tree of an answer's words."""
-    p = Picture("Vision-language models: a head reads the target's states and drafts an answer", 760, 320)
+    p = Picture("Vision-language models: a head reads the target's states and drafts an answer", 760, 346)
     p.words(20, 30, "1. picture and question are read once; the head reads the target's states of them")
     p.row(20, 44, 110, [("picture", "text"), ("what is it?", "text"), ("A", "text")])
     p.arrow((370, 61), (430, 61))
@@ -175,8 +175,7 @@ def vlm() -> None:
         p.arrow((90, 175), (150, y + 17))
     p.words(20, 252, "3. the longest accepted path is kept, and the token after it drawn from the target")
     p.row(20, 262, 90, [("A", "text"), ("red", "kept"), ("heart", "kept"), (".", "next")])
-    p.legend({**USUAL})
-    p.height = 320
+    p.legend(USUAL)
     p.save("round-vlm.svg")
 
 
