@@ -95,7 +95,9 @@ def readme_table() -> str:
         row = gain.row
         tau = f"{row['tau']:.1f}" if "tau" in row else ""
         file = f"`{gain.file}.csv`, {read(gain.file)['environment']['date'][:10]}"
-        lines.append((gain.what, gain.setting, row["certificate"], times(row["speedup"]), tau, file))
+        lines.append(
+            (gain.what, gain.setting, row["certificate"], times(row["speedup"]), tau, file)
+        )
     return markdown(head, lines)
 
 
@@ -145,7 +147,9 @@ def _legend(y: int) -> list[str]:
     }
     parts, x = [], 20.0
     for kind, text in said.items():
-        parts.append(f'<rect x="{x:g}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        parts.append(
+            f'<rect x="{x:g}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>'
+        )
         parts.append(f'<text x="{x + 18:g}" y="{y}" fill="#24292f">{text}</text>')
         x += 40 + 7.4 * len(text)
     return parts
@@ -221,8 +225,7 @@ TABLES = {
     "mar": Table("mar", (*FIDS, ("head calls a token", "head_calls_per_token"))),
     "var": Table("var", (("batch", "batch"), *FIDS)),
     "var-published": Table(
-        "var_published",
-        (("method", "method"), ("over plain", "speedup"), ("realised", "realised")),
+        "var_published", (("method", "method"), ("over plain", "speedup"), ("realised", "realised"))
     ),
     "llava": Table("vlm_speed_llava", TOLD, lambda row: row["questions"] == "describe"),
     "coder": Table("text_speed_coder", TOLD),
