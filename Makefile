@@ -54,7 +54,6 @@ bench: $(STAMP)  ## measure everything in benchmarks/ (hours on two cores)
 	$(BIN)/python -m benchmarks.run $(ARGS)
 
 docs: $(STAMP)  ## the site in build/site, from docs/ and benchmarks/results; a warning is an error
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 $(STAMP): pyproject.toml setup.py

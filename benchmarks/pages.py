@@ -24,6 +24,7 @@ README = ROOT / "README.md"
 SOURCES = ROOT / "build" / "api"
 PICTURE = ROOT / "docs" / "images" / "gain.svg"
 MARKS = ("<!-- speed: written by python -m benchmarks.pages -->\n\n", "\n<!-- end -->")
+EXAMPLE = re.compile(r"(?:^ *>>> .*\n)+", re.M)
 MARKER = re.compile(r"^<!-- results: ([\w-]+) -->$", re.M)
 
 Row = Mapping[str, Any]
@@ -94,7 +95,9 @@ def readme_table() -> str:
         row = gain.row
         tau = f"{row['tau']:.1f}" if "tau" in row else ""
         file = f"`{gain.file}.csv`, {read(gain.file)['environment']['date'][:10]}"
-        lines.append((gain.what, gain.setting, row["certificate"], times(row["speedup"]), tau, file))
+        lines.append(
+            (gain.what, gain.setting, row["certificate"], times(row["speedup"]), tau, file)
+        )
     return markdown(head, lines)
 
 
@@ -144,7 +147,9 @@ def _legend(y: int) -> list[str]:
     }
     parts, x = [], 20.0
     for kind, text in said.items():
-        parts.append(f'<rect x="{x:g}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>')
+        parts.append(
+            f'<rect x="{x:g}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>'
+        )
         parts.append(f'<text x="{x + 18:g}" y="{y}" fill="#24292f">{text}</text>')
         x += 40 + 7.4 * len(text)
     return parts
@@ -220,8 +225,7 @@ TABLES = {
     "mar": Table("mar", (*FIDS, ("head calls a token", "head_calls_per_token"))),
     "var": Table("var", (("batch", "batch"), *FIDS)),
     "var-published": Table(
-        "var_published",
-        (("method", "method"), ("over plain", "speedup"), ("realised", "realised")),
+        "var_published", (("method", "method"), ("over plain", "speedup"), ("realised", "realised"))
     ),
     "llava": Table("vlm_speed_llava", TOLD, lambda row: row["questions"] == "describe"),
     "coder": Table("text_speed_coder", TOLD),
@@ -237,7 +241,7 @@ def zoo_table() -> str:
     for file in sorted(CARDS.glob("*/card.json")):
         card = json.loads(file.read_text())
         name = f"`pocket/{file.parent.name}`"
-        lines.append((name, card.get("what", ""), card.get("licence", "")))
+        lines.append((name, card["description"], card["licence"]))
     return markdown(("model", "what", "licence of the weights"), lines)
 
 
@@ -282,8 +286,14 @@ def _copy(file: Path) -> None:
     if file.suffix == ".py":
         copy = SOURCES / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
+        # examples in docstrings are Python, not Markdown's quotations
+        copy.write_text(EXAMPLE.sub(_fenced, file.read_text(encoding="utf-8")), encoding="utf-8")
         (copy.parent / "__init__.py").touch()
+
+
+def _fenced(example: re.Match[str]) -> str:
+    indent = " " * (len(example[0]) - len(example[0].lstrip()))
+    return f"{indent}```python\n{example[0].replace('>>> ', '')}{indent}```\n"
 
 
 def on_files(files: Any, config: Any) -> Any:

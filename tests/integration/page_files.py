@@ -1,4 +1,4 @@
-"""The files that snippets of the pages read: tiny random models under published names and layouts."""
+"""The files that snippets of the pages read: tiny random models under published names."""
 
 from __future__ import annotations
 
@@ -74,4 +74,3 @@ FILES: dict[str, Callable[[Path, Maker], None]] = {
     "janus-folder": _janus,
     "prompts.txt": _prompts,
 }
-

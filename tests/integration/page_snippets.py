@@ -1,10 +1,12 @@
 """The code of the README and the pages, as a test runs it.
 
-Blocks of Python of one page run one after the other in one namespace, blocks of ``sh`` line by line:
-``specmm`` commands in this process, and of what needs a network or hours (``pip install``, ``make``,
-``torchrun``) that it exists. A comment before a block changes what is run, not what is read:
+Blocks of Python of one page run one after the other in one namespace, blocks of ``sh`` line by
+line: ``specmm`` commands in this process, and of what needs a network or hours (``pip install``,
+``make``, ``torchrun``) that it exists. A comment before a block changes what is run, not what is
+read:
 
-- ``<!-- test: add --set steps=2 -->`` adds words to each ``specmm`` line;
+- ``<!-- test: add --set steps=2 -->`` adds words to each ``specmm`` line, in place of its own
+  settings of these names;
 - ``<!-- test: parse -->`` only reads each ``specmm`` line's options, for what takes hours.
 """
 
@@ -79,8 +81,7 @@ def run_line(words: list[str], told: str) -> None:
         case ["specmm", *rest] if told == "parse":
             parse(rest)
         case ["specmm", *rest]:
-            added = shlex.split(told.removeprefix("add")) if told.startswith("add ") else []
-            done = CliRunner().invoke(app, [*rest, *added])
+            done = CliRunner().invoke(app, with_added(rest, told))
             assert done.exit_code == 0, (words, done.output, done.stderr, done.exception)
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
@@ -97,6 +98,15 @@ def run_line(words: list[str], told: str) -> None:
             pass
         case _:
             raise AssertionError(f"no test knows how to run {words}")
+
+
+def with_added(words: list[str], told: str) -> list[str]:
+    """``words`` with those that the test was ``told`` to add."""
+    if not told.startswith("add "):
+        return words
+    added = shlex.split(told.removeprefix("add"))
+    names = tuple(word.partition("=")[0] + "=" for word in added if "=" in word)
+    return [*(word for word in words if not word.startswith(names)), *added]
 
 
 def check_extras(packages: str) -> None:
