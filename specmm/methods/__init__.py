@@ -122,6 +122,7 @@ VQAMethod: TypeAlias = (
     | Assistant
     | Block
     | PromptLookup
+    | SJD
     | SelfDraft
     | Verdict
     | Draft
