@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ from specmm.checkpoints import read_json
 from specmm.registry import Registry, named, unknown
 
 if TYPE_CHECKING:
+    import torch
+
     from specmm.hf.picture_tokens import PictureModel
+    from specmm.image_ar.shared import PicturePipeline
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,10 @@ PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config
 PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
 
 
+# for diffusers: DiffusionPipeline.from_pretrained(folder, custom_pipeline=custom_pipeline)
+custom_pipeline = str(Path(__file__).with_name("diffusers_pipeline.py"))
+
+
 class ImagePipeline:
     """Pictures from an autoregressive image model, by any of its methods, with a certificate.
 
@@ -68,15 +76,53 @@ class ImagePipeline:
     """
 
     @staticmethod
-    def from_pretrained(name: str | Path, **options: Any) -> Any:
-        """The pipeline of a folder, a pocket name or a hub id; ``options``: ``method``, ``device``,
-        …
+    def from_pretrained(
+        name: str | Path,
+        method: Any = "ar",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        drafter: Any = None,
+        small: str | Path | None = None,
+        text_encoder: str | Path | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+    ) -> PicturePipeline[Any]:
+        """The pipeline of a folder, a pocket name or a hub id, by its family's ``from_pretrained``.
 
-        Raises ``ValueError`` for a model that cannot be found or read.
+        It runs on this machine's best device, in the fastest dtype there, unless ``device`` and
+        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is what models of tokens draft
+        with where it is not in the folder, ``small`` the small model beside a MAR or a VAR,
+        ``text_encoder`` a LlamaGen's for prompts. Models of transformers take ``device_map``,
+        ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's.
+        Raises ``ValueError`` for a model that cannot be found or read, and for what its family does
+        not take.
         """
-        family = family_of(name)
+        given = dict(
+            device=device,
+            dtype=dtype,
+            torch_dtype=torch_dtype,
+            drafter=drafter,
+            small=small,
+            text_encoder=text_encoder,
+            device_map=device_map,
+            quantization_config=quantization_config,
+            variant=variant,
+            revision=revision,
+            cache_dir=cache_dir,
+        )
+        options = {option: value for option, value in given.items() if value is not None}
+        family = family_of(name, revision=revision, cache_dir=cache_dir)
         pipeline = getattr(import_module(family.module), family.pipeline)
-        return pipeline.from_pretrained(name, **options)
+        taken = signature(pipeline.from_pretrained).parameters
+        for option in options.keys() - set(taken):
+            raise ValueError(f"{option} does not serve models such as {name}; leave it out")
+        opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
+        return opened
 
 
 def picture_type(folder: Path) -> PictureModel | None:
@@ -96,11 +142,14 @@ def _value(file: Path, key: str) -> Any:
     return read_json(file).get(key) if file.is_file() else None
 
 
-def family_of(name: str | Path) -> ImageFamily:
-    """The family of a model; raises ``ValueError`` for one not found or of an unknown family."""
-    if picture_type(zoo.pocket_models().get(str(name), Path(name))) is not None:
+def family_of(name: str | Path, **hub: Any) -> ImageFamily:
+    """The family of a model; raises ``ValueError`` for one not found or of an unknown family.
+
+    ``hub`` is as in :func:`specmm.zoo.find`.
+    """
+    if picture_type(zoo.pocket_models().get(str(name), Path(str(name)))) is not None:
         return TRANSFORMERS_FAMILY
-    folder = zoo.find(name)
+    folder = zoo.find(name, **hub)
     if picture_type(folder) is not None:  # fetched from the hub
         return TRANSFORMERS_FAMILY
     file = folder / zoo.PIPELINE

@@ -21,10 +21,11 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from specmm import hardware, methods, zoo
+from specmm import methods, zoo
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
+from specmm.hardware import Place as Place
 from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
@@ -39,22 +40,6 @@ Kind = Literal["images", "questions", "text"]
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 # ---- models by name
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model runs and in which dtype; None is the device's fastest."""
-
-    device: torch.device | str = "cpu"
-    dtype: torch.dtype | None = None
-
-    @staticmethod
-    def named(device: str = "cpu", dtype: str = "auto") -> Place:
-        """The place of these names.
-
-        Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
-        """
-        return Place(hardware.named_device(device), hardware.named_dtype(dtype))
 
 
 HERE = Place()
@@ -347,7 +332,8 @@ def check(pipe: Images, run: PictureRun) -> None:
 
     Sampling options that were not given are set to the model's.
     """
-    from specmm.image_ar.shared import class_ids, with_options
+    from specmm.image_ar.calls import class_ids
+    from specmm.image_ar.shared import with_options
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")

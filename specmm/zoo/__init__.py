@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specmm.kinds import shown
 from specmm.registry import unknown
 
 POCKET = Path(__file__).parent / "pocket"
@@ -20,12 +21,21 @@ def pocket_models() -> dict[str, Path]:
     return {f"pocket/{f.parent.name}": f.parent for f in sorted(POCKET.glob("*/card.json"))}
 
 
-def find(name: str | Path, index: str = PIPELINE) -> Path:
+def find(
+    name: str | Path,
+    index: str = PIPELINE,
+    *,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
     """The folder of a model ``name``: a local folder, a pocket model, or a hub id, downloaded.
 
-    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has. Raises
-    ``ValueError`` if there is no such model.
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a hub id's
+    ``revision`` comes from ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such
+    model.
     """
+    if not isinstance(name, str | Path):
+        raise ValueError(f"model must be a folder, a pocket name or a hub id, got {shown(name)}")
     folder = Path(name)
     if (folder / index).is_file():
         return folder
@@ -42,7 +52,7 @@ def find(name: str | Path, index: str = PIPELINE) -> Path:
         raise ValueError(
             f"{folder} must hold a {index}; give the folder that save_pretrained wrote"
         )
-    return _from_hub(str(name))
+    return _from_hub(str(name), revision, cache_dir)
 
 
 def card(name: str) -> dict[str, Any]:
@@ -59,12 +69,12 @@ def classes(folder: Path) -> list[str]:
     return names
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name))
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache_dir))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         shipped = ", ".join(pocket_models())
         raise ValueError(
