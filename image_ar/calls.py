@@ -20,7 +20,7 @@ from specmm.registry import unknown
 
 Classes: TypeAlias = str | int | Sequence[str | int] | Tensor | npt.NDArray[np.integer[Any]]
 Callback: TypeAlias = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
-Pictures: TypeAlias = list[Image.Image] | npt.NDArray[Any] | Tensor
+Pictures: TypeAlias = list[Image.Image] | Any  # or an array or a tensor
 Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
 """Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
 

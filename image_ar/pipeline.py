@@ -38,6 +38,7 @@ FAMILIES = {  # by the "family" in model_index.json
         "LlamaGenPipeline",
         methods.IMAGE_TOKENS,
         "speculative,lantern++",
+        takes_drafter=True,
     ),
     "mar": ImageFamily(
         "specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"

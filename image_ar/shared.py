@@ -138,6 +138,21 @@ class PicturePipeline(Generic[M]):
         """Tokens along a side of a picture that is drawn token by token, else 0."""
         return 0
 
+    def steps(self, **wanted: Any) -> int:
+        """What a callback is told when a picture is whole, of tokens or scales; pictures are
+        ``wanted`` so.
+        """
+        raise NotImplementedError
+
+    def measured(self, cfg: float | None, prompt: str | None = None, **wanted: Any) -> Any:
+        """The target that plans are measured on: of pictures ``wanted`` so, and of a ``prompt``.
+
+        Raises ``ValueError`` for models that draw one size of classes.
+        """
+        for name in ("prompt",) if prompt else wanted:
+            raise ValueError(f"{name} must be None for models that draw classes, all of one size")
+        return self.target(cfg=cfg)
+
     def timed(self, method: M) -> bool:
         """Whether what ``method`` draws depends on seconds measured on this machine."""
         return method.timed

@@ -50,7 +50,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
 from specmm.kinds import check_numbers, check_whole, either, texts_of
-from specmm.outside import of_others
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import further, sample_generators
 
@@ -133,9 +133,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
-        if drafter is not None and of_others(drafter):
-            method = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter)
-            drafter = None
+        method, drafter = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
         piped = (Path(name) / zoo.PIPELINE).is_file()
         place = Place.named(device, dtype, torch_dtype)
         index = zoo.PIPELINE if piped else zoo.TRANSFORMERS
@@ -271,8 +269,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         top_k: int | None = None,
         top_p: float | None = None,
         layout: Layout | None = None,
+        example: str = EXAMPLE,
     ) -> PictureTarget:
-        """The model as a target under these options, and the model's settings for what is None."""
+        """The model as a target under these options, and the model's settings for what is None.
+
+        Methods are measured on the prompt ``example``.
+        """
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
         if not chosen.cfg >= 1:  # only scales above 1 guide, and a certificate names the scale
@@ -281,11 +283,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         where = layout or self._layout()
 
-        def example() -> tuple[list[int], list[int]]:
-            ids = self._ids(EXAMPLE, where)
-            return ids, self._away(ids, None, where)
+        def ids() -> tuple[list[int], list[int]]:
+            found = self._ids(example, where)
+            return found, self._away(found, None, where)
 
-        rest = (self.name, where, example)
+        rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
     def _static(
@@ -298,6 +300,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         key = (target.guidance, target.processor, size, batch)
         make = partial(StaticPictureTarget, target)
         return static_target(method, self.parts, key, make, self.device)
+
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture, with those that end a row."""
+        return self._layout(wanted.get("height"), wanted.get("width")).length
+
+    def measured(
+        self, cfg: float | None, prompt: str | None = None, **wanted: Any
+    ) -> PictureTarget:
+        """See :class:`PicturePipeline`."""
+        layout = self._layout(wanted.get("height"), wanted.get("width"))
+        return self.target(cfg=cfg, layout=layout, example=prompt or EXAMPLE)
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""

@@ -5,7 +5,11 @@ them.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from specmm.methods import GENERATE, IMAGE_TOKENS
@@ -57,3 +61,24 @@ def register(kind: str, name: str, thing: Any = None) -> Any:
         return given
 
     return keep if thing is None else keep(thing)
+
+
+def load(place: str) -> None:
+    """Import ``place``, a Python file or a module's name, for what it registers.
+
+    Raises ``ValueError`` where there is none and where it fails.
+    """
+    file = Path(place)
+    try:
+        if file.suffix != ".py":
+            import_module(place)
+            return
+        spec = spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None, "files that end in .py have loaders"
+        module = module_from_spec(spec)
+        sys.modules[file.stem] = module  # as import does: dataclasses look their module up
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ValueError(
+            f"what is loaded must be a Python file or a module, got {place}: {error}"
+        ) from error

@@ -116,6 +116,11 @@ class Place:
         wanted: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
         return Place(named_device(device), named_dtype(wanted))
 
+    @property
+    def where(self) -> torch.device:
+        """The device itself."""
+        return named_device(self.device)
+
 
 @torch.no_grad()
 def prepack(network: Network, long: bool = False) -> Network:

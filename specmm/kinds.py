@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 def shown(value: object) -> str:
@@ -46,7 +44,7 @@ def texts_of(name: str, given: object) -> list[str]:
     return found
 
 
-def either(name: str, value: T | None, other: str, same: T | None) -> T | None:
+def either(name: str, value: Any, other: str, same: Any) -> Any:
     """What is given of an option ``name`` that is also called ``other``.
 
     Raises ``ValueError`` when both are.

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specmm import methods
 from specmm.drafter import Drafter, Feedback
 from specmm.randomness import UniformSource
-from specmm.registry import Open, maker_of, name_of, parse_spec
+from specmm.registry import Open, Registry, maker_of, name_of, parse_spec, whole
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, Tree
 from specmm.stats import Clock
@@ -52,10 +53,11 @@ def is_drafter(thing: object) -> bool:
     """Whether ``thing`` is a drafter, or makes one; a network that another method drafts with is
     not, nor is a name.
     """
+    thing = whole(thing)
     if isinstance(thing, str | nn.Module):
         return False
     made = callable(getattr(thing, "propose", None)) and callable(getattr(thing, "begin", None))
-    return made or inspect.isroutine(thing) or hasattr(thing, "func")
+    return made or inspect.isroutine(thing)
 
 
 OTHERS = Open[Any]("drafter", {}, _checked)
@@ -68,10 +70,19 @@ def of_others(spec: object) -> bool:
     return spec.partition("(")[0].strip() in OTHERS  # a folder's name may have brackets of any kind
 
 
+def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
+    """``method`` (None: plain decoding) with a ``drafter`` of others as its own, and no drafter to
+    load; or both as they are.
+    """
+    if drafter is None or not of_others(drafter):
+        return method, drafter
+    return methods.by_hand(registry, method or methods.AR(), drafter), None
+
+
 def usual_tree(spec: object) -> Tree:
     """The tree that the drafter of ``spec`` is made for unless another is asked for."""
     thing = OTHERS[parse_spec(spec)[0]] if isinstance(spec, str) else spec
-    found: Tree = getattr(thing, "tree", USUAL)
+    found: Tree = getattr(whole(thing), "tree", USUAL)
     return found
 
 
@@ -96,7 +107,7 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
 
 
 class OutsideDrafter:
-    """The drafter ``inner``, called ``name``, by ``maker``; a tree that is none is a ``ValueError``.
+    """The drafter ``inner``, called ``name``, by ``maker``; its trees are checked.
 
     Its seconds are counted here, whatever it does with the clock that it is given. ``recorded``
     tells whether a tree had distributions.

@@ -109,8 +109,14 @@ def _entry_points(kind: str) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=f"specmm.{kind}s")}
 
 
+def whole(thing: Any) -> Any:
+    """``thing``, or of a ``functools.partial`` what it is a part of."""
+    return getattr(thing, "func", thing)
+
+
 def maker_of(thing: object) -> str:
     """Who wrote ``thing``, a class, a function or an object: its top module; "" for ours."""
+    thing = whole(thing)
     kind = thing if hasattr(thing, "__module__") and hasattr(thing, "__name__") else type(thing)
     module = str(getattr(kind, "__module__", "")).partition(".")[0]
     return "" if module == __name__.partition(".")[0] else module
@@ -120,6 +126,7 @@ def name_of(thing: object) -> str:
     """What to call ``thing``: a text as it is, what calls itself something, its class's name."""
     if isinstance(thing, str):
         return thing
+    thing = whole(thing)
     own = getattr(thing, "name", None)
     return own if isinstance(own, str) else getattr(thing, "__name__", type(thing).__name__)
 

@@ -34,6 +34,7 @@ from specmm.hf.running import (
     stream,
 )
 from specmm.hf.target import VLMTarget
+from specmm.outside import with_own
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
@@ -81,7 +82,7 @@ class VQAPipeline(Pipeline):
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
-        method, drafter = self.with_own(method, drafter)
+        method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -112,7 +113,7 @@ class VQAPipeline(Pipeline):
         ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
         and ``cache_dir`` are a hub id's.
         """
-        method, drafter = cls.with_own(method, drafter)
+        method, drafter = with_own(methods.VQA, method, drafter)
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype)
         folder = find(name, revision=revision, cache_dir=cache_dir)
@@ -203,6 +204,23 @@ class VQAPipeline(Pipeline):
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
         rounds = self._rounds(images, questions, Options.of(options), True, videos)
         yield from turns_of(self.model).each(rounds)
+
+    @in_its_turn(lambda pipe: pipe.model)
+    def planned(self, images: Images, questions: Texts, **options: Any) -> str:
+        """What method ``auto`` takes for ``questions``, and why; ``plans`` has what it measured."""
+        given = Options.of({**options, "method": methods.Auto()})
+        return self._start(images, questions, given).method
+
+    def prepared(
+        self, images: Images, questions: Texts, **options: Any
+    ) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for ``questions``, and these as it reads them, all at once."""
+        given = Options.of(options)
+        target = VLMTarget(self.model, given.processor, self.name)
+        asked = Questions.of(images, questions, given.chat)
+        prompt = VLMPrompt(asked.inputs(self.processor), given.max_new_tokens, asked)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
 
     def _rounds(
         self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos

@@ -1,6 +1,6 @@
 """A target of one's own, in the loop as it is: a Markov chain whose next token depends on the last.
 
-    python demos/own/target.py
+    python -m demos.own.target
 
 The loop needs four things of a target: ``prefill`` reads the prompts, ``score`` gives the
 distribution after every node of a draft tree, ``commit`` keeps the accepted path, and ``step`` is
@@ -13,6 +13,7 @@ Shape letters: B batch, N nodes, V vocabulary.
 from __future__ import annotations
 
 import torch
+import typer
 from torch import Tensor
 
 from specmm.decode import decode, decode_plain
@@ -75,5 +76,5 @@ def drawn(size: int = 12, length: int = 400) -> tuple[Stats, Stats]:
 
 if __name__ == "__main__":
     plain, drafted = drawn()
-    print(f"plain: {plain.rounds} rounds for {plain.tokens} tokens")
-    print(f"echo:  {drafted.rounds} rounds for {drafted.tokens} tokens, tau {drafted.tau:.2f}")
+    typer.echo(f"plain: {plain.rounds} rounds for {plain.tokens} tokens")
+    typer.echo(f"echo:  {drafted.rounds} rounds for {drafted.tokens} tokens")

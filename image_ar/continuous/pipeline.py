@@ -282,15 +282,15 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         transformer = load_mar(folder / "transformer")
         vae = load_kl(folder / "vae")
         size = sum(p.numel() for p in transformer.parameters())
-        fast = place.dtype or choose_dtype(size, long=True, device=place.device)
+        fast = place.dtype or choose_dtype(size, long=True, device=place.where)
         if small is None:
             second = load_small_mar(folder, vae)
         else:
             second = load_small_mar(zoo.find(small), vae, whole=True)
-        large = transformer.to(place.device, fast)
-        second = None if second is None else second.to(place.device, fast)
+        large = transformer.to(place.where, fast)
+        second = None if second is None else second.to(place.where, fast)
         settings = read_settings(MARSettings, folder)
-        return cls(large, vae.to(place.device), second, settings, resolved, str(name))
+        return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
@@ -350,7 +350,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted = either("classes", classes, "class_labels", class_labels)
+        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
         tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
         chosen = self.method if method is None else methods.resolve_continuous(method)
@@ -370,6 +370,10 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         bar = self.progress_bar(total=len(labels))
         claimed = settings.claimed
         return draw_batches(draw, len(labels), batch_size, output_type, bar, claimed, return_dict)
+
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return int(self.transformer.config.seq_len)
 
     def target(
         self,

@@ -147,19 +147,19 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         folder = zoo.find(name, revision=revision, cache_dir=cache_dir)
         transformer = load_var(folder / "transformer")
         vae = load_vqvae(folder / "vae")
-        fast = place.dtype or choose_dtype(LARGE_MODEL, long=True, device=place.device)
+        fast = place.dtype or choose_dtype(LARGE_MODEL, long=True, device=place.where)
         # a GPU counts wherever there is one: the pipeline may be moved to it later
-        check_dtype(fast, torch.device("cuda") if torch.cuda.is_available() else place.device)
+        check_dtype(fast, torch.device("cuda") if torch.cuda.is_available() else place.where)
         second = load_small_var(small, vae) if small is not None else None
         if second is None and (folder / "small").is_dir():
             second = load_var(folder / "small")
-        large = prepack(transformer.to(place.device, fast), long=True)
+        large = prepack(transformer.to(place.where, fast), long=True)
         if second is not None:
-            second = prepack(second.to(place.device, fast), long=True)
+            second = prepack(second.to(place.where, fast), long=True)
         settings = read_settings(VARSettings, folder)
         if small is not None:
             settings = replace(settings, fid={}, n=-1)
-        return cls(large, vae.to(place.device), second, settings, resolved, str(name))
+        return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
     @classmethod
     def from_files(
@@ -198,6 +198,10 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
     def timed(self, method: methods.ScalesMethod) -> bool:
         """Not for method code where the models are specialised for an N."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
+
+    def steps(self, **wanted: Any) -> int:
+        """Scales of a picture."""
+        return len(self.transformer.config.schedule)
 
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
         """All of the ``usual`` methods with a small model, none without."""
@@ -254,7 +258,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted = either("classes", classes, "class_labels", class_labels)
+        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
         tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)

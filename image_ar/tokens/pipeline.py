@@ -50,7 +50,7 @@ from specmm.image_ar.tokens.loading import (
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
 from specmm.kinds import either, texts_of
-from specmm.outside import of_others
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
 
@@ -159,19 +159,19 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         not in the model's ``drafters/``. ``revision`` and ``cache_dir`` are those of a hub id.
         """
         place = Place.named(device, dtype, torch_dtype)
-        own = drafter if drafter is not None and of_others(drafter) else None
-        resolved = methods.by_hand(methods.IMAGE_TOKENS, method, own)
+        method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)
+        resolved = methods.resolve(method)
         folder = zoo.find(name, revision=revision, cache_dir=cache_dir)
         transformer = load_gpt(folder / "transformer")
         size = sum(p.numel() for p in transformer.parameters())
-        transformer = transformer.to(place.dtype or choose_dtype(size, device=place.device))
+        transformer = transformer.to(place.dtype or choose_dtype(size, device=place.where))
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
-        if drafter is not None and own is None:
+        if drafter is not None:
             drafters |= load_drafter(Path(drafter), transformer)
         for module in (transformer, *drafters.values()):
-            prepack(module.to(place.device))
-        vq = load_vq(folder / "vq").to(place.device)
+            prepack(module.to(place.where))
+        vq = load_vq(folder / "vq").to(place.where)
         settings = read_settings(LlamaGenSettings, folder)
         captions = None
         if text_encoder:
@@ -203,6 +203,10 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     def grid(self) -> int:
         """Tokens along a side."""
         return int(self.transformer.config.grid)
+
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return self.grid**2
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
@@ -256,7 +260,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted = either("classes", classes, "class_labels", class_labels)
+        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
         tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
         prompts = self._prompts(wanted, prompt, num_images_per_prompt)

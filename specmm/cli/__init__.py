@@ -49,10 +49,19 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
     ] = False,
+    load: Annotated[
+        list[str],
+        typer.Option(help="A Python file or module that registers drafters, rules or trees."),
+    ] = [],  # noqa: B006  typer copies it
 ) -> None:
     """Draft-verify acceleration, with a certificate of what each run kept of the model's
     distribution.
     """
+    if load:
+        from specmm import extension
+
+        for place in load:
+            extension.load(place)
 
 
 def main() -> None:

@@ -13,16 +13,8 @@ import typer
 from specmm import methods
 from specmm.cli.options import Json
 from specmm.cli.output import emit, table
-from specmm.registry import Registry, unknown
+from specmm.registry import Registry, maker_of, unknown
 
-FAMILIES: dict[str, Registry] = {
-    "image tokens": methods.IMAGE_TOKENS,
-    "scales": methods.SCALES,
-    "continuous tokens": methods.CONTINUOUS,
-    "picture tokens of transformers": methods.TRANSFORMERS_IMAGES,
-    "questions about pictures": methods.VQA,
-    "text": methods.TEXT,
-}
 HEAD = ("model", "size", "licence", "what it is")
 SHORT = (24, 60)  # letters of a licence and of a description in the table of models
 WIDTH = 96  # letters of a line of classes
@@ -32,20 +24,22 @@ HINT = "specmm zoo NAME prints a model's card: data, what was measured, classes"
 def methods_command(as_json: Json = False) -> None:
     """List methods by family, and the drafters, trees and rules that method draft puts together."""
     from specmm.image_ar.tokens.assemble import DRAFTERS
+    from specmm.outside import OTHERS
     from specmm.shape.trees import NAMED, TREES
-    from specmm.verify.rule import RULES, is_exact
+    from specmm.verify.rule import RULES
 
-    families = {family: _described(kinds) for family, kinds in FAMILIES.items()}
+    families = {family: _described(kinds) for family, kinds in methods.Methods.families.items()}
     names: dict[str, list[str]] = {
-        "drafters of image tokens": list(DRAFTERS),
-        "drafters of answers and texts": [name for name in methods.GENERATE if _drafts(name)],
+        "drafters of image tokens": [*DRAFTERS, *OTHERS],
+        "drafters of answers and texts": [*filter(_drafts, methods.GENERATE), *OTHERS],
     }
     described: dict[str, dict[str, str]] = {
         "trees": {kind.spelling: kind.what for kind in TREES.values()}
         | {"sequoia(12)": "the best of so many nodes for the drafter's measured acceptance"}
         | {name: f"a published list of {len(paths)} drafts" for name, paths in NAMED.items()},
         "rules": {
-            name: f"{'exact' if is_exact(name) else 'relaxed, measured'}: {kind.what}"
+            name: f"{'exact' if kind.rule.exact else 'relaxed, measured'}{_said(kind.rule)}: "
+            + kind.what
             for name, kind in RULES.items()
         },
     }
@@ -61,6 +55,12 @@ def methods_command(as_json: Json = False) -> None:
         typer.echo("\n  ".join([title, *entries]))
     for title, lines in described.items():
         typer.echo("\n".join([title, *(f"  {name:40} {what}" for name, what in lines.items())]))
+
+
+def _said(rule: object) -> str:
+    """Who says what a rule of others claims."""
+    maker = maker_of(rule)
+    return f" by the word of {maker}" if maker else ""
 
 
 def _described(kinds: Registry) -> dict[str, tuple[str, str]]:

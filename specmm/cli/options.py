@@ -13,8 +13,14 @@ Options = Annotated[
     list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")
 ]
 Drafter = Annotated[
-    str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")
+    str | None,
+    typer.Option(
+        help="Folder of the method's drafter, if it is not beside the model, or the name of one of "
+        "your own."
+    ),
 ]
+Height = Annotated[int | None, typer.Option(help="Pixels, for models of any size.")]
+Width = Annotated[int | None, typer.Option(help="Pixels; goes with --height.")]
 Seed = Annotated[
     int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")
 ]

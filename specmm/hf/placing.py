@@ -67,8 +67,8 @@ class Placing:
         quantised = quantization_config is not None or (
             file.is_file() and "quantization_config" in read_json(file)
         )
-        if quantised and device_map is None and str(place.device) != "cpu":
-            device_map = {"": str(place.device)}
+        if quantised and device_map is None and place.where.type != "cpu":
+            device_map = {"": str(place.where)}
         given = dict(
             device_map=device_map, quantization_config=quantization_config, variant=variant
         )
@@ -88,7 +88,7 @@ class Placing:
         if "device_map" in self.options or is_quantised(model):
             _check_one_device(model)
             return model
-        device = torch.device(self.place.device or "cpu")
+        device = self.place.where
         size = sum(p.numel() for p in model.parameters())
         return moved(model, device, self.place.dtype or choose_dtype(size, device=device))
 

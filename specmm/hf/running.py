@@ -343,17 +343,10 @@ class Pipeline:
         """
         if drafter is None:
             return str(methods.AR.name)
+        if of_others(drafter):
+            return str(methods.Draft.name)
         place = find(drafter) if isinstance(drafter, str | Path) else drafter
         return cls.drafter_kind(methods.Auto(), place)
-
-    @classmethod
-    def with_own(cls, method: Any, drafter: Any) -> tuple[Any, Any]:
-        """``method`` with a ``drafter`` that others wrote as its own, and no drafter to load; or
-        both as they are.
-        """
-        if drafter is None or not of_others(drafter):
-            return method, drafter
-        return methods.by_hand(cls.registry, method or methods.AR(), drafter), None
 
     @classmethod
     def drafter_kind(cls, method: Any, drafter: object = None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from specmm.kinds import shown
-from specmm.registry import OldName, Registry, named, names_of_others, of_others, unknown
+from specmm.registry import OldName, Registry, named, names_of_others, of_others, unknown, whole
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
@@ -202,7 +202,7 @@ class SelfDraft(Declared):
 def _class_of(drafter: Own) -> Any:
     """The class of a ``drafter`` by name, or one of others; None where there is none."""
     if not isinstance(drafter, str):
-        return drafter
+        return whole(drafter)
     name = drafter.partition("(")[0].strip()
     if name in DRAFTERS:
         return named(DRAFTERS[name])
@@ -218,9 +218,28 @@ def check_rejected_weight(weight: float) -> None:
         )
 
 
-def registry(kinds: Iterable[type[Any]]) -> Registry:
-    """The registry of these method classes by their names."""
-    return Registry("method", {kind.name: f"specmm.methods:{kind.__name__}" for kind in kinds})
+class Methods(Registry):
+    """The methods of a ``family`` of models; one of another family is told apart from a misspelt
+    one.
+    """
+
+    families: ClassVar[dict[str, Methods]] = {}  # that are listed
+
+    def __init__(self, family: str, kinds: Iterable[type[Any]], listed: bool = True) -> None:
+        super().__init__("method", {kind.name: f"specmm.methods:{kind.__name__}" for kind in kinds})
+        self.family = family
+        if listed:
+            self.families[family] = self
+
+    def get(self, name: str) -> Any:
+        """See :class:`specmm.registry.Registry`."""
+        others = [family for family, one in self.families.items() if name in one.entries]
+        if name in self.entries or not others:
+            return super().get(name)
+        raise ValueError(
+            f"method {name!r} is for {' and '.join(others)}, not for {self.family}; choose from: "
+            f"{', '.join(sorted(self.entries))}"
+        )
 
 
 def make(registry: Registry, method: Any, **options: Any) -> Any:

@@ -28,7 +28,7 @@ from specmm.files import slug, write_whole
 from specmm.hardware import Place as Place
 from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
 from specmm.randomness import sample_generators
-from specmm.registry import Registry, unknown
+from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -116,12 +116,16 @@ def open_model(
         from diffusers.utils import logging
 
         logging.disable_progress_bar()
-        given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
         if drafter is not None and not family_of(model).takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
-        if drafter is not None:
-            given["drafter"] = drafter
-        pipe = ImagePipeline.from_pretrained(model, method=method, **given)
+        pipe = ImagePipeline.from_pretrained(
+            model,
+            method,
+            device=place.device,
+            dtype=place.dtype,
+            drafter=drafter,
+            text_encoder=text_encoder,
+        )
         pipe.set_progress_bar_config(disable=True)
         return pipe
     from specmm.text.pipeline import TextPipeline
@@ -173,7 +177,8 @@ def parse_methods(registry: Registry, text: str) -> list[Any]:
 def label(method: Any) -> str:
     """The name, and the options that are not the default ones."""
     values = {f.name: (getattr(method, f.name), f.default) for f in dataclasses.fields(method)}
-    changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    others = {name: value for name, (value, default) in values.items() if value != default}
+    changed = [f"{name}={_plain(value)}" for name, value in others.items()]
     return f"{method.name}({', '.join(changed)})" if changed else str(method.name)
 
 
@@ -225,7 +230,12 @@ def _tree(text: str) -> methods.TreeName:
 
 def _options(method: object) -> dict[str, object]:
     """The options of a method that are not None, for JSON."""
-    return {name: value for name, value in vars(method).items() if value is not None}
+    return {name: _plain(value) for name, value in vars(method).items() if value is not None}
+
+
+def _plain(value: object) -> object:
+    """``value``, or what to call an object of one's own."""
+    return value if isinstance(value, str | int | float | tuple | None) else name_of(value)
 
 
 # ---- answers and texts
@@ -388,8 +398,11 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             for first in range(0, count, run.batch_size):
                 rows = range(first, min(first + run.batch_size, count))
                 own = source if method.one_generator else [generators[i] for i in rows]
-                _draw_batch(pipe, run, rows, method, own, callback)
-                bar.update(len(rows))
+                seen = callback
+                if callback is None and not bar.disable:  # for nobody else a callback costs time
+                    seen = _moving(bar, len(rows), pipe.steps(**run.wanted))
+                _draw_batch(pipe, run, rows, method, own, seen)
+                bar.update(len(run.outputs) - bar.n)
     except KeyboardInterrupt:
         run.interrupted = True
     except OSError as error:
@@ -397,6 +410,18 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             f"writing failed ({error.strerror or error}), make room or choose another --out; "
             f"{len(run.outputs)} of {count} pictures are in {run.out}"
         ) from error
+
+
+def _moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
+    """A callback that moves ``bar`` within ``rows`` pictures that are whole after ``steps``."""
+    before = bar.n
+
+    def moved(pipe: object, step: int, done: int, state: dict[str, Any]) -> dict[str, Any]:
+        bar.n = round(before + rows * done / steps, 1)
+        bar.update(0)
+        return state
+
+    return moved
 
 
 def _draw_batch(

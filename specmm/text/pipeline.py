@@ -37,6 +37,7 @@ from specmm.hf.running import (
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kinds import texts_of
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
@@ -102,7 +103,7 @@ class TextPipeline(Pipeline):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
-        method, drafter = self.with_own(method, drafter)
+        method, drafter = with_own(methods.TEXT, method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -134,7 +135,7 @@ class TextPipeline(Pipeline):
         ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
         and ``cache_dir`` are a hub id's.
         """
-        method, drafter = cls.with_own(method, drafter)
+        method, drafter = with_own(methods.TEXT, method, drafter)
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype)
         folder = find_target(name, revision=revision, cache_dir=cache_dir)
@@ -193,6 +194,21 @@ class TextPipeline(Pipeline):
             yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
 
         yield from turns_of(self.model).each(found())
+
+    @in_its_turn(lambda pipe: pipe.model)
+    def planned(self, prompts: str | Sequence[str], **options: Any) -> str:
+        """What method ``auto`` takes for ``prompts``, and why; ``plans`` holds what it measured."""
+        given = Options.of({**options, "method": methods.Auto()}, chat=False)
+        return self._start(prompts, given)[0].method
+
+    def prepared(self, prompts: str | Sequence[str], **options: Any) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for ``prompts``, and these as it reads them, all at once."""
+        given = Options.of(options, chat=False)
+        target = VLMTarget(self.model, given.processor, self.name)
+        ids = self.encode(prompts, given.chat)
+        prompt = VLMPrompt({**padded(ids)}, given.max_new_tokens)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""

@@ -1,4 +1,4 @@
-"""What a run may claim by its rule: of our rules what the tests prove, of others' what is enumerated.
+"""What a run may claim by its rule: of ours what the tests prove, of others' what is enumerated.
 
 A rule that others wrote and that calls itself exact is put to the test before a certificate says
 so: every draw of some small trees, by targets that have zeros as well (:mod:`.exhaustive`).
@@ -102,7 +102,7 @@ def _of_others(rule: Rule, maker: str) -> Certificate:
 
 @lru_cache(maxsize=64)
 def enumerated(rule: Rule) -> tuple[float, int]:
-    """The largest total variation between what ``rule`` emits and the target, and of how many cases.
+    """The largest total variation of what ``rule`` emits from the target, and of how many cases.
 
     Raises ``ValueError`` for a rule that takes none of them. Rules of chains alone may refuse
     siblings.
