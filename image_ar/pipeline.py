@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
-from specmm.registry import Registry, named, unknown
+from specmm.hf.picture_models import picture_type as picture_type
+from specmm.registry import Registry, unknown
 
 if TYPE_CHECKING:
     import torch
 
-    from specmm.hf.picture_tokens import PictureModel
     from specmm.image_ar.shared import PicturePipeline
 
 
@@ -56,13 +56,6 @@ TRANSFORMERS_FAMILY = ImageFamily(
     "sjd,prompt-lookup,speculative,lantern++",
     takes_drafter=True,
 )
-PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
-    "chameleon": "specmm.hf.chameleon:CHAMELEON",
-    "emu3": "specmm.hf.emu3:EMU3",
-    "glm_image": "specmm.hf.glm_image:GLM_IMAGE",
-    "janus": "specmm.hf.janus:JANUS",
-}
-PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
 
 
 # for diffusers: DiffusionPipeline.from_pretrained(folder, custom_pipeline=custom_pipeline)
@@ -124,23 +117,6 @@ class ImagePipeline:
             raise ValueError(f"{option} does not serve models such as {name}; leave it out")
         opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
         return opened
-
-
-def picture_type(folder: Path) -> PictureModel | None:
-    """The description of the model of transformers in ``folder``, where it is one that draws, or a
-    pipeline of diffusers around one.
-    """
-    kind = _value(folder / zoo.TRANSFORMERS, "model_type")
-    if kind is None:
-        kind = PICTURE_PIPELINES.get(str(_value(folder / zoo.PIPELINE, "_class_name")))
-    if kind not in PICTURE_MODELS:
-        return None
-    facts: PictureModel = named(PICTURE_MODELS[kind])
-    return facts
-
-
-def _value(file: Path, key: str) -> Any:
-    return read_json(file).get(key) if file.is_file() else None
 
 
 def family_of(name: str | Path, **hub: Any) -> ImageFamily:

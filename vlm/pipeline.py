@@ -207,7 +207,7 @@ class VQAPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, images: Images, questions: Texts, **options: Any) -> str:
-        """What method ``auto`` takes for ``questions``, and why; ``plans`` has what it measured."""
+        """What method ``auto`` takes for ``questions``, and why; see ``plans``."""
         given = Options.of({**options, "method": methods.Auto()})
         return self._start(images, questions, given).method
 

@@ -112,7 +112,8 @@ def assemble(
         kind_there = "eagle" if "eagle" in parts.drafters else "block"
         tree = choice.tree if kind_there == "eagle" else None
         choice = replace(choice, drafter=kind_there, tree=tree)
-    make = _outside if of_others(choice.drafter) else DRAFTERS.get(choice.drafter)
+    own = not isinstance(choice.drafter, str) or of_others(choice.drafter)
+    make = _outside if own else DRAFTERS.get(choice.drafter)
     if make is None:
         raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
     kind = rule_kind(choice.rule)

@@ -207,7 +207,7 @@ def assemble(
     ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
     method that drafts nothing and for a drafter that does not fit.
     """
-    if isinstance(method, methods.Composed) and of_others(method.choice.drafter):
+    if isinstance(method, methods.Composed):  # of a drafter of others: see preset_of
         return _outside(method.choice, target)
     kind = KINDS.get(method.name)
     if kind is None or not kind.make:
@@ -232,7 +232,7 @@ def preset_of(method: methods.Composed) -> Method:
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
     choice = method.choice
-    if of_others(choice.drafter):
+    if not isinstance(choice.drafter, str) or of_others(choice.drafter):
         found: Any = method
         return found
 

@@ -113,7 +113,8 @@ def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
     for _ in decode(target, counter, Recursive(), asked.prompt, asked.length, asked.uniforms):
         pass
     acceptance = counter.table()
-    shapes = [best_tree(acceptance, nodes, levels)[0] for nodes in SIZES]
+    trees = (best_tree(acceptance, nodes, levels)[0] for nodes in SIZES)
+    shapes = list({tree.size: tree for tree in trees}.values())  # what is never kept adds no node
     made = planned(
         target, drafter_of, shapes, Recursive(), asked.prompt, asked.uniforms, acceptance
     )

@@ -26,7 +26,8 @@ from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
 from specmm.hardware import Place as Place
-from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
+from specmm.hf.picture_models import draws_pictures, processes
+from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
     Images = PicturePipeline[Any]  # of any family
 
 Kind = Literal["images", "questions", "text"]
-PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 # ---- models by name
 
@@ -62,11 +62,10 @@ def kinds_of(model: str) -> tuple[Kind, ...]:
         raise ValueError(
             f"model must be a folder or a pocket model, got {model!r}; specmm zoo lists them"
         )
-    processes = any((folder / name).is_file() for name in PROCESSORS)
-    if picture_type(folder) is not None:
-        return ("images", "questions") if processes else ("images",)
+    if draws_pictures(folder):
+        return ("images", "questions") if processes(folder) else ("images",)
     sees = "vision_config" in read_json(folder / zoo.TRANSFORMERS)
-    return ("questions",) if sees or processes else ("text",)
+    return ("questions",) if sees or processes(folder) else ("text",)
 
 
 def draws(model: str) -> bool:
