@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
@@ -83,18 +83,22 @@ class ImagePipeline:
         device_map: str | dict[str, Any] | None = None,
         quantization_config: Any = None,
         variant: str | None = None,
+        file: str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
+        download: bool = False,
     ) -> PicturePipeline[Any]:
-        """The pipeline of a folder, a pocket name or a hub id, by its family's ``from_pretrained``.
+        """The pipeline of a folder, a pocket name, a published name (``specmm zoo --published``) or
+        a hub id, by its family's ``from_pretrained``.
 
         It runs on this machine's best device, in the fastest dtype there, unless ``device`` and
         ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is what models of tokens draft
         with where it is not in the folder, ``small`` the small model beside a MAR or a VAR,
         ``text_encoder`` a LlamaGen's for prompts. Models of transformers take ``device_map``,
-        ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's.
-        Raises ``ValueError`` for a model that cannot be found or read, and for what its family does
-        not take.
+        ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's,
+        ``file`` chooses one of a repository's models, ``download`` agrees to fetch more than a
+        gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read, and for
+        what its family does not take.
         """
         given = dict(
             device=device,
@@ -106,11 +110,12 @@ class ImagePipeline:
             device_map=device_map,
             quantization_config=quantization_config,
             variant=variant,
-            revision=revision,
-            cache_dir=cache_dir,
         )
         options = {option: value for option, value in given.items() if value is not None}
-        family = family_of(name, revision=revision, cache_dir=cache_dir)
+        source = zoo.Source(file, revision, cache_dir, download)
+        if source != zoo.USUAL:
+            name = zoo.find(name, source=source)
+        family = family_of(name)
         pipeline = getattr(import_module(family.module), family.pipeline)
         taken = signature(pipeline.from_pretrained).parameters
         for option in options.keys() - set(taken):
@@ -119,14 +124,17 @@ class ImagePipeline:
         return opened
 
 
-def family_of(name: str | Path, **hub: Any) -> ImageFamily:
+def family_of(name: str | Path) -> ImageFamily:
     """The family of a model; raises ``ValueError`` for one not found or of an unknown family.
 
-    ``hub`` is as in :func:`specmm.zoo.find`.
+    Nothing is fetched for a model of several published files.
     """
+    entry = None if Path(str(name)).exists() else zoo.entry_of(str(name))
+    if entry is not None and entry.parts:
+        return FAMILIES[entry.family]
     if picture_type(zoo.pocket_models().get(str(name), Path(str(name)))) is not None:
         return TRANSFORMERS_FAMILY
-    folder = zoo.find(name, **hub)
+    folder = zoo.find(name)
     if picture_type(folder) is not None:  # fetched from the hub
         return TRANSFORMERS_FAMILY
     file = folder / zoo.PIPELINE

@@ -137,7 +137,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         piped = (Path(name) / zoo.PIPELINE).is_file()
         place = Place.named(device, dtype, torch_dtype)
         index = zoo.PIPELINE if piped else zoo.TRANSFORMERS
-        folder = zoo.find(name, index, revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, index, zoo.Source(revision=revision, cache_dir=cache_dir))
         facts = picture_type(folder)
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")

@@ -40,6 +40,7 @@ from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Images, Questions, Texts, Videos
 from specmm.vlm.loading import is_composed, load_model, load_processor
+from specmm.zoo import Source
 
 
 @dataclass
@@ -103,6 +104,7 @@ class VQAPipeline(Pipeline):
         variant: str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
+        download: bool = False,
     ) -> VQAPipeline:
         """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
         its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
@@ -111,12 +113,13 @@ class VQAPipeline(Pipeline):
         where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
         None is the one that it is for, and plain decoding without one. ``device_map``,
         ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
-        and ``cache_dir`` are a hub id's.
+        and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
         """
         method, drafter = with_own(methods.VQA, method, drafter)
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype)
-        folder = find(name, revision=revision, cache_dir=cache_dir)
+        source = Source(None, revision, cache_dir, download)
+        folder = find(name, source=source)
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
         model = placing.put(load_model(folder, wanted.dtype, **placing.options))
         prepack(use_tree_attention(model))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -278,17 +279,16 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved = methods.resolve_continuous(method)
         place = Place.named(device, dtype, torch_dtype)
-        folder = zoo.find(name, revision=revision, cache_dir=cache_dir)
-        transformer = load_mar(folder / "transformer")
+        source = zoo.Source(revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, source=source)
+        chosen = place.dtype or partial(choose_dtype, long=True, device=place.where)
+        large = load_mar(folder / "transformer", dtype=chosen).to(place.where)
         vae = load_kl(folder / "vae")
-        size = sum(p.numel() for p in transformer.parameters())
-        fast = place.dtype or choose_dtype(size, long=True, device=place.where)
         if small is None:
-            second = load_small_mar(folder, vae)
+            second = load_small_mar(folder, vae, dtype=large.dtype)
         else:
-            second = load_small_mar(zoo.find(small), vae, whole=True)
-        large = transformer.to(place.where, fast)
-        second = None if second is None else second.to(place.where, fast)
+            second = load_small_mar(zoo.find(small), vae, whole=True, dtype=large.dtype)
+        second = None if second is None else second.to(place.where)
         settings = read_settings(MARSettings, folder)
         return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 

@@ -144,15 +144,16 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved = methods.resolve_scales(method)
         place = Place.named(device, dtype, torch_dtype)
-        folder = zoo.find(name, revision=revision, cache_dir=cache_dir)
-        transformer = load_var(folder / "transformer")
-        vae = load_vqvae(folder / "vae")
+        source = zoo.Source(revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, source=source)
         fast = place.dtype or choose_dtype(LARGE_MODEL, long=True, device=place.where)
         # a GPU counts wherever there is one: the pipeline may be moved to it later
         check_dtype(fast, torch.device("cuda") if torch.cuda.is_available() else place.where)
-        second = load_small_var(small, vae) if small is not None else None
+        transformer = load_var(folder / "transformer", dtype=fast)
+        vae = load_vqvae(folder / "vae")
+        second = load_small_var(small, vae, fast) if small is not None else None
         if second is None and (folder / "small").is_dir():
-            second = load_var(folder / "small")
+            second = load_var(folder / "small", dtype=fast)
         large = prepack(transformer.to(place.where, fast), long=True)
         if second is not None:
             second = prepack(second.to(place.where, fast), long=True)

@@ -33,6 +33,7 @@ from specmm.image_ar.shared import count, read_config, save_module, save_weights
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
+from specmm.mapped import DtypeChoice, WithoutWeights, chosen_dtype, give_back
 
 DrafterHead = BlockHead | EagleHead
 VQ_LEFTOVERS = ("codebook_used",)  # the release's ring buffer of used codes
@@ -70,10 +71,10 @@ def load_gpt(
     *,
     n_head: int | None = None,
     block_size: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: DtypeChoice = torch.float32,
 ) -> Transformer:
     """The transformer in the file or folder ``path``, in evaluation mode, with weights in
-    ``dtype``.
+    ``dtype``, or that which it chooses for so many parameters.
 
     Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
     weights; ``n_head`` and ``block_size`` (256 for 256 px, 576 for 384 px) are needed where neither
@@ -85,9 +86,11 @@ def load_gpt(
         state = from_lantern({k: v for k, v in state.items() if "rotary_emb" not in k})
     config = config or read_config(path, GPTConfig)
     config = config or infer_gpt_config(state, n_head=n_head, block_size=block_size, source=path)
-    model = Transformer(config)
-    load_strict(model, state, LEFTOVERS, path)
-    return model.to(dtype).eval()
+    with WithoutWeights():
+        model = Transformer(config)
+    wanted = chosen_dtype(dtype, model)
+    load_strict(model, state, LEFTOVERS, path, wanted)
+    return model.to(wanted).eval()
 
 
 def load_vq(
@@ -97,8 +100,10 @@ def load_vq(
     ``load_gpt``.
     """
     state = read_checkpoint(path)
-    model = VQModel(config or read_config(path, VQConfig) or infer_vq_config(state, path))
-    load_strict(model, state, VQ_LEFTOVERS, path)
+    config = config or read_config(path, VQConfig) or infer_vq_config(state, path)
+    with WithoutWeights():
+        model = VQModel(config)
+    load_strict(model, state, VQ_LEFTOVERS, path, dtype)
     return model.to(dtype).eval()
 
 
@@ -209,6 +214,8 @@ def from_lantern(state: Mapping[str, Tensor]) -> State:
                 f"a layer must hold its q, k and v projections, got none named {missing[0]}"
             )
         renamed[layer + FUSED] = torch.cat([state[name] for name in names])  # [3C, C]
+        for name in names:
+            give_back(state[name])
     return renamed
 
 
@@ -331,8 +338,9 @@ def load_block_for(owner: Owner, folder: Path) -> BlockHead:
         )
     check_fingerprint(facts["target_fingerprint"], owner.fingerprint, folder)
     sizes = (tuple(facts["aux_layers"]), facts.get("inner", 0))
-    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], owner.sizes, *sizes))
-    load_strict(head, read_checkpoint(folder), source=folder)
+    with WithoutWeights():
+        head = BlockHead(BlockConfig(facts["levels"], facts["layers"], owner.sizes, *sizes))
+    load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)
     return head.to(owner.device, owner.dtype).eval()
 
 
@@ -354,8 +362,9 @@ def load_eagle(
     gate = state.get(EAGLE_GATE)
     config = EagleConfig(target, None if gate is None else len(gate))
     _check_eagle(path, state, config.sizes() | {"target_fingerprint": fingerprint})
-    head = EagleHead(config)
-    load_strict(head, state, EAGLE_LEFTOVERS, path)
+    with WithoutWeights():
+        head = EagleHead(config)
+    load_strict(head, state, EAGLE_LEFTOVERS, path, dtype)
     return head.to(dtype).eval()
 
 

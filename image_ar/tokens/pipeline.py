@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -161,10 +162,10 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         place = Place.named(device, dtype, torch_dtype)
         method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)
         resolved = methods.resolve(method)
-        folder = zoo.find(name, revision=revision, cache_dir=cache_dir)
-        transformer = load_gpt(folder / "transformer")
-        size = sum(p.numel() for p in transformer.parameters())
-        transformer = transformer.to(place.dtype or choose_dtype(size, device=place.where))
+        source = zoo.Source(revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, source=source)
+        chosen = place.dtype or partial(choose_dtype, device=place.where)
+        transformer = load_gpt(folder / "transformer", dtype=chosen)
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
         if drafter is not None:

@@ -13,6 +13,7 @@ import typer
 from specmm import methods
 from specmm.cli.options import Json
 from specmm.cli.output import emit, table
+from specmm.cli.published import list_published
 from specmm.registry import Registry, maker_of, unknown
 
 HEAD = ("model", "size", "licence", "what it is")
@@ -83,9 +84,14 @@ def zoo(
     name: Annotated[
         str | None, typer.Argument(help="A shipped model: its whole card, with its classes.")
     ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Published models that run by name, instead.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the shipped models, or print the card of one: data, licence, what was measured."""
+    if published:
+        return list_published(as_json)
     from specmm.zoo import pocket_models
 
     shipped = pocket_models()

@@ -52,8 +52,16 @@ def place_of(network: nn.Module) -> dict[str, str]:
 
 
 def kinds_of(model: str) -> tuple[Kind, ...]:
-    """What a model is for; raises ``ValueError`` when it is neither a folder nor a pocket model."""
+    """What a model is for; a published one or a hub's is fetched to see it.
+
+    Raises ``ValueError`` for what is none of these, and for a folder of something else.
+    """
     folder = zoo.pocket_models().get(model, Path(model))
+    if not folder.exists() and not model.startswith("pocket/"):
+        entry = zoo.entry_of(model)
+        if entry is not None and entry.parts:
+            return ("images",)
+        folder = zoo.fetched(model)
     if (folder / zoo.PIPELINE).is_file():
         return ("images",)
     if (folder / zoo.PACKAGE).is_file():

@@ -41,6 +41,7 @@ from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
+from specmm.zoo import Source
 
 
 @dataclass
@@ -125,6 +126,7 @@ class TextPipeline(Pipeline):
         variant: str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
+        download: bool = False,
     ) -> TextPipeline:
         """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
         its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
@@ -133,12 +135,13 @@ class TextPipeline(Pipeline):
         where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
         None is the one that it is for, and plain decoding without one. ``device_map``,
         ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
-        and ``cache_dir`` are a hub id's.
+        and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
         """
         method, drafter = with_own(methods.TEXT, method, drafter)
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype)
-        folder = find_target(name, revision=revision, cache_dir=cache_dir)
+        source = Source(None, revision, cache_dir, download)
+        folder = find_target(name, source=source)
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
         model, tokenizer = load_target(folder, wanted.dtype, **placing.options)
         model = placing.put(model)

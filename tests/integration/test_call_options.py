@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import specmm
+from specmm import zoo
 from specmm.hardware import Place
 from specmm.hf.options import CallOptions, Options
 from specmm.hf.placing import Placing
@@ -95,17 +96,18 @@ def test_what_a_family_does_not_take(tiny, option):
         specmm.ImagePipeline.from_pretrained(tiny, **{option: "x"})
 
 
-def test_a_hub_id_with_a_revision(tiny, monkeypatch, tmp_path):
+def test_a_hub_id_with_a_revision(tiny, text_folder, monkeypatch, tmp_path):
     asked = []
 
-    def fetched(name, **options):
-        asked.append((name, options))
-        return str(tiny)
+    def fetched(name, source):
+        asked.append((name, source))
+        return tiny if name == "someone/tiny" else text_folder
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetched)
+    monkeypatch.setattr(zoo, "fetched", fetched)
     given = dict(revision="v2", cache_dir=tmp_path)
-    pipe = specmm.ImagePipeline.from_pretrained("someone/tiny", **given)
-    assert pipe.takes == "classes" and asked == [("someone/tiny", given)] * 2
+    for kind, name in ((specmm.ImagePipeline, "tiny"), (specmm.TextPipeline, "words")):
+        kind.from_pretrained(f"someone/{name}", **given)
+        assert asked.pop() == (f"someone/{name}", zoo.Source(**given)) and not asked
 
 
 def test_a_text_pipeline_in_another_folder_and_dtype(text_folder, tmp_path):
