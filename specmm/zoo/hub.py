@@ -81,8 +81,13 @@ def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]
 
 def _look(name: str, wanted: Wanted, source: Source) -> Found:
     """What the hub says of ``wanted``, or what the cache holds where it says nothing."""
-    from huggingface_hub.errors import DryRunError
+    from huggingface_hub import errors
 
+    answers = (
+        errors.RepositoryNotFoundError,
+        errors.RevisionNotFoundError,
+        errors.HFValidationError,
+    )
     files: list[Any] = []
     try:
         if wanted.files:
@@ -90,10 +95,10 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
         else:
             kinds = (_listed(wanted, (pattern,), source) for pattern in WEIGHTS)
             files = [*_listed(wanted, SMALL, source), *next(filter(None, kinds), [])]
-    except DryRunError as error:
-        return Found(wanted, folder=_cached(name, wanted, source, error.__cause__ or error))
-    except Exception as error:
+    except answers as error:
         raise _explained(name, wanted, source, error) from error
+    except Exception as error:  # of the network, whose errors differ by the client and the place
+        return Found(wanted, folder=_cached(name, wanted, source, error.__cause__ or error))
     names = {file.filename for file in files}
     absent = [file for file in wanted.files if file not in names]
     if absent or not names:

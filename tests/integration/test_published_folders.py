@@ -36,7 +36,7 @@ def msd_as_released(folder):
     source = LLAVA / "drafters" / "msd"
     facts = json.loads((source / "config.json").read_text())
     del facts["target_embeddings"], facts["target_fingerprint"]
-    name = "model.language_model.embed_tokens.weight"
+    name = "language_model.model.embed_tokens.weight"
     state = load_file(source / "model.safetensors")
     state["embed_tokens.weight"] = load_file(LLAVA / "model.safetensors")[name]
     folder.mkdir()
