@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
 from specmm.hf.picture_models import picture_type as picture_type
 from specmm.registry import Registry, unknown
+
+if TYPE_CHECKING:
+    import torch
+
+    from specmm.image_ar.shared import PicturePipeline
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,10 @@ TRANSFORMERS_FAMILY = ImageFamily(
 )
 
 
+# for diffusers: DiffusionPipeline.from_pretrained(folder, custom_pipeline=custom_pipeline)
+custom_pipeline = str(Path(__file__).with_name("diffusers_pipeline.py"))
+
+
 class ImagePipeline:
     """Pictures from an autoregressive image model, by any of its methods, with a certificate.
 
@@ -62,25 +72,56 @@ class ImagePipeline:
     @staticmethod
     def from_pretrained(
         name: str | Path,
+        method: Any = "ar",
         *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        drafter: Any = None,
+        small: str | Path | None = None,
+        text_encoder: str | Path | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
         file: str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
         download: bool = False,
-        **options: Any,
-    ) -> Any:
+    ) -> PicturePipeline[Any]:
         """The pipeline of a folder, a pocket name, a published name (``specmm zoo --published``) or
-        a hub id; ``options``: ``method``, ``device``, …
+        a hub id, by its family's ``from_pretrained``.
 
+        It runs on this machine's best device, in the fastest dtype there, unless ``device`` and
+        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is what models of tokens draft
+        with where it is not in the folder, ``small`` the small model beside a MAR or a VAR,
+        ``text_encoder`` a LlamaGen's for prompts. Models of transformers take ``device_map``,
+        ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's,
         ``file`` chooses one of a repository's models, ``download`` agrees to fetch more than a
-        gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read.
+        gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read, and for
+        what its family does not take.
         """
+        given = dict(
+            device=device,
+            dtype=dtype,
+            torch_dtype=torch_dtype,
+            drafter=drafter,
+            small=small,
+            text_encoder=text_encoder,
+            device_map=device_map,
+            quantization_config=quantization_config,
+            variant=variant,
+        )
+        options = {option: value for option, value in given.items() if value is not None}
         source = zoo.Source(file, revision, cache_dir, download)
         if source != zoo.USUAL:
             name = zoo.find(name, source=source)
         family = family_of(name)
         pipeline = getattr(import_module(family.module), family.pipeline)
-        return pipeline.from_pretrained(name, **options)
+        taken = signature(pipeline.from_pretrained).parameters
+        for option in options.keys() - set(taken):
+            raise ValueError(f"{option} does not serve models such as {name}; leave it out")
+        opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
+        return opened
 
 
 def family_of(name: str | Path) -> ImageFamily:
@@ -88,10 +129,10 @@ def family_of(name: str | Path) -> ImageFamily:
 
     Nothing is fetched for a model of several published files.
     """
-    entry = None if Path(name).exists() else zoo.entry_of(str(name))
+    entry = None if Path(str(name)).exists() else zoo.entry_of(str(name))
     if entry is not None and entry.parts:
         return FAMILIES[entry.family]
-    if picture_type(zoo.pocket_models().get(str(name), Path(name))) is not None:
+    if picture_type(zoo.pocket_models().get(str(name), Path(str(name)))) is not None:
         return TRANSFORMERS_FAMILY
     folder = zoo.find(name)
     if picture_type(folder) is not None:  # fetched from the hub

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specmm.checkpoints import (
     LEFTOVERS,
@@ -54,6 +54,15 @@ TO_LANTERN = {
 FROM_LANTERN = {new: old for old, new in TO_LANTERN.items()}
 QKV = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 FUSED = "attention.wqkv.weight"
+
+
+class DrafterHeads(nn.ModuleDict):
+    """Drafters by kind as a component of a pipeline: diffusers asks components for their dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights, float32 where there are none."""
+        return next((weight.dtype for weight in self.parameters()), torch.float32)
 
 
 def load_gpt(

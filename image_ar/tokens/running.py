@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
 from specmm.drawing import DrawingTarget
+from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, choose_method
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
@@ -26,8 +27,6 @@ from specmm.verify import Rule
 from specmm.verify.claims import run_claim
 
 T = TypeVar("T")
-Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
-"""Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
 
 
 @dataclass(frozen=True)

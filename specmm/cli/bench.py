@@ -56,7 +56,7 @@ def bench(
     ] = 5,
     seed: Seed = None,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure speed, block efficiency and likelihood; plain decoding is always the baseline."""
@@ -106,7 +106,7 @@ def plan(
         int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")
     ] = 256,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure this machine, and say which tree method auto takes, or how many scales the large
@@ -118,8 +118,11 @@ def plan(
 
     size = _size(height, width)
     with stdout_reserved():
+        pair = PAIR.fullmatch(model)
+        if pair and device == "auto":
+            device = "cpu"
         place = Place.named(device, dtype)
-        if pair := PAIR.fullmatch(model):
+        if pair:
             large, small = map(int, pair.groups())
             found, lines = plan_published(large, small, resolution, batch, cfg, place)
         elif kind_of(model, question) == "images":
@@ -148,7 +151,7 @@ def demo(
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of each of four classes.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     app: Annotated[
         bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
     ] = False,

@@ -55,7 +55,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute."),

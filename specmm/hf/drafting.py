@@ -8,6 +8,7 @@ nothing of the others. A new drafter is one entry here, and its options in
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from specmm.verify import Block, Recursive, Rule
 from specmm.verify.rule import RuleName, make_rule, rule_kind
 
 Method: TypeAlias = methods.VQAMethod | methods.TextMethod
+DRAFTERS = "drafters"  # the folder beside a model
 VLM = "specmm.vlm"
 BLOCKS = "specmm.diffusion_drafters"
 FEATURES = "specmm.hf.drafters.features"
@@ -325,6 +327,22 @@ class Drafters:
             self.given[method] = load_drafter(method, folder, self.target)
         return self.given.get(method)
 
+    def to(self, *args: Any, **kwargs: Any) -> None:
+        """Follow the target: those that the caller gave move, others are read anew when used."""
+        for method in list(self.given):
+            drafter = self.given[method]
+            network = drafter if hasattr(drafter, "to") else getattr(drafter, "model", None)
+            if method not in self.passed:
+                del self.given[method]
+            elif network is not None:
+                network.to(*args, **kwargs)
+
+    def save(self, folder: Path) -> None:
+        """Copy the drafters that lie beside the model to beside the one in ``folder``."""
+        own = None if self.folder is None else self.folder / DRAFTERS
+        if own is not None and own.is_dir() and own.resolve() != (folder / DRAFTERS).resolve():
+            shutil.copytree(own, folder / DRAFTERS, dirs_exist_ok=True)
+
     def has(self, method: str) -> bool:
         """Whether ``method`` finds what it drafts with."""
         if method not in KINDS or not (KINDS[method].place or KINDS[method].offers):
@@ -341,5 +359,5 @@ class Drafters:
         if self.folder is None:
             return None
         places = (KINDS[method].place, KINDS[method].instead)
-        folders = [self.folder / "drafters" / place for place in places if place]
+        folders = [self.folder / DRAFTERS / place for place in places if place]
         return next((folder for folder in folders if folder.is_dir()), None)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
+from specmm.kinds import shown
 from specmm.registry import OldName, Registry, named, names_of_others, of_others, unknown, whole
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
@@ -246,6 +247,11 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
 
     Raises ``ValueError`` with a suggestion for a name or an option that is not known.
     """
+    if isinstance(method, type) or not isinstance(getattr(method, "name", method), str):
+        raise ValueError(
+            "method must be a name, such as ar, or a method, such as specmm.methods.SJD(), "
+            f"got {shown(method)}"
+        )
     own = isinstance(method, Composed) and method.name not in registry.entries
     kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
     options = current_options(kind, options)

@@ -21,10 +21,11 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from specmm import hardware, methods, zoo
+from specmm import methods, zoo
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
+from specmm.hardware import Place as Place
 from specmm.hf.picture_models import draws_pictures, processes
 from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.randomness import sample_generators
@@ -39,22 +40,6 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
 Kind = Literal["images", "questions", "text"]
 
 # ---- models by name
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model runs and in which dtype; None is the device's fastest."""
-
-    device: torch.device | str = "cpu"
-    dtype: torch.dtype | None = None
-
-    @staticmethod
-    def named(device: str = "cpu", dtype: str = "auto") -> Place:
-        """The place of these names.
-
-        Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
-        """
-        return Place(hardware.named_device(device), hardware.named_dtype(dtype))
 
 
 HERE = Place()
@@ -138,12 +123,16 @@ def open_model(
         from diffusers.utils import logging
 
         logging.disable_progress_bar()
-        given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
         if drafter is not None and not family_of(model).takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
-        if drafter is not None:
-            given["drafter"] = drafter
-        pipe = ImagePipeline.from_pretrained(model, method=method, **given)
+        pipe = ImagePipeline.from_pretrained(
+            model,
+            method,
+            device=place.device,
+            dtype=place.dtype,
+            drafter=drafter,
+            text_encoder=text_encoder,
+        )
         pipe.set_progress_bar_config(disable=True)
         return pipe
     from specmm.text.pipeline import TextPipeline
@@ -360,7 +349,8 @@ def check(pipe: Images, run: PictureRun) -> None:
 
     Sampling options that were not given are set to the model's.
     """
-    from specmm.image_ar.shared import class_ids, with_options
+    from specmm.image_ar.calls import class_ids
+    from specmm.image_ar.shared import with_options
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")

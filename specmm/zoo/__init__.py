@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specmm.kinds import shown
 from specmm.registry import unknown
 from specmm.zoo.hub import Source as Source
 from specmm.zoo.hub import Wanted, check_release, fetch
@@ -34,9 +35,12 @@ def find(name: str | Path, index: str = PIPELINE, source: Source = USUAL) -> Pat
     """The folder of a model ``name``: a local folder, a pocket model, a published name or a hub
     id, fetched as ``source`` says.
 
-    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has. Raises
-    ``ValueError`` if there is no such model.
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a hub id's
+    ``revision`` comes from ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such
+    model.
     """
+    if not isinstance(name, str | Path):
+        raise ValueError(f"model must be a folder, a pocket name or a hub id, got {shown(name)}")
     folder = Path(name)
     if (folder / index).is_file():
         return folder
