@@ -23,7 +23,7 @@ def owner_of(model: PreTrainedModel, facts: PictureModel) -> Owner:
     """
     target = PictureTarget(model, facts, Processor(), Guidance())
     layers = target.family.layers
-    parts = (target.family.head, layers[0], layers[-1])
+    parts = (facts.head(model), layers[0], layers[-1])
     return Owner(target.sizes, fingerprint(*map(_matrix, parts)), model.device, model.dtype)
 
 

@@ -289,12 +289,7 @@ class Family:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v]."""
         if ids is None:
             return self.logits
-        bias = self.head.bias
-        few = nn.Linear(self.head.in_features, len(ids), bias=bias is not None, device="meta")
-        few.weight = nn.Parameter(self.head.weight.detach()[ids], requires_grad=False)
-        if bias is not None:
-            few.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-        prepack(few)
+        few = rows_of(self.head, ids)
         hidden = None if self._hidden is None else self._hidden[ids]
 
         def logits(states: Tensor) -> Tensor:
@@ -525,6 +520,17 @@ def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
     order = (*range(size // 2, size), *range(size // 2))
     plain = list(islice((i for i in order if i not in special), count))
     return torch.tensor((plain * count)[:count])
+
+
+def rows_of(head: nn.Linear, ids: Tensor) -> nn.Linear:
+    """A head of the tokens ``ids`` [v] alone."""
+    bias = head.bias
+    few = nn.Linear(head.in_features, len(ids), bias=bias is not None, device="meta")
+    few.weight = nn.Parameter(head.weight.detach()[ids], requires_grad=False)
+    if bias is not None:
+        few.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
+    prepack(few)
+    return few
 
 
 def _without(logits: Tensor, hidden: Tensor | None) -> Tensor:

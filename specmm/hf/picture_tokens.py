@@ -24,6 +24,7 @@ from specmm.drawing import DrafterSizes
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.restricted_head import restricted
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.target import TargetOutput
@@ -141,11 +142,12 @@ class PictureTarget(VLMTarget):
         self.facts = facts
         self.layout = layout or facts.layout(model, None)
         allowed = self.layout.allowed.to(model.device)
+        drawable = allowed.masks.any(0)
         family = Family(
             model=model,
             body=model.base_model,
             decoder=model.get_decoder(),
-            head=facts.head(model),
+            head=restricted(facts.head(model), drawable),
             embedding=facts.embed(model),
             config=model.config.get_text_config(),
             vocabulary=allowed.masks.shape[-1],
@@ -157,7 +159,6 @@ class PictureTarget(VLMTarget):
         places = self.layout.places
         self.grid = places if places is None else places.to(model.device)  # [3, T]
         self.example = example
-        drawable = allowed.masks.any(0)
         self.places_drawn = (drawable.cumsum(0) - 1).clamp(min=0)  # [V], in drawable ones
         never = (~drawable).nonzero()[:1, 0].tolist()
         self.undrawable = never[0] if never else None

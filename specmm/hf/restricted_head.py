@@ -1,0 +1,62 @@
+"""A head's rows of the tokens that may come at all.
+
+A model that draws in the vocabulary of its words (Emu3: 184,622 entries, 32,769 of pictures) scores
+all of them at every step, and most never may come.
+
+Shape letters: C width, V vocabulary, W tokens that may come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from specmm.hf.families import rows_of
+
+LEAST = 1024  # rows saved, below which nothing is gained
+
+_made: WeakKeyDictionary[nn.Module, tuple[object, RestrictedHead]]
+_made = WeakKeyDictionary()  # by head: what it was made from
+
+
+class RestrictedHead(nn.Module):
+    """Logits [..., V] of states [..., C] by the rows ``ids`` [W] of ``head`` alone; the others' are
+    the least number there is.
+    """
+
+    def __init__(self, head: nn.Linear, ids: Tensor) -> None:
+        super().__init__()
+        self.few = rows_of(head, ids)
+        self.ids = ids
+        self.vocabulary = head.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """Its rows [W, C]."""
+        return self.few.weight
+
+    def forward(self, states: Tensor) -> Tensor:
+        """See the class."""
+        few = self.few(states.to(self.weight.dtype))
+        shape = (*few.shape[:-1], self.vocabulary)
+        return few.new_full(shape, torch.finfo(few.dtype).min).index_copy_(-1, self.ids, few)
+
+
+def restricted(head: Any, may_come: Tensor) -> Any:
+    """``head``, or its rows of the tokens that ``may_come`` [V] where that saves most of them.
+
+    Calls with the same weights share the rows.
+    """
+    count = int(may_come.sum())
+    if not isinstance(head, nn.Linear) or head.out_features - count < max(LEAST, count):
+        return head
+    weight = head.weight
+    version = 0 if weight.is_inference() else weight._version
+    ids = may_come.nonzero()[:, 0].to(weight.device)
+    key = (weight.data_ptr(), version, weight.device, weight.dtype, tuple(ids.tolist()))
+    if head not in _made or _made[head][0] != key:
+        _made[head] = key, RestrictedHead(head, ids)
+    return _made[head][1]
