@@ -32,6 +32,7 @@ CONTINUOUS = (
     methods.SJD(window=5),
     methods.SJD(window=5, init="last"),
     methods.SJD(window=5, coupled=False),
+    methods.GSD(window=5, coupled=True),
 )
 
 

@@ -70,15 +70,19 @@ def drawing(length: int) -> SimpleNamespace:
     return SimpleNamespace(**given, device="cpu", processor=Processor())
 
 
-def written(drafter: JacobiDrafter, rule: Rule, target: Tables) -> Tensor:
-    """The distribution [V**L] of pictures of L = ``len(target)`` tokens by ``rule``."""
+def written(
+    drafter: JacobiDrafter, rule: Rule, target: Tables, excess: list[float] | None = None
+) -> Tensor:
+    """The distribution [V**L] of pictures of L = ``len(target)`` tokens by ``rule``. The expected
+    excess of a relaxed rule's rounds goes to ``excess``.
+    """
     length = len(target)
     vocab = target[0].shape[-1]
     ways = _first(drafter, target)
     found = target[0].new_zeros(vocab**length)
     powers = vocab ** torch.arange(length).flip(0)
     while len(ways.chance):
-        ways = _round(drafter, rule, target, ways)
+        ways = _round(drafter, rule, target, ways, excess)
         done = ways.count >= length
         index = (ways.tokens[done, :length] * powers).sum(1)
         found.index_add_(0, index, ways.chance[done])
@@ -99,10 +103,17 @@ def _first(drafter: JacobiDrafter, target: Tables) -> Ways:
     return Ways(target[0][0], tokens, one, feedback, drafter.tokens, drafter.root)
 
 
-def _round(drafter: JacobiDrafter, rule: Rule, target: Tables, ways: Ways) -> Ways:
+def _round(
+    drafter: JacobiDrafter, rule: Rule, target: Tables, ways: Ways, excess: list[float] | None
+) -> Ways:
     ways, tree = _drafted(drafter, ways)
     p = _scores(target, ways, tree.tokens)
-    decisions = rule.decisions(tree, p)
+    decisions = rule.decisions(tree, p, measure=excess is not None)
+    if excess is not None:
+        assert decisions.excess is not None
+        emits = ways.count[:, None] + tree.shape.depths < len(target)  # nodes whose token is kept
+        reached = (endings(tree.shape, decisions)[..., None] * tree.shape.ancestors).sum(1)
+        excess.append(float(ways.chance @ (reached * emits * decisions.excess).sum(1)))
     after = normalised(decisions.next_probs, p)
     chance = ways.chance[:, None, None] * endings(tree.shape, decisions)[..., None] * after
     row, last, token = (chance > 0).nonzero(as_tuple=True)

@@ -8,19 +8,21 @@ import pytest
 
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.processors import Processor
-from specmm.verify import Block, PointMass, Recursive, Traversal
+from specmm.verify import Block, Grouped, PointMass, Recursive, Traversal
 from specmm.verify.exhaustive import sequence_probs, total_variation
 from tests.unit.verify.jacobi_rounds import drawing, written
 
 INITS = ("last", "left", "above", "random")
 
 
-def gap(tables, rule, window=2, init="last", coupled=True, make=JacobiDrafter, **sizes):
+def gap(
+    tables, rule, window=2, init="last", coupled=True, make=JacobiDrafter, excess=None, **sizes
+):
     """Total variation between what is written and the target's distribution."""
     given = dict(seed=3, vocab=2, length=4) | sizes
     target = tables(**given)
     drafter = make(drawing(given["length"]), window, init, coupled)
-    found = written(drafter, rule, target)
+    found = written(drafter, rule, target, excess)
     assert abs(float(found.sum()) - 1) < 1e-12
     return total_variation(found, sequence_probs(target, given["length"]))
 
@@ -47,6 +49,17 @@ def test_coupled_drafts_are_wrong_under_rules_that_look_ahead(tables, rule, wind
     """Why the loop refuses them; drawn afresh they are right."""
     assert gap(tables, rule, window) > 5e-3
     assert gap(tables, rule, window, coupled=False) < 1e-12
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("init", ["last", "above"])
+def test_what_groups_cost_is_at_most_what_is_measured(tables, init, coupled):
+    """GSD's certificate bounds the total variation of pictures with coupled drafts, too."""
+    for seed in (3, 4):
+        excess: list[float] = []
+        rule = Grouped(span=1, gap=0.4)
+        found = gap(tables, rule, 2, init, coupled, seed=seed, vocab=3, excess=excess)
+        assert 1e-3 < found <= sum(excess)
 
 
 class DrawnFromTheNewest(JacobiDrafter):
