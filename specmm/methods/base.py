@@ -43,7 +43,9 @@ class _OldNames(type):
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
         given = current_options(cls, options)
-        fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+        fields: tuple[dataclasses.Field[Any], ...] = ()
+        if dataclasses.is_dataclass(cls):
+            fields = dataclasses.fields(cls)
         kinds = {field.name: field.type for field in fields}
         for name, value in (dict(zip(kinds, values, strict=False)) | given).items():
             if kinds.get(name) == "int":
