@@ -2,9 +2,9 @@
 
     python -m benchmarks.loading --only llamagen-c2i-xl-384
 
-Files of the published sizes are made with random weights in the releases' containers, one at a
-time, and deleted. Each reading is a process of its own: the most memory that it had resident, less
-what it had before it opened the file (Linux).
+Files of the published sizes are made with random weights in the releases' containers, one release
+at a time, and deleted. A reading is the most memory that a process had resident, less what it had
+before it opened the files (Linux; as root, who may begin a peak anew).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -23,16 +24,18 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.common import CACHE, RESULTS, Out, Row, environment, write_results
+from benchmarks.common import CACHE, RESULTS, Out, Row, environment, read_results, write_results
 from specmm import mapped
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 from specmm.image_ar.continuous.mar import PUBLISHED as MARS
+from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.scales.var import VAR, published
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.vlm.msd import MSDConfig, MSDHead
+from specmm.runs.convert import CONVERTERS, convert
+from specmm.vlm.msd import MSDConfig, MSDHead, load_msd
 from specmm.zoo.published import published_models
 
 BLOCK = 2**20  # random weights that are repeated
@@ -102,126 +105,116 @@ def measured(run: Callable[[], object]) -> dict[str, float]:
     return {"peak": peak, "seconds": seconds}
 
 
-def state_of(make: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random weights of a module; what it computes of itself is kept."""
+def state_of(make: Callable[[], nn.Module], dtype: torch.dtype, folder: Path) -> dict[str, Tensor]:
+    """Random weights of a module, in files of ``folder``; what it computes of itself is kept."""
     with mapped.WithoutWeights():
         module = make()
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
     found = {}
-    for name, tensor in module.state_dict().items():
+    for number, (name, tensor) in enumerate(module.state_dict().items()):
+        found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
         if tensor.is_meta:
-            flat = torch.empty(tensor.numel(), dtype=dtype)
+            file = str(folder / f"{number}.part")
+            flat = torch.from_file(file, shared=True, size=tensor.numel(), dtype=dtype)
             for part in flat.split(BLOCK):
                 part.copy_(block[: len(part)])
             found[name] = flat.view(tensor.shape)
-        else:
-            found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
     return found
 
 
-def write(name: str, folder: Path) -> dict[str, Path]:
-    """The files of a release in ``folder``, by part."""
+def write(name: str, folder: Path) -> None:
+    """The files of a release, in ``folder``."""
     release = RELEASES[name]
-    parts = published_models()[name].parts
-    found = {}
     for place, (make, nest) in release.files.items():
-        file = folder / (parts[place].file if place else "pytorch_model.bin")
-        tree: Any = state_of(make, release.dtype)
-        if nest:  # MAR's two are not the same memory
-            tree = {key: {k: v.clone() for k, v in tree.items()} for key in nest[1:]} | {
-                nest[0]: tree
-            }
-        torch.save(tree, file)
-        found[place] = file
-        if not place:
-            facts = LLAVA_7B.to_json()
-            (folder / "config.json").write_text(json.dumps(facts))
-    return found
+        tree: Any
+        with TemporaryDirectory(dir=folder) as made:
+            for key in ("", *nest):  # each of MAR's two has memory of its own
+                (Path(made) / key).mkdir(exist_ok=True)
+            states = [state_of(make, release.dtype, Path(made) / key) for key in nest or ("",)]
+            tree = dict(zip(nest, states, strict=True)) if nest else states[0]
+            torch.save(tree, folder / file_of(name, place))
+    if not published_models()[name].parts:
+        (folder / "config.json").write_text(json.dumps(LLAVA_7B.to_json()))
 
 
-def read(name: str, files: Mapping[str, Path], dtype: torch.dtype) -> list[object]:
+def file_of(name: str, place: str) -> str:
+    """What a part of a release is called there."""
+    parts = published_models()[name].parts
+    return parts[place].file if parts else "pytorch_model.bin"
+
+
+def read(name: str, folder: Path, dtype: torch.dtype) -> list[object]:
     """The modules of a release, as pipelines load them."""
-    from specmm.runs.convert import CONVERTERS
-    from specmm.vlm.msd import load_msd
-
-    if "" in files:
-        return [load_msd(files[""].parent, dtype=dtype)]
     entry = published_models()[name]
-    sizes = entry.configs.get("transformer", {})
-    options = {"block_size": sizes["block_size"]} if "block_size" in sizes else {}
+    if not entry.parts:
+        return [load_msd(folder, dtype=dtype)]
+    facts = {**entry.configs.get("transformer", {})}
+    options = {"block_size": facts["block_size"]} if facts else {}
     loaded = []
-    for place, file in files.items():
+    for place in RELEASES[name].files:
         load, _ = CONVERTERS[entry.family, place]
-        wanted = dtype if place == "transformer" else torch.float32
-        loaded.append(load(file, dtype=wanted, **(options if place == "transformer" else {})))
+        given = {"dtype": dtype, **options} if place == "transformer" else {}
+        loaded.append(load(folder / file_of(name, place), **given))
     return loaded
 
 
-def child(name: str, what: str, folder: Path) -> dict[str, float]:
-    """One reading, in a process that has opened a small model before."""
-    from specmm.image_ar.pipeline import ImagePipeline
-    from specmm.runs.convert import convert
+def write_ours(name: str, folder: Path) -> None:
+    """Convert a release."""
+    first, *others = RELEASES[name].files
+    given = [f"{place}={folder / file_of(name, place)}" for place in others]
+    convert(folder / file_of(name, first), folder / "out", name, given)
 
-    ImagePipeline.from_pretrained("pocket/llamagen")
-    parts = published_models()[name].parts
-    files = {place: folder / part.file for place, part in parts.items()}
-    files = files or {"": folder / "pytorch_model.bin"}
-    if what == "convert":
-        others = [f"{place}={file}" for place, file in files.items() if place != "transformer"]
-        source = files["transformer"]
-        return measured(lambda: convert(source, folder / "out", name, others))
-    return measured(lambda: read(name, files, getattr(torch, what)))
+
+def tell(name: str, made: str) -> None:
+    """All readings of a release, for a process of its own."""
+    folder = Path(made)
+    ImagePipeline.from_pretrained("pocket/llamagen")  # whatever is imported and made once
+    size = sum((folder / file_of(name, p)).stat().st_size for p in RELEASES[name].files)
+    runs: dict[str, Callable[[], object]] = {
+        dtype: partial(read, name, folder, getattr(torch, dtype))
+        for dtype in ("float32", "bfloat16")
+    }
+    if published_models()[name].parts:
+        runs["convert"] = partial(write_ours, name, folder)
+    for what, run in runs.items():
+        found = measured(run)
+        row = {
+            "model": name,
+            "read as": what,
+            "file, GB": round(size / 1e9, 3),
+            "peak, GB": round(found["peak"] / 1e9, 3),
+            "over file": round(found["peak"] / size, 2),
+            "seconds": round(found["seconds"], 1),
+        }
+        print(json.dumps(row), flush=True)
 
 
 def rows_of(name: str) -> list[Row]:
     """The readings of a release, whose files are made and deleted."""
-    rows = []
     CACHE.mkdir(parents=True, exist_ok=True)
-    readings = ["float32", "bfloat16"]
-    if "transformer" in RELEASES[name].files:
-        readings.append("convert")
     with TemporaryDirectory(prefix="specmm-", dir=CACHE) as made:
-        folder = Path(made)
-        script = f"from benchmarks import loading; loading.make({name!r}, {made!r})"
-        subprocess.run([sys.executable, "-c", script], check=True)
-        size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix != ".json")
-        for what in readings:
-            script = f"from benchmarks import loading; loading.tell({name!r}, {what!r}, {made!r})"
-            run = subprocess.run(
-                [sys.executable, "-c", script], check=True, capture_output=True, text=True
-            )
-            found = json.loads(run.stdout.splitlines()[-1])
-            rows.append(
-                {
-                    "model": name,
-                    "read as": what,
-                    "file, GB": round(size / 1e9, 3),
-                    "peak, GB": round(found["peak"] / 1e9, 3),
-                    "over file": round(found["peak"] / size, 2),
-                    "seconds": round(found["seconds"], 1),
-                }
-            )
-            print(rows[-1])
-    return rows
+        _run(f"write({name!r}, Path({made!r}))")
+        lines = _run(f"tell({name!r}, {made!r})").splitlines()
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def make(name: str, folder: str) -> None:
-    """:func:`write`, for a process of its own."""
-    write(name, Path(folder))
-
-
-def tell(name: str, what: str, folder: str) -> None:
-    """:func:`child`, for a process of its own."""
-    print(json.dumps(child(name, what, Path(folder))))
+def _run(call: str) -> str:
+    """What ``call`` prints in a process of its own."""
+    script = f"from benchmarks.loading import *; {call}"
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    run.check_returncode()
+    return run.stdout
 
 
 def main(
     only: Annotated[str, typer.Option(help="Releases, with commas.")] = ",".join(RELEASES),
     out: Out = RESULTS,
 ) -> None:
-    """Measure and write ``loading.csv`` and ``loading.json``."""
-    rows = [row for name in only.split(",") for row in rows_of(name)]
-    write_results(out, "loading", rows, environment())
+    """Measure and write ``loading.csv`` and ``loading.json``, which keep what is not measured."""
+    for name in only.split(","):
+        known = (read_results(out, "loading") or {"rows": []})["rows"]
+        rows = [row for row in known if row["model"] != name] + rows_of(name)
+        write_results(out, "loading", rows, environment())
 
 
 if __name__ == "__main__":

@@ -85,9 +85,10 @@ def give_back(tensor: Tensor) -> None:
     """Let the system take back the pages of ``tensor`` if they are a file's; its values stay."""
     if not getattr(tensor, MAPPED, False):
         return
-    storage = tensor.untyped_storage()
-    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = storage.data_ptr() + storage.nbytes() - start
+    if not tensor.is_contiguous():
+        return
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), UNUSED)
 
 

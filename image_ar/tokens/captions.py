@@ -13,13 +13,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specmm import zoo
 from specmm.image_ar.tokens.target import Prompt
 
 FLAN_T5_XL = "google/flan-t5-xl"  # the encoder of the published models
 
 
 class CaptionEncoder:
-    """A T5 encoder and its tokenizer, from a local folder or a hub name."""
+    """A T5 encoder and its tokenizer, from a local folder, a published name or a hub id."""
 
     def __init__(
         self,
@@ -34,8 +35,9 @@ class CaptionEncoder:
         from specmm.hf.pretrained import load_model, load_tokenizer
 
         try:
-            self.tokenizer = load_tokenizer(folder)
-            model = load_model(T5EncoderModel, folder, dtype=dtype)
+            place = zoo.find(folder, zoo.TRANSFORMERS)
+            self.tokenizer = load_tokenizer(place)
+            model = load_model(T5EncoderModel, place, dtype=dtype)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(

@@ -119,7 +119,7 @@ def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options
     from huggingface_hub import snapshot_download
     from tqdm.auto import tqdm
 
-    class Quiet(tqdm):  # type: ignore[type-arg]
+    class Quiet(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **given: Any) -> None:
             given.pop("name", None)
             super().__init__(*args, **{**given, "disable": True})

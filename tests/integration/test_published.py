@@ -4,18 +4,24 @@ they draw what the same weights draw from our own folders.
 
 import json
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
 from huggingface_hub import constants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import specmm
 from specmm import zoo
 from specmm.cli import app
+from specmm.image_ar.autoencoder import VQConfig, VQModel
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
+from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.loading import to_lantern
 from specmm.zoo import POCKET, hub, published
 from tests.hub_server import Hub, attached
+from tests.unit.test_captions import save_t5
 
 LLAMAGEN, VAR, CODE, MAR = (
     "FoundationVision/LlamaGen",
@@ -23,6 +29,9 @@ LLAMAGEN, VAR, CODE, MAR = (
     "Zigeng/VAR_CoDe",
     "jadechoghari/mar",
 )
+
+
+T2I = GPTConfig(32, 2, 2, 64, 16, model_type="t2i", cls_token_num=6, caption_dim=16, multiple_of=32)
 
 
 def weights(folder):
@@ -57,7 +66,25 @@ def releases(tmp_path_factory):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         torch.save(tree, root / name)
         (root / name).with_name("README.md").write_text("a card that nobody needs")
+    write_captioned(root)
     return {str(f.relative_to(root)): f for f in root.glob("*/*") if f.is_dir()}
+
+
+def write_captioned(root):
+    """A tiny model of captions as LlamaGen and as LANTERN publish it, a head and a T5."""
+    torch.manual_seed(0)
+    state = Transformer(T2I).state_dict()
+    for name in ("peizesun/llamagen_t2i", "jadohu/LlamaGen-T2I", "jadohu/llamagen_drafter"):
+        (root / name).mkdir(parents=True)
+    torch.save({"model": state}, root / "peizesun/llamagen_t2i/t2i_XL_stage1_256.pt")
+    vq = VQModel(VQConfig(T2I.vocab_size, 8, 32, (1, 1, 1), 1, 32)).state_dict()
+    torch.save({"model": vq}, root / "peizesun/llamagen_t2i/vq_ds16_t2i.pt")
+    named = {k: v.contiguous() for k, v in to_lantern(state).items()}
+    save_file(named, root / "jadohu/LlamaGen-T2I/model.safetensors")
+    head = EagleHead(EagleConfig(T2I)).state_dict()
+    torch.save(head, root / "jadohu/llamagen_drafter/pytorch_model.bin")
+    (root / "google/flan-t5-xl").mkdir(parents=True)
+    save_t5(root / "google/flan-t5-xl")
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +94,9 @@ def registry(tmp_path_factory):
     transformers = {"llamagen": "llamagen/transformer", "mar": "mar/transformer"}
     vaes = {"var": "var/vae", "mar": "mar/vae"}
     for facts in read["models"].values():
+        if "captions" in facts["what"]:
+            facts["configs"] = {"transformer": {"model": "GPTConfig", **asdict(T2I)}}
+            continue
         facts["configs"] = {}
         for place, known in (("transformer", transformers), ("vae", vaes)):
             if facts["family"] in known and place in facts.get("parts", {}):
@@ -127,6 +157,21 @@ def test_a_name_draws_what_its_weights_draw_and_fetches_its_files_alone(name, se
         assert torch.equal(drawn(pipe, **options), drawn(own, **options))
     assert pipe.settings.classes[207] == "golden retriever"
     assert pipe.settings.cfg == published.published_models()[name].settings["cfg"]
+
+
+def test_a_model_of_captions_with_its_text_encoder_and_lanterns_head(server):
+    given = {"torch_dtype": torch.float32, "text_encoder": "flan-t5-xl"}
+    drawn = {}
+    for name, method in {"": "ar", "-lantern": "eagle"}.items():
+        name = f"llamagen-t2i-xl-256{name}"
+        pipe = specmm.ImagePipeline.from_pretrained(name, **given)
+        pipe.set_progress_bar_config(disable=True)
+        call = {"temperature": 0.0, "cfg": 2.0, "top_k": 0}
+        call["generator"] = torch.Generator().manual_seed(0)
+        drawn[name] = pipe(prompt="a red cat", method="ar", **call).tokens
+        assert pipe(prompt="a red cat", method=method, **call).tokens.shape == (1, 16)
+    first, second = drawn.values()
+    assert torch.equal(first, second)
 
 
 def test_a_file_of_a_repository_is_a_model(server):

@@ -20,7 +20,11 @@ WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "cat", "on", "the", "mat"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("t5")
+    return save_t5(tmp_path_factory.mktemp("t5"))
+
+
+def save_t5(path):
+    """A tiny encoder and its tokenizer in the folder ``path``."""
     words = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
     )
