@@ -151,7 +151,7 @@ def dflash(model: str, dtype: torch.dtype) -> Contest:
 
     Best a folder of pocket/coder with a plain one: ``specmm train dflash FOLDER``.
     """
-    whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
+    whole = TextPipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
     drafter = alone(whole.drafter("block"))
     pipe = TextPipeline(whole.model, whole.tokenizer, "block", drafter, name=model)
     options = {"assistant_model": as_assistant(drafter), "speculation_type": "dflash"}
@@ -217,9 +217,9 @@ KINDS: Mapping[str, Kind] = {
 def without_drafters(model: str, dtype: torch.dtype | None) -> TextPipeline:
     """The text model, or the language model of a vision-language one, with no drafter beside it."""
     if model != "pocket/llava":
-        whole = TextPipeline.from_pretrained(model, torch_dtype=dtype)
+        whole = TextPipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
         return TextPipeline(whole.model, whole.tokenizer, name=model)
-    seeing = VQAPipeline.from_pretrained(model, torch_dtype=dtype)
+    seeing = VQAPipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
     text = AutoModelForCausalLM.from_config(seeing.model.config.get_text_config(decoder=True))
     setattr(text, text.base_model_prefix, seeing.model.get_decoder())
     text.set_output_embeddings(seeing.model.get_output_embeddings())

@@ -65,7 +65,7 @@ def parse(text: str) -> methods.Method:
 
 def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> Any:
     """The pipeline of ``model``'s family, without a progress bar, in the fastest dtype."""
-    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -95,7 +95,7 @@ def drawn(
 
 def answered(model: str, pictures: Captioned, seed: int = 0) -> Iterator[Row]:
     """How many questions about held-out real ``pictures`` are answered right, by what is asked."""
-    pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32)
+    pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32, device="cpu")
     random = Random(seed)
     asked = [chat(pictures, i, random) for i in range(len(pictures))]
     images = [Image.fromarray(image) for image in pictures.images]

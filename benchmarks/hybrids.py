@@ -216,7 +216,7 @@ def main(
     """Train what is missing, measure, and write ``hybrids.json`` and ``.csv``."""
     torch.set_num_threads(threads)
     tf.logging.set_verbosity_error()
-    coder = TextPipeline.from_pretrained(MODEL, torch_dtype=torch.float32)
+    coder = TextPipeline.from_pretrained(MODEL, torch_dtype=torch.float32, device="cpu")
     players = [attention(coder, writable(cache))]
     for chosen in kinds.split(","):
         kind, steps, drafting = chosen.split(":")

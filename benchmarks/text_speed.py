@@ -236,7 +236,7 @@ def main(
     transformers.logging.set_verbosity_error()
     budget = Budget(minutes)
     rows = list[Row]()
-    pipe = TextPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
+    pipe = TextPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype), device="cpu")
     facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     name = f"text_speed_{Path(model).name}" + ("_compiled" if compiled else "")
     for temperature, batch in ((0.0, 1), (1.0, 1), *([] if compiled else [(0.0, 8)])):

@@ -113,7 +113,7 @@ def main(
 ) -> None:
     """Measure and write ``verdict.json`` and ``verdict.csv``."""
     torch.set_num_threads(threads)
-    pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32)
+    pipe = VQAPipeline.from_pretrained(model, torch_dtype=torch.float32, device="cpu")
     asked = questions(load_world(data.expanduser(), "test"), scenes, easy, seed)
     rows = [line for about, part in asked.items() for line in measure(pipe, part).rows(about)]
     write_results(out, "verdict", rows, environment(model=model, dtype="float32", seed=seed))

@@ -264,7 +264,7 @@ def main(
     world = load_world(data, "test")
     budget = Budget(minutes)
     rows = []
-    pipe = VQAPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype))
+    pipe = VQAPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype), device="cpu")
     facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     parts = [("describe", 0.0, 1), ("describe", 1.0, 1), ("describe", 0.0, 8), ("describe", 1.0, 8)]
     parts += [("text", 0.0, 1), ("short", 0.0, 1)]

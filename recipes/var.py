@@ -111,7 +111,7 @@ def code(
     on its fine ones.
     """
     writable(out)
-    pipe = VARPipeline.from_pretrained(model, "ar", torch.float32, small)
+    pipe = VARPipeline.from_pretrained(model, "ar", torch.float32, small, device="cpu")
     if pipe.small is None:
         raise ValueError(f"{model} must hold a small model, got none, give one as small")
     scales = len(pipe.transformer.config.schedule)

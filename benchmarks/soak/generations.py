@@ -32,7 +32,7 @@ def soak(model: str, count: int, methods: list[str]) -> dict[str, Any]:
     """Draw ``count`` pictures by ``methods`` in turn; raises when memory or handles grow."""
     from specmm.image_ar.pipeline import ImagePipeline
 
-    pipe = ImagePipeline.from_pretrained(model)
+    pipe = ImagePipeline.from_pretrained(model, device="cpu")
     pipe.set_progress_bar_config(disable=True)
     classes = pipe.transformer.config.num_classes
     marks = []

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layout", default="folders")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    pipe = ImagePipeline.from_pretrained(given.model)
+    pipe = ImagePipeline.from_pretrained(given.model, device="cpu")
     pipe.set_progress_bar_config(disable=True)
     worker = ImageWorker(Spec(given.model, "ar", layout=given.layout), pipe=pipe)
     text = json.dumps(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from specmm.kinds import shown
+from specmm.kinds import check_numbers, check_whole, shown
 from specmm.registry import OldName, Registry, named, names_of_others, of_others, unknown, whole
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
@@ -39,10 +39,20 @@ DRAFTERS = {  # the class of each drafter that takes trees and rules, which is a
 
 
 class _OldNames(type):
-    """Makes methods of options by their old names, too, with a warning."""
+    """Makes methods of options of the right kinds; by their old names, too, with a warning."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
-        return super().__call__(*values, **current_options(cls, options))
+        given = current_options(cls, options)
+        fields: tuple[dataclasses.Field[Any], ...] = ()
+        if dataclasses.is_dataclass(cls):
+            fields = dataclasses.fields(cls)
+        kinds = {field.name: field.type for field in fields}
+        for name, value in (dict(zip(kinds, values, strict=False)) | given).items():
+            if kinds.get(name) == "int":
+                check_whole(**{name: value})
+            elif kinds.get(name) == "float":
+                check_numbers(**{name: value})
+        return super().__call__(*values, **given)
 
     @property
     def __signature__(cls) -> inspect.Signature:

@@ -103,7 +103,7 @@ class Source:
             share = MOSTLY * min(1.0, 3 * i / self.rows)
             lines.append(opened.draw(random, random.random() < share))
         if self.drawn:  # in the dtype that is fastest here
-            pipe = VQAPipeline.from_pretrained(self.folder)
+            pipe = VQAPipeline.from_pretrained(self.folder, device="cpu")
             lines = answered_lines(pipe, lines, self.drawn, self.out)
         asked = opened.questions(self.scenes)
         prompts = [VLMPrompt(asked.inputs(processor), LONGEST, asked)]

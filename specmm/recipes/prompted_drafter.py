@@ -91,7 +91,7 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     """
     texts = request.asked()
     parts = [_drawn(model, texts, request)] if texts else []
-    pipe = TransformersImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
+    pipe = TransformersImagePipeline.from_pretrained(model, device="cpu", dtype="float32")
     layout = pipe._layout(*request.size)
     if request.data is not None:
         shown, own = _encoded(pipe, request.data, layout)
@@ -124,7 +124,7 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
 
 def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
     """Tokens [M, T] of a picture of each of ``texts``, drawn in the dtype that is fastest here."""
-    pipe = TransformersImagePipeline.from_pretrained(model)
+    pipe = TransformersImagePipeline.from_pretrained(model, device="cpu")
     key = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
     size = "x".join(map(str, request.size))
     name = f"{pipe.owner.fingerprint}-{key}-{request.cfg}-{size}-{request.seed}"

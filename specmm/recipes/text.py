@@ -223,7 +223,9 @@ def text_rows(
     if drawn is None:
         if text:
             raise ValueError("give text or chats, not both")
-        return drawn_chats(TextPipeline.from_pretrained(target.name), count, LENGTH, out, seed)
+        return drawn_chats(
+            TextPipeline.from_pretrained(target.name, device="cpu"), count, LENGTH, out, seed
+        )
     rows = windows(text_stream(tokenizer, out, text), 0, count, LENGTH, seed)
     own = round(drawn * count)
     if not own:

@@ -4,6 +4,7 @@ mistake.
 
 import errno
 import functools
+import io
 import json
 import shutil
 import signal
@@ -12,12 +13,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tqdm import tqdm
 from typer.testing import CliRunner
 
 from specmm import zoo
@@ -249,6 +251,30 @@ def test_bench_interleaves_and_compares(tiny: Path) -> None:
     assert rows[1]["speedup"] == pytest.approx(rows[0]["seconds"] / rows[1]["seconds"])
     assert rows[1]["quality"]["log_likelihood"] < 0
     assert "did you mean" in refused("bench", tiny, "--methods", "ar,lantrn")
+
+
+class Shown(tqdm):
+    """A bar that is shown wherever it goes, and where it has been."""
+
+    places: ClassVar[list[float]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "disable": False, "file": io.StringIO()})
+
+    def update(self, n: float = 1) -> bool | None:
+        self.places.append(self.n + n)
+        return super().update(n)
+
+
+def test_the_bar_moves_within_a_picture(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Shown.places.clear()
+    monkeypatch.setattr("specmm.runs.run.tqdm", Shown)
+    plain = run_json("generate", tiny, "--class", 0, "-n", 3, "--batch-size", 2, "--out", tmp_path)
+    assert len(plain["outputs"]) == 3 and Shown.places[-1] == 3
+    inside = [place for place in Shown.places if place % 1]
+    assert inside == sorted(inside) and min(inside) < 0.5 < 2 < max(inside) < 3
 
 
 def test_plan_says_what_it_measured(copy: Path) -> None:

@@ -222,7 +222,7 @@ def test_callbacks_see_every_iteration(pipe):
     seen = []
     pipe(["heart"], generator=seeds(1), output_type="latent",
          callback_on_step_end=lambda _, i, count, state: seen.append((i, count)))  # fmt: skip
-    assert seen[-1] == (6, 36) and [i for i, _ in seen] == list(range(7))
+    assert seen[-1] == (6, pipe.steps()) == (6, 36) and [i for i, _ in seen] == list(range(7))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ NEEDED = (
         "metrics",
         "benchmarks",
         "recipes",
+        "demos",
     ),
     *("tests", "pyproject.toml"),
 )

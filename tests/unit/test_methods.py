@@ -200,3 +200,18 @@ def test_a_rules_name_says_its_residual() -> None:
     assert make_rule("lantern++(k=1, residual=release)", table=table).name == "lantern++-release"
     with pytest.raises(ValueError, match="unknown option of rule lantern-release 'residual'"):
         make_rule("lantern-release(k=1, residual=corrected)", table=table)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: methods.SJD(window="8"), "window must be a whole number, got '8'"),
+        (lambda: methods.SJD("8"), "window must be a whole number, got '8'"),
+        (lambda: methods.LanternPP(lambda_=[2]), "lambda_ must be a number, got a list"),
+        (lambda: methods.CoDe(1.5), "n must be a whole number, got 1.5"),
+        (lambda: methods.resolve("sjd", window=None), "window must be a whole number, got None"),
+    ],
+)
+def test_options_of_a_wrong_kind(made, said):
+    with pytest.raises(ValueError, match=said):
+        made()

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from specmm.cli import app
 from specmm.image_ar.scales import var
+from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
 
 
 def test_plan_on_the_command_line(pipe, tmp_path):
@@ -98,3 +100,10 @@ def test_bench_on_the_command_line(pipe, tmp_path):
     rows = json.loads(CliRunner().invoke(app, arguments).stdout)
     assert [r["label"] for r in rows] == ["ar", "code(n=2)"]
     assert all(r["quality"]["log_likelihood"] < 0 and r["ideal"] > 0 for r in rows)
+
+
+def test_a_plan_of_sizes_tells_of_every_run_that_it_measures(pipe):
+    told = []
+    sizes = pipe.transformer.config, pipe.small.config
+    made = plan_of_sizes(*sizes, 1, pipe.target(), torch.float32, lambda: told.append(len(told)))
+    assert len(told) == CALIBRATION and made.forecasts
