@@ -16,6 +16,7 @@ import specmm
 from specmm import extension, methods
 from specmm.cli import app
 from specmm.decode import decode
+from specmm.kernels.acceptance import fused_options
 from specmm.outside import DraftRequest, OutsideDrafter
 from specmm.randomness import Uniforms
 from specmm.registry import REGISTERED
@@ -131,9 +132,10 @@ def test_answers_and_generate_take_them(own):
     assert torch.equal(plain.tokens[0], drafted.tokens[0])
     inputs = pipe.tokenizer("what is", return_tensors="pt")
     options = dict(max_new_tokens=8, do_sample=False)
-    run = specmm.custom_generate(method=methods.Draft(own["drafter"]["echo"]))
-    made = pipe.model.generate(**inputs, custom_generate=run, **options)
-    assert torch.equal(made, pipe.model.generate(**inputs, **options))
+    plain = pipe.model.generate(**inputs, **options)
+    for given in (dict(method=methods.Draft(own["drafter"]["echo"])), dict(drafter="echo")):
+        run = specmm.custom_generate(**given)
+        assert torch.equal(pipe.model.generate(**inputs, custom_generate=run, **options), plain)
 
 
 # ---- what is claimed
@@ -187,6 +189,13 @@ def test_a_rules_claim_is_enumerated_before_it_is_printed(own, make_tiny):
     said = claim(Failing(), None)
     assert said.kind == "heuristic" and "RuntimeError: no kernel for float64" in said.reason
     assert "its author" not in claim(Recursive(), None).reason
+
+
+def test_no_kernel_of_ours_stands_for_a_rule_of_others():
+    """One that inherits from ours may decide otherwise."""
+    tree = DraftTree(torch.zeros(1, 2, dtype=torch.int64), TreeShape.chain(1))
+    assert fused_options(Recursive(), tree) is not None
+    assert fused_options(type("Mine", (Recursive,), {})(), tree) is None
 
 
 class Liar:
