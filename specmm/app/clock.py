@@ -47,6 +47,7 @@ class Lane(Protocol):
     """One method's run."""
 
     clock: Stopwatch
+    counts: list[int]  # tokens made after each round
     out: Any  # what the pipeline gives at the end, until then None
 
     def advance(self, seconds: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specmm.app.clock import Stopwatch
+from specmm.app.clock import Lane, Stopwatch
 from specmm.app.trace import Node, nodes_of
 from specmm.decode import Progress, Round
 from specmm.hf.running import Run
@@ -158,7 +158,7 @@ class TextLane:
 
     def close(self) -> None:
         """See :class:`specmm.app.clock.Lane`."""
-        self._rounds.close()
+        self._rounds = iter(())  # nobody holds the run any more: it ends
 
     def _clocked(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """``steps``, each in a turn of its own; their seconds alone are the method's."""
@@ -171,7 +171,7 @@ class TextLane:
             yield progress
 
 
-def warm_up(lane: PictureLane | TextLane) -> None:
+def warm_up(lane: Lane) -> None:
     """A few rounds whose seconds do not count: they load, plan and allocate."""
     try:
         while lane.out is None and len(lane.counts) < WARM_UP:

@@ -76,7 +76,7 @@ def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
     click(page, "Race")
     raced(page)
     look(page, "pictures")
-    assert page.get_by_text("Certificate: exact").count() == 1
+    assert page.get_by_text("Certificate: exact").count() == 2
     assert page.get_by_label("Share").count() == 0  # which would send the picture away
     with page.expect_download() as download:
         page.get_by_role("link", name="PNG with its description").last.click()
