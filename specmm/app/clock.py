@@ -43,7 +43,7 @@ class Stopwatch:
             self._since = time.perf_counter()
 
 
-class Lane(Protocol):
+class Racer(Protocol):
     """One method's run."""
 
     clock: Stopwatch
@@ -59,7 +59,7 @@ class Lane(Protocol):
         ...
 
 
-def race(lanes: Sequence[Lane], most: float) -> Iterator[None]:
+def race(lanes: Sequence[Racer], most: float) -> Iterator[None]:
     """Run all ``lanes`` to their ends; yields when it is time to look at them, at last at the end.
 
     Raises ``ValueError`` when one takes longer than ``most`` seconds.

@@ -68,7 +68,7 @@ def pictures(models: AppModels) -> Tab:
     def draw(*values: Any) -> Iterator[list[Any]]:
         yield from drawn(models, *values)
 
-    button.click(draw, tab.components, shown, **ONE)
+    button.click(draw, tab.components, shown, api_name="pictures", **ONE)
     tab.wire(models, [button.click])
     return tab
 
