@@ -166,9 +166,7 @@ class VQAPipeline(Pipeline):
         yield from turns_of(self.model).each(rounds)
 
     @in_its_turn(lambda pipe: pipe.model)
-    def begin(
-        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
-    ) -> Run:
+    def begin(self, images: Images, questions: Texts, videos: Videos = None, **options: Any) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
         return self._start(images, questions, Options.of(options), videos)
 

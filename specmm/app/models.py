@@ -35,6 +35,7 @@ class Start:
     seed: int = 0
 
 
+ASKED = {"questions": "What do you see in the picture?", "text": "Once upon a time"}
 # chosen by looking at what they draw and write, and by the speeds on the models' cards
 STARTS = {
     "pocket/llamagen": Start("heart", "lantern++", 0),
@@ -42,8 +43,8 @@ STARTS = {
     "pocket/var": Start("heart", "code(n=2)", 2),
     "pocket/coder": Start("def test_sum():\n    assert", "block"),
     "pocket/smollm2": Start("Here are five facts about the moon:\n1.", "block(tree=16)"),
-    "pocket/llava": Start("What do you see in the picture?", "msd"),
-    "pocket/smollava": Start("What do you see in the picture?", "msd"),
+    "pocket/llava": Start(ASKED["questions"], "msd"),
+    "pocket/smollava": Start(ASKED["questions"], "msd"),
 }
 
 
@@ -119,10 +120,11 @@ class AppModels:
         """What the tab of a model opens with."""
         if name in STARTS:
             return STARTS[name]
+        if kind != "images":
+            return Start(ASKED[kind], str(methods.Auto.name))
         known = self.methods(kind, name)
-        usual = family_of(local(name)).compared.split(",") if kind == "images" else []
-        drafting = [m for m in known if m not in (methods.AR.name, methods.Auto.name)]
-        return Start(method=next((m for m in [*usual, *drafting] if m in known), known[-1]))
+        usual = family_of(local(name)).compared.split(",")
+        return Start(method=next((m for m in [*usual, *known[1:]] if m in known), known[0]))
 
     def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
         """What a model is run under, by name, with its own values."""

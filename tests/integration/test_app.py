@@ -172,6 +172,7 @@ def test_two_people_at_once(page: Any, browser: Any, address: str) -> None:
 def test_nothing_keeps_people_from_using_it(page: Any, size: dict[str, int]) -> None:
     """By axe, before and after a race, with the trace open."""
     page.set_viewport_size(size)
+    page.get_by_role("button", name="Race", exact=True).wait_for()
     assert serious_findings(page) == []
     click(page, "Race")
     raced(page)
