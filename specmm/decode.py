@@ -145,7 +145,7 @@ class Progress:
             self.measured += kept.sum()
 
 
-class Round(NamedTuple):
+class DecodedRound(NamedTuple):
     """What watchers are told of a round: the ``tree`` drafted, the target's distributions ``probs``
     [B, N, V] after its nodes, the ``rule`` and its ``result``.
     """
@@ -242,7 +242,7 @@ def decode(
         if tree.probs is not None and tree.shape.size > 1:
             check_finite(tree.probs[:, 1:], len(depths), "the drafter")
         progress.observe(result, histogram)
-        tell(Round(tree, feedback.output.probs, rule, result))
+        tell(DecodedRound(tree, feedback.output.probs, rule, result))
         depths.append(tree.levels)
         if queue is not None:
             _fill_rows(queue, progress, feedback, parts, uniforms, clock)

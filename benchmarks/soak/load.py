@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 from benchmarks.common import environment
+from specmm.app.fields import MOST_PARAMETERS
 
 # MB that the server may grow by after the first third: frames of pictures, the allocator's own
 ROOM = 60.0
@@ -99,14 +100,17 @@ def people(address: str, count: int) -> list[User]:
     """Users of the tabs: most draw, each another class and seed, some complete text."""
     config = httpx.get(f"{address}/config").json()
     by_name = {d.get("api_name"): d["id"] for d in config["dependencies"]}
-    drawing = by_name["draw"]
-    writing = by_name.get("go")
+    drawing = by_name["pictures"]
+    writing = by_name.get("text")
+    own = [""] * MOST_PARAMETERS  # the models' values
     found = []
     for n in range(count):
         if n % TEXT_EVERY == TEXT_EVERY - 1 and writing is not None:
-            found.append(User(n, writing, ["pocket/coder", f"def f{n}(x):", "deer", 32]))
+            asked = ["pocket/coder", f"def f{n}(x):", "ar", "deer", 32, n]
+            found.append(User(n, writing, [*asked, *own]))
         else:
-            found.append(User(n, drawing, ["pocket/llamagen", "heart", "lantern++", n]))
+            asked = ["pocket/llamagen", "heart", "", "ar", "lantern++", n]
+            found.append(User(n, drawing, [*asked, *own]))
     return found
 
 

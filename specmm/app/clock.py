@@ -43,10 +43,11 @@ class Stopwatch:
             self._since = time.perf_counter()
 
 
-class Lane(Protocol):
+class Racer(Protocol):
     """One method's run."""
 
     clock: Stopwatch
+    counts: list[int]  # tokens made after each round
     out: Any  # what the pipeline gives at the end, until then None
 
     def advance(self, seconds: float) -> None:
@@ -58,7 +59,7 @@ class Lane(Protocol):
         ...
 
 
-def race(lanes: Sequence[Lane], most: float) -> Iterator[None]:
+def race(lanes: Sequence[Racer], most: float) -> Iterator[None]:
     """Run all ``lanes`` to their ends; yields when it is time to look at them, at last at the end.
 
     Raises ``ValueError`` when one takes longer than ``most`` seconds.

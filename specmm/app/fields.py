@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 import gradio as gr
 
-from specmm.app.clock import Lane, race, verdict
+from specmm.app.clock import Racer, race, verdict
 from specmm.app.lanes import warm_up
 from specmm.app.models import MOST_SECONDS, AppModels, Start, changed, in_sentences, local
 from specmm.app.trace import Node, drawing_of, table_of
@@ -131,7 +131,7 @@ def method_of(models: AppModels, kind: Kind, model: str, text: str) -> Any:
 
 
 def raced(
-    models: AppModels, keys: Sequence[Any], make: Sequence[Callable[[], Lane]]
+    models: AppModels, keys: Sequence[Any], make: Sequence[Callable[[], Racer]]
 ) -> Iterator[list[Any]]:
     """The lanes that ``make`` gives whenever they are to be shown, at last when both have ended.
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from specmm.app.clock import Stopwatch
+from specmm.app.clock import Racer, Stopwatch
 from specmm.app.trace import Node, nodes_of
-from specmm.decode import Progress, Round
+from specmm.decode import DecodedRound, Progress
 from specmm.hf.running import Run
 from specmm.image_ar.continuous.masked_decode import HeadCalls
 from specmm.image_ar.scales.collaborative import Turn
@@ -30,7 +30,7 @@ class Stopped(Exception):
 
 
 @dataclass
-class Watch:
+class LaneWatch:
     """What a run tells while its ``clock`` stands: the trees of its ``rounds``, MAR's head
     ``calls`` by iteration, and whose ``turns`` VAR's scales were.
     """
@@ -44,7 +44,7 @@ class Watch:
         """See :mod:`specmm.watching`."""
         with self.clock.paused():
             match event:
-                case Round() if len(self.rounds) < MOST_ROUNDS:
+                case DecodedRound() if len(self.rounds) < MOST_ROUNDS:
                     self.rounds.append(nodes_of(event))
                 case HeadCalls():
                     self.calls.append(event)
@@ -61,7 +61,7 @@ class PictureLane:
     def __init__(self, pipe: Any, method: Any, call: dict[str, Any]) -> None:
         self.pipe = pipe
         self.method = method
-        self.watch = Watch()
+        self.watch = LaneWatch()
         self.clock = self.watch.clock
         self.out: Any = None
         self.counts: list[int] = []
@@ -76,7 +76,7 @@ class PictureLane:
         self._thread.start()
 
     def advance(self, seconds: float) -> None:
-        """See :class:`specmm.app.clock.Lane`."""
+        """See :class:`specmm.app.clock.Racer`."""
         self._until = self.clock.seconds + seconds
         self._go.release()
         self._paused.acquire()
@@ -84,7 +84,7 @@ class PictureLane:
             raise self._error
 
     def close(self) -> None:
-        """See :class:`specmm.app.clock.Lane`."""
+        """See :class:`specmm.app.clock.Racer`."""
         self._left = True
         self._go.release()
         self._thread.join()
@@ -113,7 +113,7 @@ class PictureLane:
 
 
 @dataclass
-class Answer:
+class AnswerOutput:
     """A finished answer: ``stats`` and ``certificate`` as a pipeline's output has them."""
 
     stats: Any
@@ -130,7 +130,7 @@ class TextLane:
     def __init__(self, pipe: Any, method: Any, begin: Callable[[], Run]) -> None:
         self.pipe = pipe
         self.method = method
-        self.watch = Watch()
+        self.watch = LaneWatch()
         self.clock = self.watch.clock
         self.out: Any = None
         self.pieces: list[tuple[str, bool]] = []
@@ -140,7 +140,7 @@ class TextLane:
         self._rounds = replace(self._run, steps=self._clocked(self._run.steps)).rounds()
 
     def advance(self, seconds: float) -> None:
-        """See :class:`specmm.app.clock.Lane`."""
+        """See :class:`specmm.app.clock.Racer`."""
         until = self.clock.seconds + seconds
         self._round()
         while self.out is None and self.clock.seconds < until:
@@ -151,14 +151,14 @@ class TextLane:
         if said is None:
             assert self._end is not None
             claim = self._run.certificate(self._end)
-            self.out = Answer(self._end.stats, claim, self._run.method)
+            self.out = AnswerOutput(self._end.stats, claim, self._run.method)
             return
         self.pieces += said[0].pieces
         self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
 
     def close(self) -> None:
-        """See :class:`specmm.app.clock.Lane`."""
-        self._rounds.close()
+        """See :class:`specmm.app.clock.Racer`."""
+        self._rounds = iter(())  # nobody holds the run any more: it ends
 
     def _clocked(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """``steps``, each in a turn of its own; their seconds alone are the method's."""
@@ -171,7 +171,7 @@ class TextLane:
             yield progress
 
 
-def warm_up(lane: PictureLane | TextLane) -> None:
+def warm_up(lane: Racer) -> None:
     """A few rounds whose seconds do not count: they load, plan and allocate."""
     try:
         while lane.out is None and len(lane.counts) < WARM_UP:

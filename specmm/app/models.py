@@ -16,6 +16,7 @@ from torch import nn
 from specmm import methods, zoo
 from specmm.hf.options import Options
 from specmm.hf.pretrained import is_packaged, missing_packages
+from specmm.image_ar.pipeline import family_of
 from specmm.runs.run import HERE, Kind, Place, kinds_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts
 
@@ -34,15 +35,16 @@ class Start:
     seed: int = 0
 
 
+ASKED = {"questions": "What do you see in the picture?", "text": "Once upon a time"}
 # chosen by looking at what they draw and write, and by the speeds on the models' cards
 STARTS = {
     "pocket/llamagen": Start("heart", "lantern++", 0),
     "pocket/mar": Start("face-smiling", "cspd", 3),
     "pocket/var": Start("heart", "code(n=2)", 2),
-    "pocket/coder": Start("def add(a, b):", "block"),
-    "pocket/smollm2": Start("The capital of France is", "block"),
-    "pocket/llava": Start("What do you see in the picture?", "msd"),
-    "pocket/smollava": Start("What do you see in the picture?", "msd"),
+    "pocket/coder": Start("def test_sum():\n    assert", "block"),
+    "pocket/smollm2": Start("Here are five facts about the moon:\n1.", "block(tree=16)"),
+    "pocket/llava": Start(ASKED["questions"], "msd"),
+    "pocket/smollava": Start(ASKED["questions"], "msd"),
 }
 
 
@@ -90,8 +92,9 @@ class AppModels:
             if kind not in (found := self._list(name)):
                 raise ValueError(f"{name} is a model of {' and '.join(found)}, not of {kind}")
         if (kind, name) not in self._loaded:
-            more = {"text_encoder": self.text_encoder} if kind == "images" else {}
-            self._loaded[kind, name] = open_model(kind, local(name), self.place, **more)
+            folder = local(name)
+            encoder = self.text_encoder
+            self._loaded[kind, name] = open_model(kind, folder, self.place, text_encoder=encoder)
         return self._loaded[kind, name]
 
     def twin(self, name: str) -> Any:
@@ -117,8 +120,11 @@ class AppModels:
         """What the tab of a model opens with."""
         if name in STARTS:
             return STARTS[name]
+        if kind != "images":
+            return Start(ASKED[kind], str(methods.Auto.name))
         known = self.methods(kind, name)
-        return Start(method=next((m for m in known if m not in ("ar", "auto")), known[-1]))
+        usual = family_of(local(name)).compared.split(",")
+        return Start(method=next((m for m in [*usual, *known[1:]] if m in known), known[0]))
 
     def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
         """What a model is run under, by name, with its own values."""

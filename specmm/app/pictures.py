@@ -68,7 +68,7 @@ def pictures(models: AppModels) -> Tab:
     def draw(*values: Any) -> Iterator[list[Any]]:
         yield from drawn(models, *values)
 
-    button.click(draw, tab.components, shown, **ONE)
+    button.click(draw, tab.components, shown, api_name="pictures", **ONE)
     tab.wire(models, [button.click])
     return tab
 
@@ -98,8 +98,8 @@ def renewed(models: AppModels, name: str, given: Mapping[str, str]) -> list[Any]
     classes = classes_of(models, name)
     start = models.start("images", name)
     known = models.methods("images", name)
-    value = given.get("asked", start.asked)
-    value = value if value in classes else next(iter(classes), None)
+    wanted = given.get("asked", start.asked)
+    value = wanted if wanted in classes else next(iter(classes), None)
     prompt = {"value": given["prompt"]} if "prompt" in given else {}
     number = given.get("seed", "")
     return [

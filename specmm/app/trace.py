@@ -11,7 +11,7 @@ from html import escape
 
 import torch
 
-from specmm.decode import Round
+from specmm.decode import DecodedRound
 
 COLUMNS = ("token", "after", "drafter's q", "target's p", "chance to be kept", "outcome")
 ACROSS = 112  # pixels between levels
@@ -42,7 +42,7 @@ class Node:
 
 
 @torch.inference_mode()
-def nodes_of(told: Round) -> list[Node]:
+def nodes_of(told: DecodedRound) -> list[Node]:
     """The first row's nodes by number, and at last the recovered or bonus token."""
     tree, probs, rule, result = told
     accept = rule.decisions(tree, probs).accept[0].tolist()

@@ -141,7 +141,7 @@ def marked(pieces: Sequence[tuple[str, bool]]) -> str:
     return f'<div class="answer">{"".join(parts)}</div>'
 
 
-def line(lane: PictureLane | TextLane, name: str, total: int) -> str:
+def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
     """A line of HTML about a lane, at the end with its certificate."""
     seconds = f"{lane.clock.seconds:.2f} s"
     if lane.out is None:

@@ -119,6 +119,7 @@ def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) ->
         answer,
         tab.components,
         [verdict, *sides, *trace.components],
+        api_name=kind,
         **ONE,
     )
     tab.wire(models, [button.click, asked["asked"].submit])

@@ -155,9 +155,7 @@ def demo(
     app: Annotated[
         bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
     ] = False,
-    host: Annotated[
-        str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")
-    ] = LOCAL,
+    host: Annotated[str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")] = LOCAL,
     port: Annotated[
         int | None, typer.Option(min=0, help="Of the app; a free one if not given.")
     ] = None,

@@ -12,7 +12,7 @@ import specmm
 from specmm import methods, zoo
 from specmm.app.clock import Stopwatch, race, verdict
 from specmm.app.fields import Trace, raced
-from specmm.app.lanes import PictureLane, TextLane, Watch, generator
+from specmm.app.lanes import LaneWatch, PictureLane, TextLane, generator
 from specmm.app.models import STARTS, AppModels, changed, twin
 from specmm.app.trace import drawing_of, rows_of
 from specmm.app.views import (
@@ -242,7 +242,7 @@ def test_marks_leave_words_whole():
 
 
 def test_a_trace_is_what_the_run_kept(pipe):
-    watch = Watch()
+    watch = LaneWatch()
     with watch.clock.running(), watched(watch):
         out = pipe(classes=["heart"], generator=generator(pipe, 3), method=FAST)
     assert len(watch.rounds) == out.stats.rounds > 3
@@ -257,7 +257,7 @@ def test_a_trace_is_what_the_run_kept(pipe):
 
 
 def test_chances_of_a_chain_are_the_ratio_of_target_and_drafter(pipe):
-    watch = Watch()
+    watch = LaneWatch()
     method = methods.Speculative(tree=(1, 1), rule="recursive")
     with watch.clock.running(), watched(watch):
         pipe(classes=["heart"], generator=generator(pipe, 3), method=method)
