@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -23,7 +24,7 @@ def owner_of(model: PreTrainedModel, facts: PictureModel) -> Owner:
     """
     target = PictureTarget(model, facts, Processor(), Guidance())
     layers = target.family.layers
-    parts = (facts.head(model), layers[0], layers[-1])
+    parts: tuple[Any, ...] = (facts.head(model), layers[0], layers[-1])
     return Owner(target.sizes, fingerprint(*map(_matrix, parts)), model.device, model.dtype)
 
 
