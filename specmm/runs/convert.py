@@ -117,19 +117,19 @@ def _check(entry: Published | None, source: str | Path) -> None:
 
 def _write(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:
     """The folder ``out`` of the folder of ``links``."""
-    owner = None
+    target: tuple[Any, str] | None = None
     for place in entry.parts:
         wanted = dtype or _dtype_of(links / place)
         if place == EAGLE:  # after its target
-            assert owner is not None
-            head = llamagen.load_eagle(links / place, owner.sizes, dtype=wanted)
-            llamagen.save_drafter(head, out / place, fingerprint=owner.fingerprint)
+            assert target is not None
+            head = llamagen.load_eagle(links / place, target[0], dtype=wanted)
+            llamagen.save_drafter(head, out / place, fingerprint=target[1])
             continue
         load, save = CONVERTERS[entry.family, place]
         model = load(links / place, dtype=wanted)
         save(model, out / place)
         if entry.family == "llamagen" and place == TRANSFORMER:
-            owner = llamagen.Owner.of(model)
+            target = (model.config, llamagen.target_fingerprint(model))
         del model
     for name in (zoo.PIPELINE, "settings.json"):
         shutil.copyfile(links / name, out / name)

@@ -139,7 +139,8 @@ def open_model(
         from diffusers.utils import logging
 
         logging.disable_progress_bar()
-        given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
+        given: dict[str, Any] = dict(torch_dtype=place.dtype, device=place.device)
+        given["text_encoder"] = text_encoder
         if drafter is not None and not family_of(model).takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
         if drafter is not None:

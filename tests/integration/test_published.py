@@ -314,3 +314,19 @@ def test_files_become_a_folder_of_ours(server, releases, tmp_path):
     named = specmm.ImagePipeline.from_pretrained("var-d16", torch_dtype=torch.float32)
     assert torch.equal(drawn(pipe), drawn(named))
     assert not list(out.rglob("*.pth"))
+
+
+def test_a_published_name_becomes_a_folder_with_its_drafter(server, tmp_path):
+    out = tmp_path / "out"
+    name = "llamagen-t2i-xl-256-lantern"
+    given = ["convert", name, str(out), "--dtype", "bfloat16", "--json"]
+    run = CliRunner().invoke(app, given)
+    assert run.exit_code == 0, run.output
+    pipe = specmm.ImagePipeline.from_pretrained(out, torch_dtype=torch.float32)
+    own = specmm.ImagePipeline.from_pretrained(name, torch_dtype=torch.bfloat16)
+    assert pipe.parts.drafters.keys() == own.parts.drafters.keys() == {"eagle"}
+    theirs = own.transformer.float().state_dict()
+    for key, value in pipe.transformer.state_dict().items():
+        assert torch.equal(value, theirs[key]), key
+    again = CliRunner().invoke(app, given)
+    assert again.exit_code == 2 or "must be a new folder" in str(again.exception)
