@@ -9,6 +9,8 @@ before it opened the files (Linux; as root, who may begin a peak anew).
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import subprocess
 import sys
@@ -95,6 +97,8 @@ def most(now: bool = False) -> int:
 
 def measured(run: Callable[[], object]) -> dict[str, float]:
     """Seconds of ``run`` and the most memory it took beside what was there before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier reading freed goes back to the system
     RESET.write_text("5")  # the peak begins anew
     before = most(now=True)
     begin = time.perf_counter()

@@ -3,8 +3,12 @@ they draw what the same weights draw from our own folders.
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +194,26 @@ def test_the_command_line_draws_by_name(server, tmp_path):
     assert json.loads(run.stdout)["pictures"] == 1
 
 
+def test_a_process_fetches_from_the_hub_of_its_environment(server, tmp_path):
+    places = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", "from specmm.cli import main; main()", "fetch", "var-d16"]
+
+    def run(**more):
+        return subprocess.run(
+            command, env=os.environ | places | more, capture_output=True, text=True
+        )
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert (Path(first.stdout.strip()) / "transformer" / "model.pth").is_file()
+    assert len(server.fetched) == 2
+    again = run(HF_HUB_OFFLINE="1")
+    assert again.stdout == first.stdout and len(server.fetched) == 2
+    nowhere = run(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.count("\n") == 1 and "HF_HUB_OFFLINE is set" in nowhere.stderr
+
+
 def test_nothing_large_is_fetched_unasked(server, monkeypatch):
     monkeypatch.setattr(hub, "LARGE", 10**6)
     wanted = r"var-d30 must be fetched first, 0\.\d+ GB are missing: var_d30\.pth \(.* specmm fetch"
@@ -290,3 +314,19 @@ def test_files_become_a_folder_of_ours(server, releases, tmp_path):
     named = specmm.ImagePipeline.from_pretrained("var-d16", torch_dtype=torch.float32)
     assert torch.equal(drawn(pipe), drawn(named))
     assert not list(out.rglob("*.pth"))
+
+
+def test_a_published_name_becomes_a_folder_with_its_drafter(server, tmp_path):
+    out = tmp_path / "out"
+    name = "llamagen-t2i-xl-256-lantern"
+    given = ["convert", name, str(out), "--dtype", "bfloat16", "--json"]
+    run = CliRunner().invoke(app, given)
+    assert run.exit_code == 0, run.output
+    pipe = specmm.ImagePipeline.from_pretrained(out, torch_dtype=torch.float32)
+    own = specmm.ImagePipeline.from_pretrained(name, torch_dtype=torch.bfloat16)
+    assert pipe.parts.drafters.keys() == own.parts.drafters.keys() == {"eagle"}
+    theirs = own.transformer.float().state_dict()
+    for key, value in pipe.transformer.state_dict().items():
+        assert torch.equal(value, theirs[key]), key
+    again = CliRunner().invoke(app, given)
+    assert again.exit_code == 2 or "must be a new folder" in str(again.exception)
