@@ -134,7 +134,8 @@ class OutsideDrafter:
 
     def start_row(self, row: int) -> None:
         """See :class:`specmm.drafter.BatchingDrafter`."""
-        self.inner.start_row(row)  # type: ignore[attr-defined]  methods ask whether it has that
+        inner: Any = self.inner  # methods ask whether it has that
+        inner.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """See :class:`specmm.drafter.Drafter`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from specmm.kernels.backend import backend
 from specmm.processors import Processor
 from specmm.randomness import UniformSource
+from specmm.registry import maker_of
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
@@ -195,7 +196,11 @@ def decide_fused(
 
 
 def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
-    """The arguments of ``accept`` that make it ``rule``; None for one that it does not know."""
+    """The arguments of ``accept`` that make it ``rule``; None for one that it does not know, as all
+    that others wrote: theirs may be ours with other decisions.
+    """
+    if maker_of(rule):
+        return None
     match rule:
         case GreedyMatch():
             return {"processing": GREEDY}

@@ -48,6 +48,7 @@ from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of
 from specmm.hf.target import VLMTarget
+from specmm.outside import of_others, with_own
 from specmm.processors import History, Processor
 from specmm.randomness import Uniforms, sample_generators
 from specmm.tree import DraftTree
@@ -70,7 +71,7 @@ SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WAR
 
 def custom_generate(
     drafter: object = None,
-    method: str | Method = "prompt-lookup",
+    method: str | Method | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     streamer: BaseStreamer | None = None,
     generator: torch.Generator | None = None,
@@ -83,7 +84,8 @@ def custom_generate(
     generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded one
-    or its folder, which is read for the model at the first call. Method ``auto`` plans for an MSD,
+    or its folder, which is read for the model at the first call, or one's own (see
+    :func:`specmm.register`). ``method`` None is prompt lookup. Method ``auto`` plans for an MSD,
     EAGLE-3, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
     the like), for guidance, SynthID's watermarks, ``inputs_embeds``, caches that hold tokens,
@@ -91,7 +93,9 @@ def custom_generate(
     attentions or hidden states, ``stop`` without a tokenizer, and auto with another drafter or
     none.
     """
-    resolved: Method = methods.make(methods.GENERATE, method)
+    if drafter is not None and of_others(drafter):
+        method, drafter = with_own(methods.GENERATE, method, drafter)
+    resolved: Method = methods.make(methods.GENERATE, method or methods.PromptLookup())
     plans: dict[Any, Plan] = {}
     drafter = find(drafter) if isinstance(drafter, str | Path) else drafter
     planned = planned_by(drafter) if resolved.name == methods.Auto.name else None

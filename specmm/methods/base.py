@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from specmm.kinds import check_numbers, check_whole, shown
-from specmm.registry import OldName, Registry, named, names_of_others, of_others, unknown, whole
+from specmm.registry import (
+    OldName,
+    Registry,
+    maker_of,
+    named,
+    names_of_others,
+    of_others,
+    unknown,
+    whole,
+)
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
@@ -262,7 +271,7 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
             "method must be a name, such as ar, or a method, such as specmm.methods.SJD(), "
             f"got {shown(method)}"
         )
-    own = isinstance(method, Composed) and method.name not in registry.entries
+    own = isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
     kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
     options = current_options(kind, options)
     known = [field.name for field in dataclasses.fields(kind)]

@@ -29,7 +29,7 @@ class Bench:
     runs: int
     seed: int
 
-    def pictures(self, prompts: Sequence[str], size: dict[str, int]) -> list[dict[str, Any]]:
+    def pictures(self, prompts: Sequence[str], size: dict[str, Any]) -> list[dict[str, Any]]:
         """A row for each method that draws ``prompts``, or classes, in this ``size``."""
         family = family_of(self.model)
         own = self.drafter is not None and of_others(self.drafter)

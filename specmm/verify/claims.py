@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def _with(found: Certificate, more: str) -> Certificate:
     return replace(found, reason=f"{found.reason}; {more}")
 
 
-def _of_others(rule: Rule, maker: str) -> Certificate:
+def _of_others(rule: Any, maker: str) -> Certificate:
     """Of a ``rule`` that calls itself exact, by ``maker``."""
     try:
         furthest, trees = enumerated(rule)
@@ -101,7 +101,7 @@ def _of_others(rule: Rule, maker: str) -> Certificate:
 
 
 @lru_cache(maxsize=64)
-def enumerated(rule: Rule) -> tuple[float, int]:
+def enumerated(rule: Any) -> tuple[float, int]:
     """The largest total variation of what ``rule`` emits from the target, and of how many cases.
 
     Raises ``ValueError`` for a rule that takes none of them. Rules of chains alone may refuse

@@ -214,7 +214,7 @@ class RuleKind:
                 "rule must have decisions(tree, p, *, measure=False) and exact, True or False, "
                 f"got {name}; see specmm.verify.rule.Rule"
             )
-        siblings = getattr(rule, "siblings", "distinct")
+        siblings: Any = getattr(rule, "siblings", "distinct")
         if siblings is not None and siblings not in get_args(Siblings):
             raise unknown(f"way to draw siblings of rule {name}", siblings, get_args(Siblings))
         made = rule if inspect.isclass(rule) else type(rule)
@@ -224,8 +224,8 @@ class RuleKind:
                 "a @dataclass(frozen=True)"
             )
         what = (inspect.getdoc(rule) or name).splitlines()[0]
-        flags = [bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes")]
-        return cls(rule, siblings, what, *flags)
+        relaxed, codes = (bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes"))
+        return cls(rule, siblings, what, relaxed, codes)
 
 
 def _released(place: str, name: str) -> RuleKind:
@@ -297,12 +297,12 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     """
     kind = rule_kind(spec)
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
-    rule = kind.rule
-    if not inspect.isclass(rule):
+    if not inspect.isclass(kind.rule):
         if values or options or given:
             raise ValueError(f"rule {name} is made already and takes no options, got {spec}")
-        found: Rule = rule
+        found: Rule = kind.rule
         return found
+    rule: Any = kind.rule
     hidden = {"name", "exact", *given, *kind.preset}
     known = [option for option in inspect.signature(rule).parameters if option not in hidden]
     strange = [str(value) for value in values] + [key for key in options if key not in known]

@@ -16,11 +16,14 @@ import specmm
 from specmm import extension, methods
 from specmm.cli import app
 from specmm.decode import decode
+from specmm.drafter import Feedback
+from specmm.kernels.acceptance import fused_options
 from specmm.outside import DraftRequest, OutsideDrafter
 from specmm.randomness import Uniforms
 from specmm.registry import REGISTERED
 from specmm.shape.trees import branching, make_tree
 from specmm.stats import Stats
+from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.claims import claim, enumerated
@@ -131,9 +134,10 @@ def test_answers_and_generate_take_them(own):
     assert torch.equal(plain.tokens[0], drafted.tokens[0])
     inputs = pipe.tokenizer("what is", return_tensors="pt")
     options = dict(max_new_tokens=8, do_sample=False)
-    run = specmm.custom_generate(method=methods.Draft(own["drafter"]["echo"]))
-    made = pipe.model.generate(**inputs, custom_generate=run, **options)
-    assert torch.equal(made, pipe.model.generate(**inputs, **options))
+    plain = pipe.model.generate(**inputs, **options)
+    for given in (dict(method=methods.Draft(own["drafter"]["echo"])), dict(drafter="echo")):
+        run = specmm.custom_generate(**given)
+        assert torch.equal(pipe.model.generate(**inputs, custom_generate=run, **options), plain)
 
 
 # ---- what is claimed
@@ -189,6 +193,13 @@ def test_a_rules_claim_is_enumerated_before_it_is_printed(own, make_tiny):
     assert "its author" not in claim(Recursive(), None).reason
 
 
+def test_no_kernel_of_ours_stands_for_a_rule_of_others():
+    """One that inherits from ours may decide otherwise."""
+    tree = DraftTree(torch.zeros(1, 2, dtype=torch.int64), TreeShape.chain(1))
+    assert fused_options(Recursive(), tree) is not None
+    assert fused_options(type("Mine", (Recursive,), {})(), tree) is None
+
+
 class Liar:
     """Records another distribution than the one that its drafts are drawn from."""
 
@@ -231,6 +242,18 @@ def test_samples_follow_the_target_and_a_wrong_record_shows(own):
     echo = Echo(target, DraftRequest(branching([2, 1]), True, "distinct"))
     assert p_value(OutsideDrafter(echo, "echo", "tests")) > 0.01
     assert p_value(OutsideDrafter(Liar(echo), "liar", "tests")) < 1e-6
+
+
+def test_the_example_records_siblings_given_the_earlier(own):
+    probs = torch.tensor([0.5, 0.3, 0.2]).expand(50, 1, 3)
+    feedback = Feedback(TargetOutput(probs, probs), torch.zeros(50, dtype=torch.int64))
+    request = DraftRequest(branching([2]), True, "distinct")
+    tree = own["drafter"]["echo"](None, request).propose(feedback, Uniforms.from_seeds(range(50)))
+    first = tree.tokens[:, 1:2]
+    assert torch.equal(tree.probs[:, 1], probs[:, 0])
+    assert tree.probs[:, 2].gather(1, first).count_nonzero() == 0
+    rest = probs[:, 0].scatter(1, first, 0.0)
+    torch.testing.assert_close(tree.probs[:, 2], rest / rest.sum(1, keepdim=True))
 
 
 # ---- packages
