@@ -3,8 +3,12 @@ they draw what the same weights draw from our own folders.
 """
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,6 +192,26 @@ def test_the_command_line_draws_by_name(server, tmp_path):
     run = CliRunner().invoke(app, [*given, "--seed", "1", "--out", str(tmp_path / "out")])
     assert run.exit_code == 0, run.output
     assert json.loads(run.stdout)["pictures"] == 1
+
+
+def test_a_process_fetches_from_the_hub_of_its_environment(server, tmp_path):
+    places = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", "from specmm.cli import main; main()", "fetch", "var-d16"]
+
+    def run(**more):
+        return subprocess.run(
+            command, env=os.environ | places | more, capture_output=True, text=True
+        )
+
+    first = run()
+    assert first.returncode == 0, first.stderr
+    assert (Path(first.stdout.strip()) / "transformer" / "model.pth").is_file()
+    assert len(server.fetched) == 2
+    again = run(HF_HUB_OFFLINE="1")
+    assert again.stdout == first.stdout and len(server.fetched) == 2
+    nowhere = run(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.count("\n") == 1 and "HF_HUB_OFFLINE is set" in nowhere.stderr
 
 
 def test_nothing_large_is_fetched_unasked(server, monkeypatch):
