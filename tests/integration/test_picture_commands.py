@@ -196,9 +196,11 @@ def test_pictures_are_led_away_from_what_is_said(kind, folder, tmp_path):
 
 
 def test_what_others_do_not_take_is_told(tmp_path):
-    words = ["generate", "pocket/llamagen", "--class", "heart", "--out", tmp_path]
-    for option in (["--height", 48], ["--drafter", tmp_path], ["--steps", 3]):
-        refused = run(*words, *option)
+    words = ["--class", "heart", "--out", tmp_path]
+    tokens, scales = "pocket/llamagen", "pocket/var"
+    wrong = [(tokens, "--height", 48), (tokens, "--steps", 3), (scales, "--drafter", tmp_path)]
+    for model, *option in wrong:
+        refused = run("generate", model, *words, *option)
         said = refused.output
         assert refused.exit_code == 2 and "leave" in said and option[0] in said
 
