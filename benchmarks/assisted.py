@@ -184,7 +184,7 @@ def mtp(model: str, dtype: torch.dtype) -> Contest:
         asking("pocket/coder", pipe),
         [*chains, methods.MTP(), small, methods.MTP(tree=(2, 2)), methods.MTP(tree=(2, 2, 1))],
         [Assisted({"use_mtp": True})],
-        [*(methods.MTP(tree=f"chain({n})") for n in (1, 2, 3)), small],
+        [methods.Auto(), *(methods.MTP(tree=f"chain({n})") for n in (1, 2, 3)), small],
     )
 
 
@@ -199,7 +199,7 @@ def assistant(model: str, dtype: torch.dtype) -> Contest:
         asking("pocket/coder", pipe),
         [*chains, methods.Assistant(), methods.Assistant(tree=(2, 2, 1))],
         counted({"assistant_model": drafter}, drafter, unsure=False),
-        [chains[1], methods.Assistant(total=6, depth=2, top_k=2)],
+        [methods.Auto(), chains[1], methods.Assistant(total=6, depth=2, top_k=2)],
     )
 
 

@@ -385,6 +385,7 @@ def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
     """A real process, stopped once its first picture lies there."""
     command = [

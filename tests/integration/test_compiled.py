@@ -14,6 +14,7 @@ from specmm.decode import decode
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
 from specmm.randomness import Uniforms
+from tests.cases import some
 from tests.integration.conftest import tiny_pipeline
 
 NAMES = ("heart", "time", "heart")
@@ -96,7 +97,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(traced):
     assert torch.equal(plain.tokens, fast.tokens)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", some([0.0, 1.0], [1.0]))
 def test_nan_logits_stop_a_compiled_round(temperature, traced):
     pipe = tiny_pipeline(tokens=16)
     plain = pipe.target(temperature=temperature)

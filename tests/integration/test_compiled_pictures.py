@@ -82,12 +82,14 @@ def test_lines_and_grids_are_counted_as_in_eager_rounds(name, method, pipe_of, t
     same(pipe_of(name), name, method, prompts)
 
 
+@pytest.mark.slow
 def test_a_picture_alone_has_one_program_wherever_its_uniforms_lie(pipe_of, traced, monkeypatch):
     monkeypatch.setattr(randomness, "BLOCK", 10)  # less than a round takes
     alone = [[text] for text in PROMPTS]
     same(pipe_of("janus"), "janus", "speculative", alone, temperature=1.0)
 
 
+@pytest.mark.slow
 def test_hooks_of_a_target_are_gone_before_the_next_is_traced(pipe_of, traced):
     """While PyTorch counts the hooks of a layer none may vanish, whenever garbage is collected."""
     pipe = pipe_of("janus")

@@ -492,7 +492,8 @@ def samples(model, ids, method):
     return end.tokens[:, :T]
 
 
-@pytest.mark.parametrize("name", some(EACH, ["qwen3_5"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH)
 def test_samples_follow_the_models_distribution(model, name, monkeypatch):
     """Of which drafts of a small model and repeated tokens are kept; broken states show."""
     probs = sequence_distribution(model, ROWS[:1])

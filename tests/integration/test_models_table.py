@@ -22,7 +22,6 @@ FAST = {
     ("causal", "mamba2"),
     ("causal", "mixtral"),
     ("causal", "qwen3_next"),
-    (IMAGE_TEXT, "gemma3"),  # a picture's tokens see each other
     (IMAGE_TEXT, "gemma4"),  # layers of different sizes, per-layer embeddings
     (IMAGE_TEXT, "internvl"),
     (IMAGE_TEXT, "kimi_k25"),  # latent attention

@@ -23,6 +23,7 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
 from specmm.stats import Clock
+from tests.cases import some
 from tests.integration import tiny_glm_image, two_drafts
 from tests.integration.picture_kinds import (
     KINDS,
@@ -261,7 +262,15 @@ def p_value(kind, pipe, method, twin=None):
     return chisquare(found, [x * sum(found) / sum(wanted) for x in wanted]).pvalue
 
 
-@pytest.mark.parametrize("method", METHODS)
+# those that `make test` draws
+DRAWN = [*itertools.product(["janus"], METHODS), ("emu3", "a tree")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    some(itertools.product(["janus", "emu3"], METHODS), DRAWN),
+    indirect=["kind"],
+)
 def test_samples_follow_the_models_own_distribution(kind, pipe, method):
     """With a line's end among them, where the model has such."""
     assert p_value(kind, pipe, METHODS[method]) > 1e-3

@@ -2,6 +2,8 @@
 folders, against their own ``generate``, and Anole and Lumina-mGPT against their class's forward.
 """
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from specmm.randomness import Uniforms, further, sample_generators
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
+from tests.cases import some
 from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
@@ -203,7 +206,13 @@ def twins(pipe, kind, exact):
     return found
 
 
-@pytest.mark.parametrize("method", DRAFTERS)
+# those that `make test` draws
+DRAWN = [*product(["janus", "anole"], DRAFTERS), ("emu3", "sjd")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), some(product(KINDS, DRAFTERS), DRAWN), indirect=["kind"]
+)
 @torch.no_grad()
 def test_samples_follow_the_models_own_distribution(pipe, kind, method):
     """And those of broken twins do not."""

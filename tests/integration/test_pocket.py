@@ -73,6 +73,7 @@ def test_drafts_are_accepted_on_the_real_model(pipe, method, least):
     assert out.certificate.kind == ("bounded" if method == "lantern++" else "exact")
 
 
+@pytest.mark.slow
 def test_a_larger_lambda_accepts_more_and_spends_more(pipe):
     many = {
         "classes": list(range(12)),

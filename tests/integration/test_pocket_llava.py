@@ -84,6 +84,7 @@ def test_msd_drafts_well_and_the_picture_helps(pipe, rectangle):
     assert taus["msd"] > 2 and taus["msd"] > taus["text-draft"]
 
 
+@pytest.mark.slow
 def test_auto_and_the_command_line(rectangle, tmp_path):
     rectangle.save(tmp_path / "red.png")
     result = CliRunner().invoke(

@@ -37,6 +37,7 @@ def draw(pipe, method, classes=("heart", 3), seed=0, **options):
     )
 
 
+@pytest.mark.slow
 def test_batch_invariant_pictures_do_not_depend_on_the_batch(tmp_path):
     """Sixteen, of which rounding would tell one or two apart."""
     arguments = [

@@ -119,6 +119,7 @@ def test_places_that_count_are_drawn():
     torch.testing.assert_close(some_of(mask, 50, seed=0), mask)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_text(tmp_path):
     model = shutil.copytree(CODER, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
     text = tmp_path / "text.py"

@@ -31,6 +31,7 @@ from specmm.recipes.training.dflash import build_block
 from specmm.recipes.training.rollout import build_eagle3
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
+from tests.cases import some
 from tests.integration import tiny_chameleon
 from tests.integration.mtp_models import save
 
@@ -233,6 +234,9 @@ ANSWERS |= {"block": Block(length=2), "self": SelfDraft(exit=1, length=2)}
 UNTRAINED = {"eagle3": build_eagle3, "block": lambda target: build_block(target, 1, 3, 5)}
 
 
+QUICK = ("ar", "eagle3", "msd, drawn")
+
+
 @pytest.fixture(scope="module")
 def answer_pipe():
     with pytest.MonkeyPatch.context() as patch:
@@ -240,7 +244,9 @@ def answer_pipe():
         return specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("name", [*(n for n in methods.VQA if n not in ELSEWHERE), "msd, drawn"])
+@pytest.mark.parametrize(
+    "name", some([*(n for n in methods.VQA if n not in ELSEWHERE), "msd, drawn"], QUICK)
+)
 def test_answers(answer_pipe, launches, no_dense_masks, name):
     picture = Image.new("RGB", (64, 64), "red")
     config = answer_pipe.model.config

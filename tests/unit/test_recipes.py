@@ -168,6 +168,7 @@ def test_without_a_checkout_its_recipes_are_not_there(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_those_of_the_checkout_run_from_anywhere(tmp_path):
     """Only ``specmm`` is on the path there."""
     (tmp_path / "specmm").symlink_to(Path(recipes.specmm.__file__).parent)

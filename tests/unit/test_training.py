@@ -85,6 +85,7 @@ def test_muon_takes_the_matrices_of_the_layers_only():
     assert left | taken == set(map(id, model.parameters())) and not left & taken
 
 
+@pytest.mark.slow
 def test_killed_trainings_end_bit_by_bit_where_unbroken_ones_do():
     """A few; benchmarks/soak/trainings.py does sixty.
 
