@@ -252,6 +252,16 @@ def test_every_draw_together_is_the_targets_distribution(prompt):
     assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) > 1e-3
 
 
+@torch.inference_mode()
+def test_a_row_that_begins_anew_is_where_its_prompt_ends():
+    """A row that was in text takes over a prompt that ends with what begins a picture."""
+    target = InterleavedTarget(small_model(), WARM)
+    target.prefill(VLMPrompt(padded([PROMPTS["in text"]]), 8), 3)
+    target.start_row(0, VLMPrompt(padded([PROMPTS["in a picture"]]), 8))
+    tree = DraftTree(torch.tensor([[6, 7, 6]]), TreeShape.chain(2))
+    assert target.score(tree).probs[0].sum(0).nonzero()[:, 0].tolist() == SMALL[3]
+
+
 def colder(drafter):
     """A broken twin: Jacobi drafts come from colder distributions than are recorded."""
     propose = drafter.jacobi.propose

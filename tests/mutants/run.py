@@ -350,7 +350,7 @@ def unmutated(pool: Pool, mutations: Sequence[Mutation]) -> dict[str, float]:
 
 def preload(modules: Iterable[str]) -> None:
     """Import those of ``modules`` that are not ours and start no processes when imported."""
-    ours = ("specmm", "tests", "benchmarks", "conftest", "__main__", "__mp_main__")
+    ours = ("specmm", "tests", "benchmarks", "recipes", "conftest", "__main__", "__mp_main__")
     left = (*ours, "torch._inductor")  # which would start a pool
     for name in modules:
         if name not in sys.modules and not name.startswith(left) and "test_" not in name:
