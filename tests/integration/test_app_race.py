@@ -130,7 +130,7 @@ def test_a_drawing_that_is_left_stops(pipe):
     lane = picture_lane(pipe, "ar", classes=["heart"])
     lane.advance(0.0)
     lane.close()
-    assert lane.out is None and not lane._thread.is_alive()
+    assert lane.out is None and lane._ended.is_set()
     assert pipe(classes=["heart"], method="ar").images  # its turn has been given back
 
 
