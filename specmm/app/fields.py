@@ -27,7 +27,8 @@ PLAIN: dict[str, Any] = {"format": "png", "buttons": []}  # none that shares a p
 GO = "query => { if (query) history.replaceState(null, '', query); return query; }"
 CLOCK = (
     "Both run in turns on one clock, the one that is behind next. Seconds are those of a method's "
-    "whole call; previews, loading and a few first rounds do not count. `ar` is plain decoding."
+    "whole call; previews, loading and a few first rounds do not count. `ar` is plain decoding. "
+    "A race of short runs is noisy: the benchmark takes medians."
 )
 
 

@@ -5,10 +5,12 @@ Shape letters: B pictures of a batch (one), T tokens.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -23,6 +25,9 @@ from specmm.watching import watched
 
 MOST_ROUNDS = 64  # whose trees are kept for the trace
 WARM_UP = 3  # rounds
+
+
+_workers: WeakKeyDictionary[Any, queue.SimpleQueue[Callable[[], None]]] = WeakKeyDictionary()
 
 
 class Stopped(Exception):
@@ -52,6 +57,21 @@ class LaneWatch:
                     self.turns.append(event)
 
 
+def _worker(pipe: Any) -> queue.SimpleQueue[Callable[[], None]]:
+    """Where a thread takes its work that draws by ``pipe`` alone: a new thread would begin each
+    race without what PyTorch keeps for a thread.
+    """
+    if pipe not in _workers:
+        _workers[pipe] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=[_workers[pipe]], daemon=True).start()
+    return _workers[pipe]
+
+
+def _work(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        tasks.get()()
+
+
 class PictureLane:
     """``pipe`` drawing one picture by ``method`` in a thread, which runs only within ``advance``.
 
@@ -72,8 +92,8 @@ class PictureLane:
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
         self._left = False
-        self._thread = threading.Thread(target=self._draw, daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        _worker(pipe).put(self._draw)
 
     def advance(self, seconds: float) -> None:
         """See :class:`specmm.app.clock.Racer`."""
@@ -87,7 +107,7 @@ class PictureLane:
         """See :class:`specmm.app.clock.Racer`."""
         self._left = True
         self._go.release()
-        self._thread.join()
+        self._ended.wait()
 
     def _draw(self) -> None:
         self._go.acquire()
@@ -98,6 +118,7 @@ class PictureLane:
                     self.out = self.pipe(**call)
         except Exception as error:
             self._error = error
+        self._ended.set()
         self._paused.release()
 
     def _step(self, pipe: Any, step: int, count: int, state: dict[str, Any]) -> dict[str, Any]:
