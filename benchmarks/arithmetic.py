@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from specmm.stats import Stats
-
-
-def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
-    """Median of ``baseline`` over the median of ``seconds``."""
-    return statistics.median(baseline) / statistics.median(seconds)
-
-
-def quartiles(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper quartile of the ratios of runs made side by side, for the same picture."""
-    ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
-    if len(ratios) < 2:
-        return ratios[0], ratios[0]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, high
+from specmm.stats import quartiles as quartiles
+from specmm.stats import speedup as speedup
 
 
 def ideal_speedup(tau: float, plain_step: float, draft: float, verify: float) -> float:

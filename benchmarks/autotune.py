@@ -69,7 +69,7 @@ def compare(pipe: LlamaGenPipeline, batch: int, repeats: int, budget: Budget) ->
 def _draw(pipe: LlamaGenPipeline, method: methods.Method, batch: int, seed: int) -> None:
     classes = [(seed + i) % pipe.transformer.config.num_classes for i in range(batch)]
     seeds = generators(range(seed * batch, (seed + 1) * batch))
-    pipe(classes=classes, generator=seeds, method=method, batch_size=batch, output_type="np")
+    pipe(classes=classes, generator=seeds, method=method, batch_size=batch, output_type="uint8")
 
 
 def _plan_of(pipe: LlamaGenPipeline, batch: int) -> str:

@@ -84,7 +84,7 @@ def drawn(
             method=name,
             generator=generators(range(len(texts))),
             batch_size=BATCH,
-            output_type="np",
+            output_type="uint8",
             **options,
         )
         images = torch.from_numpy(out.images)

@@ -125,7 +125,7 @@ class SampleSet:
             generator=generators(range(first, first + len(labels))),
             method=method,
             batch_size=len(labels),
-            output_type="np",
+            output_type="uint8",
         )
         run = asdict(out.stats) | {"tv": out.certificate.tv, "certificate": out.certificate.kind}
         found = log_likelihood(pipe.target(), Prompt(torch.from_numpy(labels)), out.tokens)

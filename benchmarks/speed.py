@@ -122,7 +122,7 @@ def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method, compiled: bool)
             generator=generators([seed]),
             method=method,
             batch_size=1,
-            output_type="np",
+            output_type="uint8",
             compiled=compiled,
         )
         return pipe(classes=[class_id], **given)

@@ -41,7 +41,7 @@ class Setting:
 
     def draw(self, classes: Sequence[int], seeds: Sequence[int]) -> ImageOutput:
         """Pictures of ``classes``, all in one batch."""
-        options: dict[str, Any] = dict(batch_size=len(classes), output_type="np")
+        options: dict[str, Any] = dict(batch_size=len(classes), output_type="uint8")
         return self.pipe(classes=list(classes), generator=generators(seeds), **options, **self.call)
 
     def once(self, classes: Sequence[int], seeds: Sequence[int]) -> None:

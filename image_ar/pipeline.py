@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
-from specmm.registry import Registry, named, unknown
+from specmm.hf.picture_models import picture_type as picture_type
+from specmm.registry import Registry, unknown
 
 if TYPE_CHECKING:
-    from specmm.hf.picture_tokens import PictureModel
+    import torch
+
+    from specmm.image_ar.shared import PicturePipeline
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ FAMILIES = {  # by the "family" in model_index.json
         "LlamaGenPipeline",
         methods.IMAGE_TOKENS,
         "speculative,lantern++",
+        takes_drafter=True,
     ),
     "mar": ImageFamily(
         "specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"
@@ -51,13 +56,10 @@ TRANSFORMERS_FAMILY = ImageFamily(
     "sjd,prompt-lookup,speculative,lantern++",
     takes_drafter=True,
 )
-PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
-    "chameleon": "specmm.hf.chameleon:CHAMELEON",
-    "emu3": "specmm.hf.emu3:EMU3",
-    "glm_image": "specmm.hf.glm_image:GLM_IMAGE",
-    "janus": "specmm.hf.janus:JANUS",
-}
-PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
+
+
+# for diffusers: DiffusionPipeline.from_pretrained(folder, custom_pipeline=custom_pipeline)
+custom_pipeline = str(Path(__file__).with_name("diffusers_pipeline.py"))
 
 
 class ImagePipeline:
@@ -68,37 +70,69 @@ class ImagePipeline:
     """
 
     @staticmethod
-    def from_pretrained(name: str | Path, **options: Any) -> Any:
-        """The pipeline of a folder, a pocket name or a hub id; ``options``: ``method``, ``device``,
-        …
+    def from_pretrained(
+        name: str | Path,
+        method: Any = "ar",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        drafter: Any = None,
+        small: str | Path | None = None,
+        text_encoder: str | Path | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+        file: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        download: bool = False,
+    ) -> PicturePipeline[Any]:
+        """The pipeline of a folder, a pocket name, a published name (``specmm zoo --published``) or
+        a hub id, by its family's ``from_pretrained``.
 
-        Raises ``ValueError`` for a model that cannot be found or read.
+        It runs on this machine's best device, in the fastest dtype there, unless ``device`` and
+        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is what models of tokens draft
+        with where it is not in the folder, ``small`` the small model beside a MAR or a VAR,
+        ``text_encoder`` a LlamaGen's for prompts. Models of transformers take ``device_map``,
+        ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's,
+        ``file`` chooses one of a repository's models, ``download`` agrees to fetch more than a
+        gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read, and for
+        what its family does not take.
         """
+        given = dict(
+            device=device,
+            dtype=dtype,
+            torch_dtype=torch_dtype,
+            drafter=drafter,
+            small=small,
+            text_encoder=text_encoder,
+            device_map=device_map,
+            quantization_config=quantization_config,
+            variant=variant,
+        )
+        options = {option: value for option, value in given.items() if value is not None}
+        source = zoo.Source(file, revision, cache_dir, download)
+        if source != zoo.USUAL:
+            name = zoo.find(name, source=source)
         family = family_of(name)
         pipeline = getattr(import_module(family.module), family.pipeline)
-        return pipeline.from_pretrained(name, **options)
-
-
-def picture_type(folder: Path) -> PictureModel | None:
-    """The description of the model of transformers in ``folder``, where it is one that draws, or a
-    pipeline of diffusers around one.
-    """
-    kind = _value(folder / zoo.TRANSFORMERS, "model_type")
-    if kind is None:
-        kind = PICTURE_PIPELINES.get(str(_value(folder / zoo.PIPELINE, "_class_name")))
-    if kind not in PICTURE_MODELS:
-        return None
-    facts: PictureModel = named(PICTURE_MODELS[kind])
-    return facts
-
-
-def _value(file: Path, key: str) -> Any:
-    return read_json(file).get(key) if file.is_file() else None
+        taken = signature(pipeline.from_pretrained).parameters
+        for option in options.keys() - set(taken):
+            raise ValueError(f"{option} does not serve models such as {name}; leave it out")
+        opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
+        return opened
 
 
 def family_of(name: str | Path) -> ImageFamily:
-    """The family of a model; raises ``ValueError`` for one not found or of an unknown family."""
-    if picture_type(zoo.pocket_models().get(str(name), Path(name))) is not None:
+    """The family of a model; raises ``ValueError`` for one not found or of an unknown family.
+
+    Nothing is fetched for a model of several published files.
+    """
+    entry = None if Path(str(name)).exists() else zoo.entry_of(str(name))
+    if entry is not None and entry.parts:
+        return FAMILIES[entry.family]
+    if picture_type(zoo.pocket_models().get(str(name), Path(str(name)))) is not None:
         return TRANSFORMERS_FAMILY
     folder = zoo.find(name)
     if picture_type(folder) is not None:  # fetched from the hub

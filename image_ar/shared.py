@@ -1,47 +1,49 @@
-"""What the families of image models share: outputs, the loop over batches, classes by name,
-settings and model folders.
+"""What the families of image models share: outputs, the loop over batches, settings and model
+folders.
 
 Shape letters: B pictures, R pixels a side.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, ParamSpec, Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from diffusers.utils import BaseOutput
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specmm import __version__, methods
 from specmm.checkpoints import read_json, weights_file
+from specmm.hardware import named_device
+from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
+from specmm.turns import turns_of
+from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T", bound="DataclassInstance")
-Callback = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
-OUTPUT_TYPES = ("pil", "np", "latent")
-SETTINGS = "settings.json"
 
 
 @dataclass
 class ImageOutput(BaseOutput):  # type: ignore[misc]
-    """``images`` (PIL, or uint8 [B, R, R, 3] arrays), ``tokens`` [B, …], ``stats``,
+    """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
     ``certificate``, ``method``.
     """
 
-    images: list[Image.Image] | npt.NDArray[np.uint8]
+    images: Pictures
     tokens: Tensor
     stats: Stats
     certificate: Certificate
@@ -62,7 +64,9 @@ class PicturePipeline(Generic[M]):
     compiles: ClassVar[bool] = False  # whether calls take ``compiled``
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
+    called_on: torch.device | None = None  # where calls run whose networks rest on the CPU
     log_likelihood: Any = None  # of tokens under the target, where they have one
+    _callback_tensor_inputs: ClassVar[list[str]] = list(TENSOR_INPUTS)  # as in diffusers
 
     def __call__(self, *args: Any, **options: Any) -> ImageOutput:
         """Draw pictures; every family says of what and how."""
@@ -72,10 +76,57 @@ class PicturePipeline(Generic[M]):
         """How pictures are drawn under ``options``, which may be any ``sampling_options``."""
         raise NotImplementedError
 
+    if TYPE_CHECKING:  # diffusers has these, untyped, and comes after this class
+
+        def to(self, *args: Any, **kwargs: Any) -> Self:
+            """Move all networks to a device or dtype."""
+
+        def save_pretrained(self, folder: str | Path) -> None:
+            """Write what ``from_pretrained`` reads."""
+
+        def set_progress_bar_config(self, **options: Any) -> None:
+            """``options`` of tqdm for the bar of each call."""
+
     @property
     def device(self) -> torch.device:
         """Where the transformer is."""
         raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the transformer computes in."""
+        found: torch.dtype = self.transformer.dtype
+        return found
+
+    def enable_model_cpu_offload(
+        self, gpu_id: int | None = None, device: torch.device | str | None = None
+    ) -> None:
+        """From now on the networks are on the GPU while a call draws, and on the CPU in between.
+
+        They move as one: pictures are decoded while others are drawn. Raises ``ValueError`` where
+        there is no GPU, and for one that is named twice.
+        """
+        if gpu_id is not None and device is not None:
+            raise ValueError(f"give gpu_id or device, not both, got {gpu_id} and {device}")
+        place = named_device(device if gpu_id is None else f"cuda:{gpu_id}")
+        if place.type == "cpu" and device is None:
+            raise ValueError("enable_model_cpu_offload needs a GPU, there is none; leave it out")
+        self.to("cpu")
+        self.called_on = place
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While a call draws the networks are where they run."""
+        if self.called_on is None:
+            yield
+            return
+        self.to(self.called_on)
+        try:
+            yield
+        finally:
+            self.to("cpu")
+            if self.called_on.type == "cuda":
+                torch.cuda.empty_cache()
 
     @property
     def takes(self) -> Literal["classes", "prompt"]:
@@ -86,6 +137,21 @@ class PicturePipeline(Generic[M]):
     def grid(self) -> int:
         """Tokens along a side of a picture that is drawn token by token, else 0."""
         return 0
+
+    def steps(self, **wanted: Any) -> int:
+        """What a callback is told when a picture is whole, of tokens or scales; pictures are
+        ``wanted`` so.
+        """
+        raise NotImplementedError
+
+    def measured(self, cfg: float | None, prompt: str | None = None, **wanted: Any) -> Any:
+        """The target that plans are measured on: of pictures ``wanted`` so, and of a ``prompt``.
+
+        Raises ``ValueError`` for models that draw one size of classes.
+        """
+        for name in ("prompt",) if prompt else wanted:
+            raise ValueError(f"{name} must be None for models that draw classes, all of one size")
+        return self.target(cfg=cfg)
 
     def timed(self, method: M) -> bool:
         """Whether what ``method`` draws depends on seconds measured on this machine."""
@@ -101,6 +167,20 @@ class PicturePipeline(Generic[M]):
         Methods that decide during the call are left as they are.
         """
         return method, ""
+
+
+def call_of_pipeline(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a pipeline's ``__call__``: calls wait for one another, and find the networks where
+    they run.
+    """
+
+    @functools.wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        pipe: Any = args[0]
+        with turns_of(pipe.transformer).take(), pipe.in_place():
+            return call(*args, **kwargs)
+
+    return run
 
 
 @dataclass
@@ -125,9 +205,12 @@ def draw_batches(
     output_type: str,
     bar: Any,
     settings: Mapping[str, object],
-) -> ImageOutput:
+    return_dict: bool = True,
+) -> Any:
     """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``,
     which ``draw`` may move earlier. ``settings`` are those the certificate is about.
+
+    What a call returns: an :class:`ImageOutput`, or without ``return_dict`` a tuple of its fields.
     """
     parts = []
     with bar:
@@ -137,54 +220,15 @@ def draw_batches(
     certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
     assert certificate is not None, "there is at least one picture"
     drawn = [part.images for part in parts if part.images is not None]
-    empty = np.empty(0, np.uint8)
-    pictures: npt.NDArray[np.uint8] = torch.cat(drawn).cpu().numpy() if drawn else empty
-    return ImageOutput(
-        images=[Image.fromarray(p) for p in pictures] if output_type == "pil" else pictures,
-        tokens=torch.cat([part.tokens for part in parts]),
+    tokens = torch.cat([part.tokens for part in parts])
+    output = ImageOutput(
+        images=pictures_as(output_type, drawn, tokens),
+        tokens=tokens,
         stats=total([part.stats for part in parts]),
         certificate=certificate.under(settings),
         method=parts[-1].method,
     )
-
-
-def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) -> None:
-    """Raise ``ValueError`` for options that no pipeline supports."""
-    if output_type not in OUTPUT_TYPES:
-        raise ValueError(f"output_type must be 'pil', 'np' or 'latent', got {output_type!r}")
-    if batch_size < 1 or num_images_per_prompt < 1:
-        raise ValueError(
-            "batch_size and num_images_per_prompt must be at least 1, "
-            f"got {batch_size} and {num_images_per_prompt}"
-        )
-
-
-def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
-    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an
-    unknown one.
-    """
-    ids = []
-    for item in wanted:
-        if str(item).isdecimal():
-            if int(item) >= count:
-                raise ValueError(f"class id must be below {count}, got {item}")
-            ids.append(int(item))
-        elif item in names:
-            ids.append(list(names).index(str(item)))
-        else:
-            raise unknown("class", item, names)
-    return ids
-
-
-def class_labels(pipe: Any, wanted: str | int | Sequence[str | int], repeats: int = 1) -> Tensor:
-    """Labels that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises ``ValueError``
-    for none and as :func:`class_ids`.
-    """
-    wanted = [wanted] if isinstance(wanted, str | int) else wanted
-    if not wanted:
-        raise ValueError("classes must name at least one class, got none")
-    ids = class_ids(wanted, pipe.settings.classes, pipe.transformer.config.num_classes)
-    return torch.tensor(ids, device=pipe.device).repeat_interleave(repeats)
+    return output if return_dict else output.to_tuple()
 
 
 def with_options(settings: T, **options: object) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.guidance import Guidance
-from specmm.hardware import choose_dtype, prepack
+from specmm.hardware import Place, contiguous_state, prepack
 from specmm.hf.drafter_formats import ModelFolder
 from specmm.hf.picture_tokens import (
     Decoder,
@@ -27,30 +27,32 @@ from specmm.hf.picture_tokens import (
     PictureTarget,
     picture_prompt,
 )
+from specmm.hf.placing import Placing
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.static import StaticPictureTarget
 from specmm.image_ar.autoencoder import to_uint8
+from specmm.image_ar.calls import Callback, check_call, told
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
     SETTINGS,
-    Callback,
     Drawn,
     ImageOutput,
     PicturePipeline,
-    check_call,
+    call_of_pipeline,
     draw_batches,
     read_settings,
     with_options,
     write_settings,
 )
 from specmm.image_ar.tokens.assemble import PictureParts
-from specmm.image_ar.tokens.loading import DrafterHead, Owner, save_drafters_of
+from specmm.image_ar.tokens.loading import DrafterHead, DrafterHeads, Owner, save_drafters_of
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
+from specmm.kinds import check_numbers, check_whole, either, texts_of
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import further, sample_generators
-from specmm.turns import in_its_turn
 
 EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
@@ -70,6 +72,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
+    _optional_components: ClassVar[list[str]] = ["drafters"]
 
     def __init__(
         self,
@@ -83,7 +86,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         owner: Owner | None = None,
     ) -> None:
         super().__init__()
-        self.register_modules(transformer=transformer, tokenizer=tokenizer)
+        heads = dict((drafters or {}).items())
+        self.register_modules(
+            transformer=transformer, tokenizer=tokenizer, drafters=DrafterHeads(heads)
+        )
         self.facts = facts
         self.folder = folder
         self.name = name
@@ -93,7 +99,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self.owner = owner or owner_of(transformer, facts)
         self.parts = PictureParts(
-            drafters or {}, trees=self.settings.trees, acceptance=self.settings.acceptance
+            heads, trees=self.settings.trees, acceptance=self.settings.acceptance
         )
         self._read_codebook()
         self._decoder: Decoder | None = None
@@ -103,28 +109,41 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         cls,
         name: str | Path,
         method: str | methods.Method = "ar",
-        torch_dtype: torch.dtype | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         text_encoder: str | Path | None = None,
-        device: torch.device | str = "cpu",
-        drafter: str | Path | None = None,
+        device: torch.device | str | None = None,
+        drafter: Any = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
     ) -> TransformersImagePipeline:
-        """A pipeline of a folder or hub id; the dtype defaults to the device's fastest.
+        """A pipeline of a folder or hub id, on this machine's best device and in its fastest dtype
+        unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own.
+        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own,
+        or one's own (see :func:`specmm.register`).
+        ``device_map``, ``quantization_config`` and ``variant`` are transformers', of the model
+        alone; ``revision`` and ``cache_dir`` are a hub id's.
         Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
         models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
+        method, drafter = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
         piped = (Path(name) / zoo.PIPELINE).is_file()
-        folder = zoo.find(name, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
+        place = Place.named(device, dtype, torch_dtype)
+        index = zoo.PIPELINE if piped else zoo.TRANSFORMERS
+        folder = zoo.find(name, index, zoo.Source(revision=revision, cache_dir=cache_dir))
         facts = picture_type(folder)
         if facts is None:
             raise ValueError(f"{folder} must hold a model of transformers that draws pictures")
         weights, words = facts.folders(folder)
-        model = _loaded(facts, weights, torch_dtype or "auto")
-        size = sum(p.numel() for p in model.parameters())
-        model = model.to(device, torch_dtype or choose_dtype(size, device=device)).eval()
+        placing = Placing.of(weights, place, device_map, quantization_config, variant)
+        model = placing.put(_loaded(facts, weights, placing)).eval()
         owner = owner_of(model, facts)
         drafters = load_drafters(owner, folder, drafter)
         for module in (use_tree_attention(model), *drafters.values()):
@@ -135,17 +154,22 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
-        self.transformer.save_pretrained(folder, state_dict=_contiguous(self.transformer))
+        self.transformer.save_pretrained(folder, state_dict=contiguous_state(self.transformer))
         self.tokenizer.save_pretrained(folder)
         save_drafters_of(self.owner.fingerprint, self.parts.drafters, Path(folder) / "drafters")
         write_settings(self.settings, Path(folder))
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """Networks and tokenizer; what else the pipeline is made of comes from the folder."""
+        return {name: getattr(self, name) for name in ("transformer", "tokenizer", "drafters")}
 
     @property
     def device(self) -> torch.device:
         """Where the model lives."""
         return self.transformer.device
 
-    @in_its_turn(lambda pipe: pipe.transformer)
+    @call_of_pipeline
     def __call__(
         self,
         prompt: str | Sequence[str],
@@ -155,6 +179,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         width: int | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.Method | None = None,
+        drafter: Any = None,
+        tree: Any = None,
+        rule: Any = None,
         cfg: float | None = None,
         cfg_interval: int | None = None,
         temperature: float | None = None,
@@ -166,13 +193,19 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
         compiled: bool = False,
+        *,
+        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
+        return_dict: bool = True,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
+        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
+        one's own (see :func:`specmm.register`).
         What is not given comes from the model's settings; guidance leads away from
         ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
         pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
-        ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one.
+        ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one;
+        elsewhere ``guidance_scale`` is ``cfg``.
         ``generator`` is one for all or one a picture; what a picture draws at random depends on its
         own seed only. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and
         rounds as programs of ``torch.compile``, made at the first call of a method, its options, a
@@ -181,7 +214,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         the folder has nothing to decode tokens with, and what cannot be compiled.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
-        texts = [prompt] if isinstance(prompt, str) else list(prompt)
+        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        texts = texts_of("prompt", prompt)
         if not texts:
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
@@ -190,10 +224,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError(
                 f"negative_prompt must be one text for all pictures, got {negative_prompt!r}"
             )
-        chosen = self.method
-        if method is not None:
-            chosen = methods.make(methods.TRANSFORMERS_IMAGES, method)
+        method = self.method if method is None else method
+        chosen = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter, tree, rule)
         layout = self._layout(height, width)
+        if not self.facts.paints:
+            cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
+            guidance_scale = None
         options = self._painting_options(num_inference_steps, guidance_scale)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
         if negative_prompt is not None and target.branches == 1:
@@ -212,8 +248,6 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         count = min(batch_size, len(rows))
         static = self._static(target, chosen, count) if compiled else target
 
-        tell = None if callback_on_step_end is None else partial(callback_on_step_end, self)
-
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
             # the last pictures may be too few for the program, and another would not pay
@@ -225,7 +259,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
-        return draw_batches(draw, len(rows), batch_size, output_type, bar, settings)
+        return draw_batches(draw, len(rows), batch_size, output_type, bar, settings, return_dict)
 
     def target(
         self,
@@ -235,8 +269,12 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         top_k: int | None = None,
         top_p: float | None = None,
         layout: Layout | None = None,
+        example: str = EXAMPLE,
     ) -> PictureTarget:
-        """The model as a target under these options, and the model's settings for what is None."""
+        """The model as a target under these options, and the model's settings for what is None.
+
+        Methods are measured on the prompt ``example``.
+        """
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
         if not chosen.cfg >= 1:  # only scales above 1 guide, and a certificate names the scale
@@ -245,11 +283,11 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         guidance = Guidance(chosen.cfg, chosen.cfg_interval)
         where = layout or self._layout()
 
-        def example() -> tuple[list[int], list[int]]:
-            ids = self._ids(EXAMPLE, where)
-            return ids, self._away(ids, None, where)
+        def ids() -> tuple[list[int], list[int]]:
+            found = self._ids(example, where)
+            return found, self._away(found, None, where)
 
-        rest = (self.name, where, example)
+        rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
     def _static(
@@ -263,6 +301,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         make = partial(StaticPictureTarget, target)
         return static_target(method, self.parts, key, make, self.device)
 
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture, with those that end a row."""
+        return self._layout(wanted.get("height"), wanted.get("width")).length
+
+    def measured(
+        self, cfg: float | None, prompt: str | None = None, **wanted: Any
+    ) -> PictureTarget:
+        """See :class:`PicturePipeline`."""
+        layout = self._layout(wanted.get("height"), wanted.get("width"))
+        return self.target(cfg=cfg, layout=layout, example=prompt or EXAMPLE)
+
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""
         return [m for m in usual if self.parts.serves(m)]
@@ -270,8 +319,6 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
         """Move the model to a device or dtype; the decoder is made anew there."""
         super().to(*args, **kwargs)
-        for head in self.parts.drafters.values():
-            head.to(self.device, self.transformer.dtype)
         self.parts.made.clear()
         self.parts.plans.clear()
         self._read_codebook()
@@ -304,6 +351,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
                 f"{' and '.join(given)} must be None for {self.name}, whose pixels no diffusion "
                 "model paints; cfg is the guidance of its tokens"
             )
+        check_whole(num_inference_steps=1 if steps is None else steps)
+        check_numbers(guidance_scale=1 if guidance is None else guidance)
         if steps is not None and steps < 1:
             raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
         if guidance is not None and not guidance > 0:
@@ -318,6 +367,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             return self.facts.layout(self.transformer, None)
         if height is None or width is None:
             raise ValueError(f"give both height and width, got {height} and {width}")
+        check_whole(height=height, width=width)
         return self.facts.layout(self.transformer, (height, width))
 
     def _ids(self, text: str, layout: Layout) -> list[int]:
@@ -330,7 +380,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return self._ids(negative or "", layout)
 
 
-def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
+def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
     """The model in ``folder``; raises ``ValueError`` for one without what draws pictures."""
     names = ModelFolder(folder).weights
     if names and not any(facts.scores in name for name in names):
@@ -339,17 +389,8 @@ def _loaded(facts: PictureModel, folder: Path, dtype: torch.dtype | str) -> Any:
             "writes; use a checkpoint that draws, or VQAPipeline for questions"
         )
     kind = getattr(transformers, facts.architecture)
-    model = load_model(kind, folder, facts.unneeded, dtype=dtype)
+    model = load_model(kind, folder, facts.unneeded, dtype=placing.dtype, **placing.options)
     facts.check(model)
     if facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names):
         facts.fill(model, folder)
     return model
-
-
-def _contiguous(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of ``model`` as they are saved: packed ones lie otherwise; tied ones stay so."""
-    made: dict[int, Tensor] = {}
-    return {
-        name: made.setdefault(weight.data_ptr(), weight.contiguous())
-        for name, weight in model.state_dict().items()
-    }

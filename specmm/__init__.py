@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmm import methods as methods
+    from specmm.extension import register as register
     from specmm.hf.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
+    from specmm.image_ar.pipeline import custom_pipeline as custom_pipeline
     from specmm.text.pipeline import TextPipeline as TextPipeline
     from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
 
@@ -22,6 +24,8 @@ _LAZY = {  # heavy names, imported on first use
     "TextPipeline": "specmm.text.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",
     "custom_generate": "specmm.hf.generate",
+    "custom_pipeline": "specmm.image_ar.pipeline",
+    "register": "specmm.extension",
 }
 __all__ = [
     "ImagePipeline",
@@ -29,7 +33,9 @@ __all__ = [
     "VQAPipeline",
     "__version__",
     "custom_generate",
+    "custom_pipeline",
     "methods",
+    "register",
 ]
 
 
@@ -42,4 +48,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -1,7 +1,8 @@
 """Model files: read safely, and loaded completely or not at all.
 
 ``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
-code is refused). ``load_strict`` checks every name, shape and value before it copies the first one.
+code is refused). ``load_strict`` checks every name, shape and value before it copies the first one;
+a module made without weights (:mod:`specmm.mapped`) is filled in the dtype that is wanted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from specmm import mapped
+
 State = dict[str, Tensor]
 
 NESTING = ("model", "module", "state_dict")
 LEFTOVERS = ("freqs_cis", "kv_cache", "causal_mask")
 FOLDER_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+LINKED = ("model.pt", "model.pth", "model.ckpt")  # releases' files in a folder of ours
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SHOWN = 3
 SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
 def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State:
-    """The tensors of a checkpoint by name, on the CPU, in the file's dtypes.
+    """The tensors of a checkpoint by name, on the CPU, in the file's dtypes, mapped from the file.
 
     ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may
     nest its tensors under names of ``nesting``, the first that is there. Raises
@@ -39,18 +44,22 @@ def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State
     """
     file = weights_file(path)
     if file.suffix == ".safetensors":
-        return _read_safetensors(file)
-    if file.suffix in PICKLED:
-        return _unnest(_read_pickle(file), file, nesting)
-    raise ValueError(
-        f"checkpoint must end in .safetensors or one of {', '.join(PICKLED)}, got {file}"
-    )
+        state = _read_safetensors(file)
+    elif file.suffix in PICKLED:
+        state = _unnest(_read_pickle(file), file, nesting)
+    else:
+        raise ValueError(
+            f"checkpoint must end in .safetensors or one of {', '.join(PICKLED)}, got {file}"
+        )
+    mapped.mark(state.values(), file)
+    return state
 
 
 def weights_file(path: str | Path) -> Path:
     """``path``, or the weights inside it if it is a folder. Raises ``FileNotFoundError``."""
     path = Path(path)
-    candidates = [path / name for name in FOLDER_NAMES] if path.is_dir() else [path]
+    names = (*FOLDER_NAMES, *LINKED)
+    candidates = [path / name for name in names] if path.is_dir() else [path]
     for file in candidates:
         if file.is_file():
             return file
@@ -72,7 +81,9 @@ def _read_pickle(file: Path) -> object:
     try:
         # LlamaGen's training saves its options beside the tensors
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            # files of before PyTorch 1.6 are no archives, and cannot be mapped
+            archive = zipfile.is_zipfile(file)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=archive)
     except Exception as error:  # a damaged file makes the unpickler fail in any way
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         if wanted is None or not isinstance(error, pickle.UnpicklingError):
@@ -157,12 +168,13 @@ def load_strict(
     state: Mapping[str, Tensor],
     ignore: Collection[str] = LEFTOVERS,
     source: str | Path = "checkpoint",
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong.
 
     Wrong are missing, unexpected and differently shaped tensors, and NaN or infinite weights; then
     nothing is copied. Names that the module lacks are skipped if one of their dotted components is
-    in ``ignore``.
+    in ``ignore``. A module made without weights gets its parameters in ``dtype``.
     """
     wanted = module.state_dict()
     state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
@@ -178,7 +190,10 @@ def load_strict(
     }
     check_names(problems, type(module).__name__, source)
     check_weights(state, source)
-    module.load_state_dict(state)
+    if mapped.unfilled(module):
+        mapped.fill(module, state, dtype)
+    else:
+        module.load_state_dict(state)
 
 
 def check_names(
@@ -207,7 +222,9 @@ def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint"
 
 
 def _finite(x: Tensor) -> bool:
-    return bool(torch.stack(x.aminmax()).isfinite().all())
+    found = bool(torch.stack(x.aminmax()).isfinite().all())
+    mapped.give_back(x)
+    return found
 
 
 def some_names(names: Collection[str]) -> str:

@@ -12,6 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specmm.kinds import check_numbers, check_whole
+
 
 @dataclass(frozen=True)
 class Guidance:
@@ -23,6 +25,8 @@ class Guidance:
     interval: int = -1
 
     def __post_init__(self) -> None:
+        check_numbers(cfg=self.scale)
+        check_whole(cfg_interval=self.interval)
         if not self.scale >= 0:
             raise ValueError(f"cfg must be at least 0, got {self.scale}, use 1 for no guidance")
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.kinds import either
 from specmm.registry import unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -62,23 +64,62 @@ def gpu_has_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def named_dtype(name: str) -> torch.dtype | None:
+def named_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """The dtype called ``name``, None for "auto"; raises ``ValueError`` with a suggestion."""
+    if name is None or (isinstance(name, torch.dtype) and name.is_floating_point):
+        return name
     if name not in DTYPES:
         raise unknown("dtype", name, DTYPES)
-    return None if name == "auto" else getattr(torch, name)
+    return None if name == "auto" else getattr(torch, str(name))
 
 
-def named_device(name: str) -> torch.device:
-    """The device called ``name``; raises ``ValueError`` if this machine has none, or no driver."""
+def choose_device() -> torch.device:
+    """The GPU where PyTorch sees one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def named_device(name: str | torch.device | None) -> torch.device:
+    """The device called ``name``, for "auto" and None this machine's best; raises ``ValueError`` if
+    this machine has none, or no driver.
+    """
+    if name is None or name == "auto":
+        return choose_device()
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
             f"device must be one of this machine's, such as cpu, got {name!r}"
         ) from error
     return device
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model runs, None for this machine's best device, and in which dtype, None for the
+    device's fastest.
+    """
+
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    @staticmethod
+    def named(
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+    ) -> Place:
+        """The place of these names; ``torch_dtype`` is another name of ``dtype``.
+
+        Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
+        """
+        wanted: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
+        return Place(named_device(device), named_dtype(wanted))
+
+    @property
+    def where(self) -> torch.device:
+        """The device itself."""
+        return named_device(self.device)
 
 
 @torch.no_grad()
@@ -99,7 +140,8 @@ def prepack(network: Network, long: bool = False) -> Network:
     Tokens decide and not rows, so that products do not depend on the batch.
     """
     linear = [module for module in network.modules() if type(module) is nn.Linear]
-    layers = [layer for layer in linear if layer.weight.device.type == "cpu"]
+    plain = [layer for layer in linear if type(layer.weight) is nn.Parameter]  # not quantised
+    layers = [layer for layer in plain if layer.weight.device.type == "cpu"]
     few = sum(layer.weight.numel() for layer in layers) <= MOST
     for layer in layers:
         dtype = layer.weight.dtype
@@ -112,6 +154,15 @@ def prepack(network: Network, long: bool = False) -> Network:
             packed.long = long
             packed.pack()
     return network
+
+
+def contiguous_state(network: nn.Module) -> dict[str, Tensor]:
+    """The weights of ``network`` to be saved: packed ones made contiguous, tied ones still tied."""
+    made: dict[int, Tensor] = {}
+    return {
+        name: made.setdefault(weight.data_ptr(), weight.contiguous())
+        for name, weight in network.state_dict().items()
+    }
 
 
 def _packs(dtype: torch.dtype, long: bool) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.kinds import check_numbers, check_whole
 from specmm.tree import DraftTree
 
 
@@ -87,6 +88,9 @@ class Processor:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        check_numbers(temperature=self.temperature, top_p=self.top_p)
+        check_numbers(repetition_penalty=self.repetition_penalty)
+        check_whole(top_k=self.top_k)
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
                 "repetition_penalty must be finite and above 0, "

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specmm.kinds import shown
+
 BLOCK = 4096  # numbers drawn from a generator at a time
 
 
@@ -125,6 +127,12 @@ def sample_generators(
     A sequence is used as it is; a generator on another kind of device seeds one that replaces it.
     A single generator, or fresh entropy, seeds all of them.
     """
+    for one in given if isinstance(given, Sequence) else [given]:
+        if not isinstance(one, torch.Generator | None):
+            raise ValueError(
+                "generator must be a torch.Generator or a list of them, such as "
+                f"torch.Generator().manual_seed(3), got {shown(one)}"
+            )
     if isinstance(given, Sequence):
         if len(given) != count:
             raise ValueError(

@@ -1,12 +1,22 @@
-"""Names to things, looked up lazily, and choices as text such as ``typical(epsilon=0.2)``."""
+"""Names to things, looked up lazily, and choices as text such as ``typical(epsilon=0.2)``.
+
+Drafters, rules and trees of others have names, too: those that :func:`specmm.register` was given,
+and those that installed packages name in the entry points ``specmm.drafters``, ``specmm.rules`` and
+``specmm.trees``, which are imported at their first use.
+"""
 
 from __future__ import annotations
 
 import ast
 import difflib
 import importlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+# by kind, what was registered by name
+REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
 
 class OldName(FutureWarning):
@@ -45,6 +55,80 @@ class Registry:
         if name not in self.entries:
             raise unknown(self.kind, name, self.entries)
         return named(self.entries[name])
+
+
+class Open(Mapping[str, T]):
+    """Our ``own`` things of a ``kind`` by name, and after them those of others, of which ``entry``
+    makes the same from name and thing.
+
+    A name of ours is never another's.
+    """
+
+    def __init__(self, kind: str, own: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
+        self.kind = kind
+        self.own = own
+        self.entry = entry
+
+    def __getitem__(self, name: str) -> T:
+        if name in self.own:
+            return self.own[name]
+        return self.entry(name, of_others(self.kind, name))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.own
+        yield from (name for name in names_of_others(self.kind) if name not in self.own)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def names_of_others(kind: str) -> list[str]:
+    """The names of a ``kind`` of thing that were registered or come with installed packages."""
+    return list({**REGISTERED[kind], **_entry_points(kind)})
+
+
+def of_others(kind: str, name: str) -> Any:
+    """What was registered as, or an installed package calls, the ``kind`` of thing ``name``.
+
+    Raises ``KeyError`` where there is none and ``ValueError`` where it cannot be imported.
+    """
+    if name in REGISTERED[kind]:
+        return REGISTERED[kind][name]
+    point = _entry_points(kind)[name]
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        package = "a package" if point.dist is None else point.dist.name
+        raise ValueError(
+            f"{kind} {name!r} of {package} must be importable as {point.value}, got {error}; "
+            "install that package again"
+        ) from error
+
+
+def _entry_points(kind: str) -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=f"specmm.{kind}s")}
+
+
+def whole(thing: Any) -> Any:
+    """``thing``, or of a ``functools.partial`` what it is a part of."""
+    return getattr(thing, "func", thing)
+
+
+def maker_of(thing: object) -> str:
+    """Who wrote ``thing``, a class, a function or an object: its top module; "" for ours."""
+    thing = whole(thing)
+    kind = thing if hasattr(thing, "__module__") and hasattr(thing, "__name__") else type(thing)
+    module = str(getattr(kind, "__module__", "")).partition(".")[0]
+    return "" if module == __name__.partition(".")[0] else module
+
+
+def name_of(thing: object) -> str:
+    """What to call ``thing``: a text as it is, what calls itself something, its class's name."""
+    if isinstance(thing, str):
+        return thing
+    thing = whole(thing)
+    own = getattr(thing, "name", None)
+    return own if isinstance(own, str) else getattr(thing, "__name__", type(thing).__name__)
 
 
 def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:

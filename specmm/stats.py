@@ -10,6 +10,7 @@ sample's. ``heuristic``: nothing is claimed.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -174,3 +175,17 @@ def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificat
         return least
     total = sum(weight for _, weight in parts)
     return replace(least, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)
+
+
+def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
+    """Median of ``baseline`` over the median of ``seconds``."""
+    return statistics.median(baseline) / statistics.median(seconds)
+
+
+def quartiles(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper quartile of the ratios of runs made side by side, of the same input."""
+    ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
+    if len(ratios) < 2:
+        return ratios[0], ratios[0]
+    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, high

@@ -41,6 +41,11 @@ class TreeShape:
         found: T = self._made[name]
         return found
 
+    def to(self, device: torch.device | str) -> TreeShape:
+        """This shape on ``device``."""
+        parents = self.parents.to(device)
+        return self if parents is self.parents else TreeShape(parents, self.depth, self.width)
+
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
         """A shape shared by all rows; ``ValueError`` unless parents precede their children."""

@@ -25,6 +25,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def on_the_cpu() -> Iterator[None]:
+    """Models are opened on the CPU, whose numbers tests compare; those of a GPU name it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specmm.hardware.choose_device", lambda: torch.device("cpu"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
     """A test that takes more threads (a benchmark does) gives them back."""

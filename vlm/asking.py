@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from PIL import Image
+from torch import Tensor
 
+from specmm.kinds import texts_of
 from specmm.vlm import wording
 from specmm.vlm.pictures import Source, open_image
 from specmm.vlm.videos import Video, VideoSource, is_video, open_video
@@ -39,14 +42,16 @@ class Questions:
     ) -> Questions:
         """Checked and opened.
 
-        One question takes one picture, a list of them, or None, and videos alike (a list of
-        pictures is one video); a list of questions a list of those, one for each. Raises
+        One question takes one picture, a list of them (or one array of them, [N, ...]), or None,
+        and videos alike (a list of pictures is one video); a list of questions a list of those, one
+        for each. Raises
         ``ValueError`` for an empty question and numbers that do not match.
         """
-        texts = [questions] if isinstance(questions, str) else list(questions)
+        texts = texts_of("question", questions)
         if not texts or not all(text.strip() for text in texts):
             raise ValueError("question must not be empty")
         single = isinstance(questions, str)
+        images = _apart(images)
         shown = [images] if single else _per_question("images", "picture", images, len(texts))
         clips = [videos] if single else _per_question("videos", "video", videos, len(texts))
         return cls(
@@ -74,6 +79,12 @@ class Questions:
             for text, shown, clips in rows
         ]
         return wording.read(processor, prompts, self.pictures, self.videos)
+
+
+def _apart(images: Any) -> Any:
+    """Pictures of one array or tensor [N, ...] as a list of them."""
+    stacked = isinstance(images, np.ndarray | Tensor) and images.ndim == 4
+    return list(images) if stacked else images
 
 
 def _each(given: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any]) -> list[Any]:

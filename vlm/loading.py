@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +74,16 @@ MEAN = 127 / 255  # of a pixel in [0, 1], each channel
 STD = 128 / 255
 
 
-def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
-    """The vision-language model in ``folder``; ``ValueError`` when it holds something else."""
+def load_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """The vision-language model in ``folder``; ``ValueError`` when it holds something else.
+
+    ``options`` are those of transformers' ``from_pretrained``.
+    """
     if is_composed(folder):
+        if options:
+            raise ValueError(
+                f"{' and '.join(options)} must be left out for {folder}, a model of two packages"
+            )
         return _compose(folder, dtype)
     try:
         config = pretrained.load_config(folder)
@@ -87,21 +93,8 @@ def load_model(folder: Path, dtype: torch.dtype | None = None) -> Any:
         raise ValueError(
             f"{folder} must hold a vision-language model, got model type {config.model_type!r}"
         )
-    return pretrained.load_model(AutoModelForImageTextToText, folder, dtype=dtype or "auto").eval()
-
-
-def moved(model: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
-    """``model`` on ``device`` in ``dtype``; its complex numbers stay, of which a cast keeps the
-    real part only (Llama 4's vision tower turns by such).
-    """
-    kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Casting complex values to real")
-        model = model.to(device, dtype)
-    for name, buffer in kept.items():
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffer.to(device))
-    return model
+    kind = AutoModelForImageTextToText
+    return pretrained.load_model(kind, folder, dtype=dtype or "auto", **options).eval()
 
 
 def load_processor(folder: Path) -> Any:

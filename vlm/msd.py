@@ -45,10 +45,12 @@ from specmm.drafter import DrafterVocabulary
 from specmm.hardware import prepack
 from specmm.hf.drafters.files import Acceptance, read_acceptance, write_acceptance
 from specmm.hf.target import VLMTarget
+from specmm.mapped import WithoutWeights
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 PLAIN_ROPE = ("default", "mrope")  # the release turns M-RoPE models' slots one-dimensionally, too
 EMBEDDINGS = "embed_tokens.weight"
+ROWS = 4096  # of embeddings that are compared at a time
 LEFTOVERS = ("rotary_emb",)
 # Relative distance of embeddings: two roundings of the same are far below, others are at about 1.
 SAME = 0.05
@@ -331,10 +333,11 @@ def load_msd(
         state[EMBEDDINGS] = embeddings.detach().cpu()
     elif facts.get("target_embeddings"):
         raise ValueError(f"{path} must be loaded with its target's embeddings, got none; give them")
-    head = MSDHead(config)
-    load_strict(head, state, LEFTOVERS, path)
-    head.acceptance = read_acceptance(file.parent)
     wanted = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
+    with WithoutWeights():
+        head = MSDHead(config)
+    load_strict(head, state, LEFTOVERS, path, wanted)
+    head.acceptance = read_acceptance(file.parent)
     return head.to("cpu" if embeddings is None else embeddings.device, wanted).eval()
 
 
@@ -371,8 +374,13 @@ def _check_target(
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    wanted = b.detach().cpu().float()
-    return float((a.float() - wanted).norm() / wanted.norm().clamp(min=1e-12))
+    """Of ``a`` [v, C] from ``b`` [v, C] over the length of ``b``, ROWS at a time."""
+    apart = length = 0.0
+    for ours, theirs in zip(a.split(ROWS), b.detach().split(ROWS), strict=True):
+        wanted = theirs.cpu().float()
+        apart += float((ours.float() - wanted).square().sum())
+        length += float(wanted.square().sum())
+    return float((apart / max(length, 1e-24)) ** 0.5)
 
 
 def save_msd(

@@ -1,27 +1,41 @@
-"""Pictures as users give them, opened: turned upright, in RGB, transparency on white."""
+"""Pictures as users give them, opened: turned upright, in RGB, transparency on white.
+
+Shape letters: H and W pixels of the sides, C channels.
+"""
 
 from __future__ import annotations
 
+import io
+import re
+import urllib.request
 import warnings
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
 
-Source = str | Path | Image.Image
+from specmm.kinds import shown
+
+Source: TypeAlias = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
+MOST_BYTES = 200_000_000  # of a picture from the network
+PATIENCE = 30  # seconds that a server may keep silent
+ADDRESS = re.compile(r"https?://|data:image/", re.IGNORECASE)
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 
 def open_image(source: Source) -> Image.Image:
-    """RGB picture of a file or a PIL image, turned as its camera says, transparency on white.
+    """RGB picture of a file, an address (http, https, data), a PIL image, or an array or tensor,
+    turned as its camera says, transparency on white.
 
     An animation gives its first frame; 16 bits are scaled to 8. Raises ``ValueError`` for what is
     no picture, is damaged, or has more than ``MOST_PIXELS`` pixels, as its header tells before
     anything is decoded.
     """
-    name = "picture" if isinstance(source, Image.Image) else str(source)
-    image = source if isinstance(source, Image.Image) else _read_header(name)
+    image, name = _opened(source)
     width, height = image.size
     if not 0 < width * height <= MOST_PIXELS:
         image.close()
@@ -37,12 +51,87 @@ def open_image(source: Source) -> Image.Image:
         ) from error
 
 
-def _read_header(name: str) -> Image.Image:
+def _opened(source: Source) -> tuple[Image.Image, str]:
+    """The picture, not decoded, and what messages call it."""
+    if isinstance(source, Image.Image):
+        return source, "picture"
+    if isinstance(source, np.ndarray | Tensor):
+        return from_numbers(source), "picture"
+    if not isinstance(source, str | Path):
+        raise ValueError(
+            "picture must be a file, an address, a PIL image, an array or a tensor, "
+            f"got {shown(source)}"
+        )
+    if isinstance(source, str) and ADDRESS.match(source):
+        name = source[:60]
+        return _read_header(io.BytesIO(_fetched(source)), name), name
+    return _read_header(str(source), str(source)), str(source)
+
+
+def from_numbers(numbers: npt.NDArray[Any] | Tensor) -> Image.Image:
+    """The picture of an array or tensor [H, W], [H, W, C] or [C, H, W] of 1, 3 or 4 channels: bytes
+    from 0 to 255, or floats from 0 to 1.
+
+    Where both layouts are possible an array has its channels last, a tensor first. Raises
+    ``ValueError`` for other shapes and values.
+    """
+    first = isinstance(numbers, Tensor)
+    array = _as_array(numbers)
+    if array.ndim == 3:
+        layouts = [0, 2] if first else [2, 0]
+        axis = next((axis for axis in layouts if array.shape[axis] in (1, 3, 4)), None)
+        array = array if axis is None else np.moveaxis(array, axis, 2)
+    if array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] not in (1, 3, 4)):
+        raise ValueError(
+            "picture must have the shape [height, width, channels] or [channels, height, width] "
+            f"with 1, 3 or 4 channels, got {list(array.shape)}"
+        )
+    pixels = _bytes(array)
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2:] == (1,) else pixels)
+
+
+def _as_array(numbers: npt.NDArray[Any] | Tensor) -> npt.NDArray[Any]:
+    if not isinstance(numbers, Tensor):
+        return numbers
+    here = numbers.detach().cpu()
+    found: npt.NDArray[Any] = (here.float() if here.is_floating_point() else here).numpy()
+    return found
+
+
+def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """``array`` in bytes; raises ``ValueError`` for values out of range."""
+    floats = np.issubdtype(array.dtype, np.floating)
+    most = 1 if floats else 255
+    if array.size and not 0 <= array.min() <= array.max() <= most:
+        raise ValueError(
+            f"picture must hold {'floats from 0 to 1' if floats else 'integers from 0 to 255'}, "
+            f"got {array.min():g} to {array.max():g}"
+        )
+    scaled = array * 255.0 if floats else array
+    return scaled.round().astype(np.uint8) if floats else scaled.astype(np.uint8)
+
+
+def _fetched(address: str) -> bytes:
+    """What ``address`` holds; raises ``ValueError`` where it cannot be read."""
+    asked = urllib.request.Request(address, headers={"User-Agent": "specmm"})
+    try:
+        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+            found: bytes = answer.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"picture {address[:60]} must be readable from here, got {error}; download it first"
+        ) from error
+    if len(found) > MOST_BYTES:
+        raise ValueError(f"picture {address[:60]} must have at most {MOST_BYTES:,} bytes, got more")
+    return found
+
+
+def _read_header(file: str | io.BytesIO, name: str) -> Image.Image:
     """The file opened, not decoded; Pillow's own limit is higher than ours."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(name)
+            return Image.open(file)
     except Image.DecompressionBombError as error:
         raise ValueError(
             f"{name} must have 1 to {MOST_PIXELS:,} pixels ({error}); scale it down"

@@ -5,11 +5,12 @@ Shape letters: B questions of a batch, T tokens of an answer.
 
 from __future__ import annotations
 
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -17,11 +18,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.hardware import choose_dtype, prepack
+from specmm.hardware import Place, prepack
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
+from specmm.hf.options import CallOptions, Options, lists_options
+from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.running import Options as Options
 from specmm.hf.running import (
     Pipeline,
     PromptBatch,
@@ -32,11 +34,13 @@ from specmm.hf.running import (
     stream,
 )
 from specmm.hf.target import VLMTarget
+from specmm.outside import with_own
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.vlm.asking import Images, Questions, Texts, Videos
-from specmm.vlm.loading import load_model, load_processor, moved
+from specmm.vlm.loading import is_composed, load_model, load_processor
+from specmm.zoo import Source
 
 
 @dataclass
@@ -79,6 +83,7 @@ class VQAPipeline(Pipeline):
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
+        method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -90,38 +95,66 @@ class VQAPipeline(Pipeline):
         name: str | Path,
         method: str | methods.VQAMethod | None = None,
         drafter: str | Path | Any = None,
-        torch_dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        download: bool = False,
     ) -> VQAPipeline:
-        """A pipeline of a folder, a pocket name or a hub id, in this machine's fastest dtype.
+        """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
+        its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model; ``method`` None is the one that such a folder is for, and
-        plain decoding without one.
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
+        None is the one that it is for, and plain decoding without one. ``device_map``,
+        ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
+        and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
         """
+        method, drafter = with_own(methods.VQA, method, drafter)
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
-        folder = find(name)
-        model = load_model(folder, torch_dtype)
-        size = sum(p.numel() for p in model.parameters())
-        model = moved(model, device, torch_dtype or choose_dtype(size, device=device))
+        wanted = Place.named(device, dtype, torch_dtype)
+        source = Source(None, revision, cache_dir, download)
+        folder = find(name, source=source)
+        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+        model = placing.put(load_model(folder, wanted.dtype, **placing.options))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
+    @property
+    def reader(self) -> Any:
+        """The processor."""
+        return self.processor
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """See :class:`Pipeline`; a model of two packages is copied as it is."""
+        own = self.drafters.folder
+        if own is not None and is_composed(own):
+            shutil.copytree(own, folder, dirs_exist_ok=True)
+        else:
+            super().save_pretrained(folder)
+
     @in_its_turn(lambda pipe: pipe.model)
+    @lists_options()
     def __call__(
         self,
         images: Images,
         questions: Texts,
         streamer: BaseStreamer | None = None,
         videos: Videos = None,
-        **options: Any,
+        **options: Unpack[CallOptions],
     ) -> VQAOutput:
         """Answer one question about a picture, several or none, or a list of questions about a list
         of those; ``videos`` are given alike, to models that take them: files, folders or lists of
-        frames, arrays [F, H, W, 3].
+        frames, arrays [F, H, W, 3]. A picture is a file, an address, a PIL image, an array or a
+        tensor (see :func:`specmm.vlm.pictures.open_image`).
 
         ``options`` are those of :class:`Options`. An answer depends on its own random stream, not
         on the batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
@@ -143,8 +176,13 @@ class VQAPipeline(Pipeline):
         texts = [answer.strip() for answer in answers]
         return VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
 
+    @lists_options()
     def stream(
-        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
+        self,
+        images: Images,
+        questions: Texts,
+        videos: Videos = None,
+        **options: Unpack[CallOptions],
     ) -> Iterator[list[str]]:
         """The new text of every answer after each round; options as for a call."""
         given = Options.of(options)
@@ -158,12 +196,34 @@ class VQAPipeline(Pipeline):
         ):
             yield [said.text for said in round_]
 
+    @lists_options()
     def rounds(
-        self, images: Images, questions: Texts, videos: Videos = None, **options: Any
+        self,
+        images: Images,
+        questions: Texts,
+        videos: Videos = None,
+        **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
         rounds = self._rounds(images, questions, Options.of(options), True, videos)
         yield from turns_of(self.model).each(rounds)
+
+    @in_its_turn(lambda pipe: pipe.model)
+    def planned(self, images: Images, questions: Texts, **options: Any) -> str:
+        """What method ``auto`` takes for ``questions``, and why; see ``plans``."""
+        given = Options.of({**options, "method": methods.Auto()})
+        return self._start(images, questions, given).method
+
+    def prepared(
+        self, images: Images, questions: Texts, **options: Any
+    ) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for ``questions``, and these as it reads them, all at once."""
+        given = Options.of(options)
+        target = VLMTarget(self.model, given.processor, self.name)
+        asked = Questions.of(images, questions, given.chat)
+        prompt = VLMPrompt(asked.inputs(self.processor), given.max_new_tokens, asked)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
 
     def _rounds(
         self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
@@ -171,14 +231,15 @@ class VQAPipeline(Pipeline):
         yield from self._start(images, questions, options, videos).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
-        return self.method if options.method is None else methods.resolve_vqa(options.method)
+        found: methods.VQAMethod = options.chosen(methods.VQA, self.method)
+        return found
 
     def _judge(
         self,
         method: Any,
         images: Images,
         question: Texts,
-        options: dict[str, Any],
+        options: Mapping[str, Any],
         streamer: BaseStreamer | None,
     ) -> VQAOutput:
         """Speculative Verdict by this pipeline's experts (pipelines), its model the judge."""

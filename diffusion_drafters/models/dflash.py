@@ -45,6 +45,7 @@ from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state, write_model
 from specmm.hf.families import cache_name
+from specmm.mapped import WithoutWeights
 
 RENAMED = {
     "encoder.fc.": "fc.",  # transformers'
@@ -255,18 +256,20 @@ def dflash_of(
     config: DFlashConfig, weights: Mapping[str, Tensor], source: object, dtype: torch.dtype | None
 ) -> DFlash:
     """The drafter of ``config`` with ``weights`` by any release's names (:func:`load_dflash`)."""
-    model = DFlash(config)
     state: State = {}
     for name, tensor in weights.items():
         if name.split(".")[0] not in TARGETS:
             state[_zlab_name(name)] = tensor
     if not config.tokens:
         state.pop("d2t", None)  # of all tokens, which changes nothing
-    model.own(state)
-    load_strict(model, state, LEFTOVERS, str(source))
+    wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
+    with WithoutWeights():
+        model = DFlash(config)
+        model.own(state)
+    load_strict(model, state, LEFTOVERS, str(source), wanted)
     if model.ids is not None:
         model.set_ids(model.ids)
-    cast(model, dtype or state["fc.weight"].dtype)
+    cast(model, wanted)
     return model.eval()
 
 

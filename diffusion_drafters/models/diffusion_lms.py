@@ -33,6 +33,7 @@ from specmm.hf.drafters.files import (
     read_sizes,
     read_state,
 )
+from specmm.mapped import WithoutWeights
 from specmm.registry import unknown
 
 LLADA_SIZES = {
@@ -141,12 +142,16 @@ def _kind(facts: Facts) -> str:
 
 
 def _dream(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
-    model = Qwen2ForCausalLM(qwen_config(facts, "Dream"))
+    config = qwen_config(facts, "Dream")
+    with WithoutWeights():
+        model = Qwen2ForCausalLM(config)
     return _full(model, facts, state, source, dtype, DREAM_MASK, shift=1)
 
 
 def _llada(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
-    model = LlamaForCausalLM(_llada_config(facts))
+    config = _llada_config(facts)
+    with WithoutWeights():
+        model = LlamaForCausalLM(config)
     state = {_llama_name(name): tensor for name, tensor in state.items()}
     return _full(model, facts, state, source, dtype, LLADA_MASK, shift=0)
 
@@ -162,7 +167,7 @@ def _full(
 ) -> FullAttention:
     if model.config.tie_word_embeddings and TOKENS in state:
         state = {HEAD: state[TOKENS], **state}
-    load_strict(model, state, LEFTOVERS, source)
+    load_strict(model, state, LEFTOVERS, source, dtype)
     given = facts.get("mask_token_id")
     end = facts.get("eos_token_id")
     return FullAttention(cast(model, dtype), mask if given is None else given, end, shift)
@@ -200,8 +205,10 @@ def _ddit(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) ->
     if facts.get("time_conditioning"):
         raise ValueError(f"{source} must be a model without time conditioning, got one with it")
     state = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
-    network = DDiT(_ddit_config(facts, state, source))
-    load_strict(network, state, LEFTOVERS, source)
+    config = _ddit_config(facts, state, source)
+    with WithoutWeights():
+        network = DDiT(config)
+    load_strict(network, state, LEFTOVERS, source, dtype)
     mask = next((facts[name] for name in DDIT_MASKS if facts.get(name) is not None), None)
     return MaskedDDiT(cast(network, dtype), mask, facts.get("eos_token_id"))
 

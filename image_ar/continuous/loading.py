@@ -21,6 +21,7 @@ from specmm.checkpoints import NESTING, fingerprint, load_strict, read_checkpoin
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
 from specmm.image_ar.shared import count, read_config, save_module, shape_of
+from specmm.mapped import DtypeChoice, WithoutWeights, chosen_dtype
 
 EMA = "model_ema"
 KL_LEFTOVERS = ("loss",)  # the discriminator of latent diffusion's training
@@ -40,9 +41,10 @@ def load_mar(
     config: MARConfig | None = None,
     *,
     heads: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: DtypeChoice = torch.float32,
 ) -> MAR:
-    """The model in the file or folder ``path``, in evaluation mode, with weights in ``dtype``.
+    """The model in the file or folder ``path``, in evaluation mode, with weights in ``dtype``, or
+    that which it chooses for so many parameters.
 
     Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
     weights; the attention ``heads`` are needed where neither tells. Raises ``ValueError`` when
@@ -50,9 +52,12 @@ def load_mar(
     """
     state = read_checkpoint(path, (EMA, *NESTING))
     config = config or read_config(path, MARConfig)
-    model = MAR(config or infer_mar_config(state, heads=heads, source=path))
-    load_strict(model, state, source=path)
-    return model.to(dtype).eval()
+    config = config or infer_mar_config(state, heads=heads, source=path)
+    with WithoutWeights():
+        model = MAR(config)
+    wanted = chosen_dtype(dtype, model)
+    load_strict(model, state, source=path, dtype=wanted)
+    return model.to(wanted).eval()
 
 
 def load_kl(
@@ -60,8 +65,10 @@ def load_kl(
 ) -> AutoencoderKL:
     """The autoencoder in ``path``, in evaluation mode; sizes and errors as ``load_mar``."""
     state = read_checkpoint(path)
-    model = AutoencoderKL(config or read_config(path, KLConfig) or infer_kl_config(state, path))
-    load_strict(model, state, KL_LEFTOVERS, path)
+    config = config or read_config(path, KLConfig) or infer_kl_config(state, path)
+    with WithoutWeights():
+        model = AutoencoderKL(config)
+    load_strict(model, state, KL_LEFTOVERS, path, dtype)
     return model.to(dtype).eval()
 
 
@@ -160,7 +167,9 @@ def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
         raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")
 
 
-def load_small_mar(folder: Path, vae: AutoencoderKL, whole: bool = False) -> MAR | None:
+def load_small_mar(
+    folder: Path, vae: AutoencoderKL, whole: bool = False, dtype: torch.dtype = torch.float32
+) -> MAR | None:
     """The model in ``folder/small``, or a ``whole`` model's transformer; None if there is none.
 
     Raises ``ValueError`` when it was trained for another autoencoder than ``vae``.
@@ -173,7 +182,7 @@ def load_small_mar(folder: Path, vae: AutoencoderKL, whole: bool = False) -> MAR
     else:
         found = str(read_json(place / PAIR).get("vae"))
     check_same_vae(vae, found, folder)
-    return load_mar(place)
+    return load_mar(place, dtype=dtype)
 
 
 def save_small_mar(

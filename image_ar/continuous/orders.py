@@ -15,6 +15,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from specmm.kinds import check_numbers, check_whole
+
 CFGSchedule = Literal["linear", "constant"]
 Solver = Literal["ddpm", "ddim"]
 
@@ -39,6 +41,8 @@ class MARSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_steps", str(self.head_steps))  # users also give numbers
+        check_whole(num_iter=self.num_iter)
+        check_numbers(temperature=self.temperature, cfg=self.cfg)
         if self.num_iter < 1:
             raise ValueError(f"num_iter must be at least 1, got {self.num_iter}")
         for name in ("temperature", "cfg"):

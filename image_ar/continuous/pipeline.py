@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.hardware import choose_dtype
+from specmm.hardware import Place, choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
+from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
 from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
@@ -58,21 +60,19 @@ from specmm.image_ar.continuous.orders import (
     random_orders,
 )
 from specmm.image_ar.shared import (
-    Callback,
     Drawn,
     ImageOutput,
     PicturePipeline,
-    check_call,
-    class_labels,
+    call_of_pipeline,
     draw_batches,
     read_settings,
     with_options,
     write_index,
     write_settings,
 )
+from specmm.kinds import either
 from specmm.randomness import sample_generators
 from specmm.stats import Certificate
-from specmm.turns import in_its_turn
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
 ITERATIONS = 8  # that of the other variants
@@ -234,6 +234,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
+    _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
     def __init__(
@@ -260,31 +261,36 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         cls,
         name: str | Path,
         method: str | methods.ContinuousMethod = "ar",
-        torch_dtype: torch.dtype | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         small: str | Path | None = None,
         text_encoder: None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
     ) -> MARPipeline:
-        """A pipeline of a folder, pocket name or hub id; the default dtype is the device's fastest.
+        """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
+        fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
         The small model is that of the folder, or ``small``: another model's folder, name or id.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved = methods.resolve_continuous(method)
-        folder = zoo.find(name)
-        transformer = load_mar(folder / "transformer")
+        place = Place.named(device, dtype, torch_dtype)
+        source = zoo.Source(revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, source=source)
+        chosen = place.dtype or partial(choose_dtype, long=True, device=place.where)
+        large = load_mar(folder / "transformer", dtype=chosen).to(place.where)
         vae = load_kl(folder / "vae")
-        size = sum(p.numel() for p in transformer.parameters())
-        dtype = torch_dtype or choose_dtype(size, long=True, device=device)
         if small is None:
-            second = load_small_mar(folder, vae)
+            second = load_small_mar(folder, vae, dtype=large.dtype)
         else:
-            second = load_small_mar(zoo.find(small), vae, whole=True)
-        large = transformer.to(device, dtype)
-        second = None if second is None else second.to(device, dtype)
+            second = load_small_mar(zoo.find(small), vae, whole=True, dtype=large.dtype)
+        second = None if second is None else second.to(place.where)
         settings = read_settings(MARSettings, folder)
-        return cls(large, vae.to(device), second, settings, resolved, str(name))
+        return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
@@ -312,10 +318,10 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         self.models.heads.clear()
         return self
 
-    @in_its_turn(lambda pipe: pipe.transformer)
+    @call_of_pipeline
     def __call__(
         self,
-        classes: str | int | Sequence[str | int],
+        classes: Classes | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.ContinuousMethod | None = None,
@@ -328,32 +334,46 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
+        *,
+        class_labels: Classes | None = None,
+        guidance_scale: float | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
+        return_dict: bool = True,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C].
 
-        Tokens are in raster order. Options default to the model's settings. ``generator`` is one
+        Tokens are in raster order. ``class_labels`` is another name of ``classes``, and
+        ``guidance_scale`` of ``cfg``. Options default to the model's settings. ``generator`` is one
         for all (each picture gets a seed from it) or one a picture; its uniforms depend on its own
         seed only, not on the batch. Raises ``ValueError`` for an unknown class or method, for
         options out of range and for a method without the small model it needs.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
+        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
+        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
+        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
         chosen = self.method if method is None else methods.resolve_continuous(method)
-        labels = class_labels(self, classes, num_images_per_prompt)
+        labels = labels_of(self, wanted, num_images_per_prompt)
         generators = sample_generators(generator, len(labels), self.device)
 
         def draw(rows: slice) -> Drawn:
             batch = MARBatch(labels[rows], generators[rows], settings)
             steps, claim = steps_of(chosen, self.models, batch)
             for i, progress in enumerate(steps):
-                if callback_on_step_end is not None:
-                    callback_on_step_end(self, i, progress.count, {"tokens": progress.tokens})
+                if tell is not None:
+                    tell(i, progress.count, {"tokens": progress.tokens})
             tokens = progress.tokens
             images = None if output_type == "latent" else self.decode_tokens(tokens)
             return Drawn(tokens, images, progress.stats, claim, chosen.name)
 
         bar = self.progress_bar(total=len(labels))
-        return draw_batches(draw, len(labels), batch_size, output_type, bar, settings.claimed)
+        claimed = settings.claimed
+        return draw_batches(draw, len(labels), batch_size, output_type, bar, claimed, return_dict)
+
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return int(self.transformer.config.seq_len)
 
     def target(
         self,

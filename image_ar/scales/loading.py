@@ -20,6 +20,7 @@ from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import PUBLISHED_HEAD_DIM, VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.shared import count, read_config, save_module, shape_of
+from specmm.mapped import WithoutWeights
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
 TRAINER_NAMES = {VARConfig: ("var_wo_ddp", "var"), VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae")}
@@ -38,10 +39,11 @@ def load_var(
     """
     state = _read(path, VARConfig)
     config = config or read_config(path, VARConfig) or infer_var_config(state, path)
-    model = VAR(config)
+    with WithoutWeights():
+        model = VAR(config)
     if MASK in state:
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
-    load_strict(model, state, (), path)
+    load_strict(model, state, (), path, dtype)
     if not torch.equal(model.lvl_1L, config.schedule.levels):
         raise ValueError(
             f"{path} must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others"
@@ -64,8 +66,9 @@ def load_vqvae(
     """
     state = _read(path, VQVAEConfig)
     config = config or read_config(path, VQVAEConfig) or infer_vqvae_config(state, patch_nums, path)
-    model = VQVAE(replace(config, patch_nums=patch_nums or config.patch_nums))
-    load_strict(model, state, (), path)
+    with WithoutWeights():
+        model = VQVAE(replace(config, patch_nums=patch_nums or config.patch_nums))
+    load_strict(model, state, (), path, dtype)
     return model.to(dtype).eval()
 
 
@@ -177,7 +180,7 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
         )
 
 
-def load_small_var(name: str | Path, vqvae: VQVAE) -> VAR:
+def load_small_var(name: str | Path, vqvae: VQVAE, dtype: torch.dtype = torch.float32) -> VAR:
     """The transformer of a model folder, pocket name or hub id, or of a weights file or folder.
 
     Raises ``ValueError`` when a tokenizer lies beside it that is not ``vqvae``.
@@ -188,13 +191,13 @@ def load_small_var(name: str | Path, vqvae: VQVAE) -> VAR:
         file = weights.parent
         folder = weights.resolve().parents[1]  # of a whole model, if the weights are in one
     elif file.is_file():
-        return load_var(file)
+        return load_var(file, dtype=dtype)
     else:
         folder = zoo.find(name)
         file = folder / "transformer"
     if (folder / "vae").is_dir():
         check_same_tokenizer(load_vqvae(folder / "vae"), vqvae, folder)
-    return load_var(file)
+    return load_var(file, dtype=dtype)
 
 
 def check_same_tokenizer(theirs: VQVAE, ours: VQVAE, folder: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from diffusers import DiffusionPipeline
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.hardware import LARGE as LARGE_MODEL
-from specmm.hardware import choose_dtype, prepack
+from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
+from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, told
 from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
 from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
 from specmm.image_ar.scales.loading import (
@@ -45,18 +46,17 @@ from specmm.image_ar.scales.tuning import Chooser, CoDePlan, needed
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.image_ar.shared import (
-    Callback,
     Drawn,
     ImageOutput,
     PicturePipeline,
-    check_call,
-    class_labels,
+    call_of_pipeline,
     draw_batches,
     read_settings,
     with_options,
     write_index,
     write_settings,
 )
+from specmm.kinds import either
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Certificate, Clock, Stats
 from specmm.turns import in_its_turn
@@ -92,6 +92,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
+    _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "top_k", "top_p", "more_smooth")
     compiles = True
     plans = "scales"
@@ -122,12 +123,17 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         cls,
         name: str | Path,
         method: str | methods.ScalesMethod = "ar",
-        torch_dtype: torch.dtype | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         small: str | Path | None = None,
         text_encoder: None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
     ) -> VARPipeline:
-        """A pipeline of a folder, pocket name or hub id; the default dtype is the device's fastest.
+        """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
+        fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
         A scale has so many rows that bfloat16 pays at any size of model on a processor with AMX,
         and on no other. The small model is that of the folder, or ``small``: another model's
@@ -137,21 +143,24 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
         resolved = methods.resolve_scales(method)
-        folder = zoo.find(name)
-        transformer = load_var(folder / "transformer")
-        vae = load_vqvae(folder / "vae")
-        dtype = torch_dtype or choose_dtype(LARGE_MODEL, long=True, device=device)
+        place = Place.named(device, dtype, torch_dtype)
+        source = zoo.Source(revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, source=source)
+        fast = place.dtype or choose_dtype(LARGE_MODEL, long=True, device=place.where)
         # a GPU counts wherever there is one: the pipeline may be moved to it later
-        check_dtype(dtype, torch.device("cuda" if torch.cuda.is_available() else device))
-        second = load_small_var(small, vae) if small is not None else None
+        check_dtype(fast, torch.device("cuda") if torch.cuda.is_available() else place.where)
+        transformer = load_var(folder / "transformer", dtype=fast)
+        vae = load_vqvae(folder / "vae")
+        second = load_small_var(small, vae, fast) if small is not None else None
         if second is None and (folder / "small").is_dir():
-            second = load_var(folder / "small")
-        large = prepack(transformer.to(device, dtype), long=True)
-        second = None if second is None else prepack(second.to(device, dtype), long=True)
+            second = load_var(folder / "small", dtype=fast)
+        large = prepack(transformer.to(place.where, fast), long=True)
+        if second is not None:
+            second = prepack(second.to(place.where, fast), long=True)
         settings = read_settings(VARSettings, folder)
         if small is not None:
             settings = replace(settings, fid={}, n=-1)
-        return cls(large, vae.to(device), second, settings, resolved, str(name))
+        return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
     @classmethod
     def from_files(
@@ -191,6 +200,10 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         """Not for method code where the models are specialised for an N."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
 
+    def steps(self, **wanted: Any) -> int:
+        """Scales of a picture."""
+        return len(self.transformer.config.schedule)
+
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
         """All of the ``usual`` methods with a small model, none without."""
         return [m for m in usual if self.small is not None or not m.drafts]
@@ -209,10 +222,10 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.programs.clear()
         return self
 
-    @in_its_turn(lambda pipe: pipe.transformer)
+    @call_of_pipeline
     def __call__(
         self,
-        classes: str | int | Sequence[str | int],
+        classes: Classes | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.ScalesMethod | None = None,
@@ -225,10 +238,16 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
         compiled: bool = False,
+        *,
+        class_labels: Classes | None = None,
+        guidance_scale: float | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
+        return_dict: bool = True,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L].
 
-        Options default to the model's settings. ``generator`` is one for all (each picture gets a
+        ``class_labels`` is another name of ``classes``, and ``guidance_scale`` of ``cfg``. Options
+        default to the model's settings. ``generator`` is one for all (each picture gets a
         seed from it) or one a picture; its uniforms depend on its own seed only, not on the batch
         (neither does its rounding, in float32 on a CPU within
         ``specmm.batch_invariant.batch_invariant()``, which takes a quarter to a half longer).
@@ -239,10 +258,13 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         for ``release`` with several generators or batches, and where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
+        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
+        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
+        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
         chosen = self.method if method is None else methods.resolve_scales(method)
-        labels = class_labels(self, classes, num_images_per_prompt)
+        labels = labels_of(self, wanted, num_images_per_prompt)
         at_once = min(batch_size, len(labels))
         state = None
         if chosen.one_generator:
@@ -258,10 +280,11 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
             own = labels[rows]
             quick = compiled and len(own) == at_once  # programs for the rest would not pay
             batch = VARBatch(own, sampling, Uniforms(generators[rows]), quick, state)
-            return self._batch(batch, decided, name, output_type, callback_on_step_end)
+            return self._batch(batch, decided, name, output_type, tell)
 
         bar = self.progress_bar(total=len(labels))
-        return draw_batches(draw, len(labels), batch_size, output_type, bar, sampling.settings)
+        claimed = sampling.settings
+        return draw_batches(draw, len(labels), batch_size, output_type, bar, claimed, return_dict)
 
     def target(
         self,
@@ -272,10 +295,11 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         more_smooth: bool | None = None,
     ) -> Sampling:
         """The options of a run, by default the settings'; ``ValueError`` for any out of range."""
+        one = isinstance(temperature, str) or not isinstance(temperature, Sequence)
         s = with_options(
             self.settings,
             cfg=cfg,
-            temperature=tuple(temperature) if isinstance(temperature, Sequence) else temperature,
+            temperature=temperature if one else tuple(cast(Sequence[float], temperature)),
             top_k=top_k,
             top_p=top_p,
             more_smooth=more_smooth,
@@ -286,7 +310,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability (nats) a token [B] of ``tokens`` [B, L] of ``classes``."""
-        labels = class_labels(self, classes)
+        labels = labels_of(self, classes)
         return log_likelihood(self.transformer, self.vae.quantize, labels, tokens, self.target())
 
     @in_its_turn(lambda pipe: pipe.transformer)
@@ -306,7 +330,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         method: methods.ScalesMethod,
         name: str,
         output_type: str,
-        callback: Callback | None,
+        tell: Tell | None,
     ) -> Drawn:
         begin = time.perf_counter()
         clock = Clock()
@@ -315,8 +339,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         rounds = 0
         for _ in steps:
             rounds += 1
-            if callback is not None:
-                callback(self, rounds - 1, len(feature_map.tokens), {"tokens": feature_map.tokens})
+            if tell is not None:
+                tell(rounds - 1, len(feature_map.tokens), {"tokens": feature_map.tokens})
         tokens = torch.cat(feature_map.tokens, dim=1)
         stats = Stats(
             tokens.numel(),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
+from specmm.kinds import check_numbers
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, UniformSource, categorical
 
@@ -56,6 +57,7 @@ class Sampling:
     more_smooth: bool = False
 
     def __post_init__(self) -> None:
+        check_numbers(cfg=self.cfg)
         if not 0 <= self.cfg < float("inf"):
             raise ValueError(
                 f"cfg must be finite and at least 0, got {self.cfg}, use 0 for no guidance"

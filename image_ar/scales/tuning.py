@@ -36,6 +36,7 @@ from specmm.stats import Clock
 
 REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
 CLEAR_WIN = 1.05
+CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's prefill
 MEASURED_BLOCKS = 2  # of published sizes, in place of all
 
 Decided = tuple[methods.ScalesMethod, str]  # what is run, and why
@@ -151,21 +152,36 @@ def workload(model: VAR, batch: int, sampling: Sampling) -> Workload:
     return Workload(batch, sampling.cfg > 0, model.dtype.itemsize)
 
 
-def calibrate(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling) -> Machine:
-    """Rates fitted to every scale of both models and to the small one's prefill of all but one."""
+def calibrate(
+    large: VAR,
+    small: VAR,
+    vqvae: VQVAE,
+    batch: int,
+    sampling: Sampling,
+    tell: Callable[[], object] = lambda: None,
+) -> Machine:
+    """Rates fitted to every scale of both models and to the small one's prefill of all but one.
+
+    ``tell`` is called after each of ``CALIBRATION`` runs.
+    """
     scales = len(large.config.schedule)
     work: list[Work] = []
     seconds: list[float] = []
     everything = range(scales)
     for model, steps in ((large, everything), (small, everything), (small, everything[-1:])):
         work += model_work(model.config, workload(model, batch, sampling), steps)
-        seconds += time_steps(model, vqvae, batch, sampling, steps)
+        seconds += time_steps(model, vqvae, batch, sampling, steps, tell)
     return replace(fit(work, seconds), decode=time_decode(vqvae))
 
 
 @torch.inference_mode()
 def time_steps(
-    model: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, steps: range
+    model: VAR,
+    vqvae: VQVAE,
+    batch: int,
+    sampling: Sampling,
+    steps: range,
+    tell: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Seconds of each of ``steps``, after the scales before them; the first with the condition."""
     labels = torch.zeros(batch, dtype=torch.int64, device=model.device)
@@ -176,6 +192,7 @@ def time_steps(
         if steps.start:
             draw(range(steps.start))
         runs.append(draw(steps))
+        tell()
     return [min(times) for times in zip(*runs[1:], strict=True)]
 
 
@@ -267,10 +284,16 @@ def random_vqvae(config: VARConfig) -> VQVAE:
 
 
 def plan_of_sizes(
-    large: VARConfig, small: VARConfig, batch: int, sampling: Sampling, dtype: torch.dtype
+    large: VARConfig,
+    small: VARConfig,
+    batch: int,
+    sampling: Sampling,
+    dtype: torch.dtype,
+    tell: Callable[[], object] = lambda: None,
 ) -> CoDePlan:
     """CoDe by N for models of these sizes without their weights: time depends on sizes alone.
 
+    ``tell`` as of :func:`calibrate`.
     The rates are fitted to ``MEASURED_BLOCKS`` blocks of each width. Seconds are those of tokens,
     without decoding pixels.
     """
@@ -278,7 +301,7 @@ def plan_of_sizes(
         random_var(replace(config, depth=MEASURED_BLOCKS), dtype, config)
         for config in (large, small)
     )
-    measured = calibrate(short_large, short_small, random_vqvae(large), batch, sampling)
+    measured = calibrate(short_large, short_small, random_vqvae(large), batch, sampling, tell)
     machine = replace(measured, decode=0.0)
     load = Workload(batch, sampling.cfg > 0, dtype.itemsize)
     forecasts = forecast(large, small, load, machine)

@@ -30,6 +30,7 @@ from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.layered import Layered, Skip, skipped
 from specmm.methods.base import DRAFTERS as PLACES
+from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.registry import named, parse_spec, unknown
@@ -39,7 +40,7 @@ from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import make_tree, static_tree
 from specmm.tree import TreeShape
 from specmm.verify import GreedyMatch, Recursive, Rule, neighbour_table
-from specmm.verify.rule import RuleKind, make_rule, rule_kind
+from specmm.verify.rule import RuleKind, RuleName, make_rule, rule_kind
 
 T = TypeVar("T")
 Method: TypeAlias = methods.Method | methods.PromptLookup
@@ -111,8 +112,10 @@ def assemble(
         kind_there = "eagle" if "eagle" in parts.drafters else "block"
         tree = choice.tree if kind_there == "eagle" else None
         choice = replace(choice, drafter=kind_there, tree=tree)
-    if choice.drafter not in DRAFTERS:
-        raise unknown("drafter", choice.drafter, DRAFTERS)
+    own = not isinstance(choice.drafter, str) or of_others(choice.drafter)
+    make = _outside if own else DRAFTERS.get(choice.drafter)
+    if make is None:
+        raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
     kind = rule_kind(choice.rule)
     greedy = target.processor.greedy
     target.read_layers(())  # the drafter says which it reads
@@ -120,19 +123,20 @@ def assemble(
         # LANTERN relaxes the softmax of the raw logits, then takes its mode
         target = target.with_processor(Processor())
     sampled = kind.siblings is not None and not greedy
-    drafter = DRAFTERS[choice.drafter](choice, method.name, target, parts, sampled)
+    drafter = make(choice, method.name, target, parts, sampled)
     key = (choice.rule, greedy)
     return target, drafter, parts.once(key, lambda: _rule(choice.rule, kind, target, parts, greedy))
 
 
 def _rule(
-    spec: str, kind: RuleKind, target: DrawingTarget, parts: PictureParts, greedy: bool
+    spec: RuleName, kind: RuleKind, target: DrawingTarget, parts: PictureParts, greedy: bool
 ) -> Rule:
     if greedy and not kind.relaxed:
         return GreedyMatch()
     if not kind.codes:
         return make_rule(spec)
-    k = int(parse_spec(spec)[2].get("k", kind.rule.k))
+    options = parse_spec(spec)[2] if isinstance(spec, str) else {}
+    k = int(options.get("k", kind.rule.k))
     if not k and not kind.relaxed:
         return make_rule(spec)
     table, first = _neighbours(parts, k, target)
@@ -228,6 +232,16 @@ def _lookup(
     method = choice.method or methods.PromptLookup(length=_chain(choice, 8))
     found: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
     return found
+
+
+def _outside(
+    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
+) -> Drafter:
+    """A drafter that others wrote."""
+    tree = choice.tree or usual_tree(choice.drafter)
+    shape = parts.once((tree, target.device), lambda: make_tree(tree, target.device))
+    siblings = rule_kind(choice.rule).siblings or "distinct"
+    return make_drafter(choice.drafter, target, DraftRequest(shape, sampled, siblings))
 
 
 DRAFTERS = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specmm.checkpoints import (
     LEFTOVERS,
@@ -33,6 +33,7 @@ from specmm.image_ar.shared import count, read_config, save_module, save_weights
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
+from specmm.mapped import DtypeChoice, WithoutWeights, chosen_dtype, give_back
 
 DrafterHead = BlockHead | EagleHead
 VQ_LEFTOVERS = ("codebook_used",)  # the release's ring buffer of used codes
@@ -55,16 +56,25 @@ QKV = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 FUSED = "attention.wqkv.weight"
 
 
+class DrafterHeads(nn.ModuleDict):
+    """Drafters by kind as a component of a pipeline: diffusers asks components for their dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights, float32 where there are none."""
+        return next((weight.dtype for weight in self.parameters()), torch.float32)
+
+
 def load_gpt(
     path: str | Path,
     config: GPTConfig | None = None,
     *,
     n_head: int | None = None,
     block_size: int | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: DtypeChoice = torch.float32,
 ) -> Transformer:
     """The transformer in the file or folder ``path``, in evaluation mode, with weights in
-    ``dtype``.
+    ``dtype``, or that which it chooses for so many parameters.
 
     Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
     weights; ``n_head`` and ``block_size`` (256 for 256 px, 576 for 384 px) are needed where neither
@@ -76,9 +86,11 @@ def load_gpt(
         state = from_lantern({k: v for k, v in state.items() if "rotary_emb" not in k})
     config = config or read_config(path, GPTConfig)
     config = config or infer_gpt_config(state, n_head=n_head, block_size=block_size, source=path)
-    model = Transformer(config)
-    load_strict(model, state, LEFTOVERS, path)
-    return model.to(dtype).eval()
+    with WithoutWeights():
+        model = Transformer(config)
+    wanted = chosen_dtype(dtype, model)
+    load_strict(model, state, LEFTOVERS, path, wanted)
+    return model.to(wanted).eval()
 
 
 def load_vq(
@@ -88,8 +100,10 @@ def load_vq(
     ``load_gpt``.
     """
     state = read_checkpoint(path)
-    model = VQModel(config or read_config(path, VQConfig) or infer_vq_config(state, path))
-    load_strict(model, state, VQ_LEFTOVERS, path)
+    config = config or read_config(path, VQConfig) or infer_vq_config(state, path)
+    with WithoutWeights():
+        model = VQModel(config)
+    load_strict(model, state, VQ_LEFTOVERS, path, dtype)
     return model.to(dtype).eval()
 
 
@@ -200,6 +214,8 @@ def from_lantern(state: Mapping[str, Tensor]) -> State:
                 f"a layer must hold its q, k and v projections, got none named {missing[0]}"
             )
         renamed[layer + FUSED] = torch.cat([state[name] for name in names])  # [3C, C]
+        for name in names:
+            give_back(state[name])
     return renamed
 
 
@@ -248,9 +264,22 @@ def load_drafters(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
     """Every drafter in ``folder``, at ``<kind>/{model.safetensors, config.json}``, in the target's
     dtype; raises ``ValueError`` for another target's.
     """
-    kinds: dict[str, Callable[[Path, Transformer], DrafterHead]]
-    kinds = {"block": load_block, "eagle": _load_own_eagle}
-    return {k: load(folder / k, target) for k, load in kinds.items() if (folder / k).is_dir()}
+    return {k: load(folder / k, target) for k, load in READERS.items() if (folder / k).is_dir()}
+
+
+def load_drafter(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
+    """The drafter in ``folder`` itself by its kind; raises ``ValueError`` for none and for another
+    target's.
+    """
+    file = folder / "config.json"
+    kinds = {"BlockHead": "block", "EagleHead": "eagle"}
+    kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
+    if kind is None:
+        raise ValueError(
+            f"drafter must be a folder with a block drafter or an EAGLE head, got {folder}; "
+            "specmm train drafter makes one"
+        )
+    return {kind: READERS[kind](folder, target)}
 
 
 def save_drafters(
@@ -309,8 +338,9 @@ def load_block_for(owner: Owner, folder: Path) -> BlockHead:
         )
     check_fingerprint(facts["target_fingerprint"], owner.fingerprint, folder)
     sizes = (tuple(facts["aux_layers"]), facts.get("inner", 0))
-    head = BlockHead(BlockConfig(facts["levels"], facts["layers"], owner.sizes, *sizes))
-    load_strict(head, read_checkpoint(folder), source=folder)
+    with WithoutWeights():
+        head = BlockHead(BlockConfig(facts["levels"], facts["layers"], owner.sizes, *sizes))
+    load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)
     return head.to(owner.device, owner.dtype).eval()
 
 
@@ -332,8 +362,9 @@ def load_eagle(
     gate = state.get(EAGLE_GATE)
     config = EagleConfig(target, None if gate is None else len(gate))
     _check_eagle(path, state, config.sizes() | {"target_fingerprint": fingerprint})
-    head = EagleHead(config)
-    load_strict(head, state, EAGLE_LEFTOVERS, path)
+    with WithoutWeights():
+        head = EagleHead(config)
+    load_strict(head, state, EAGLE_LEFTOVERS, path, dtype)
     return head.to(dtype).eval()
 
 
@@ -354,3 +385,9 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
                 f"drafter must be of this target ({name} {value}), got {facts[name]} in {path}, "
                 "train one for it"
             )
+
+
+READERS: Mapping[str, Callable[[Path, Transformer], DrafterHead]] = {
+    "block": load_block,
+    "eagle": _load_own_eagle,
+}

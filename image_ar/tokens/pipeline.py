@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -20,15 +20,14 @@ from torch import Tensor
 from specmm import methods, zoo
 from specmm.continuous_batching import Queue
 from specmm.guidance import Guidance
-from specmm.hardware import choose_dtype, prepack
+from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import VQModel, to_uint8
+from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, listed, told
 from specmm.image_ar.shared import (
-    Callback,
     Drawn,
     ImageOutput,
     PicturePipeline,
-    check_call,
-    class_labels,
+    call_of_pipeline,
     draw_batches,
     read_settings,
     with_options,
@@ -40,6 +39,8 @@ from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
+    DrafterHeads,
+    load_drafter,
     load_drafters,
     load_gpt,
     load_vq,
@@ -49,9 +50,10 @@ from specmm.image_ar.tokens.loading import (
 )
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
+from specmm.kinds import either, texts_of
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
-from specmm.turns import in_its_turn
 
 # With continuous batching one loop draws as many pictures as so many batches
 TURNS = 8
@@ -105,6 +107,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     compiles = True
     plans = "trees"
+    _optional_components: ClassVar[list[str]] = ["drafters"]
 
     def __init__(
         self,
@@ -117,7 +120,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         name: str = "llamagen",
     ) -> None:
         super().__init__()
-        self.register_modules(transformer=transformer, vq=vq)
+        heads = dict((drafters or {}).items())
+        self.register_modules(transformer=transformer, vq=vq, drafters=DrafterHeads(heads))
         if vq.config.codebook_size != transformer.config.vocab_size:
             raise ValueError(
                 "tokenizer and transformer must share a codebook, got "
@@ -127,7 +131,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         self.text_encoder = text_encoder
         self.name = name
         self.parts = PictureParts(
-            drafters or {},
+            heads,
             vq.quantize.embedding.weight.detach(),
             trees=self.settings.trees,
             acceptance=self.settings.acceptance,
@@ -139,25 +143,36 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         cls,
         name: str | Path,
         method: str | methods.Method = "ar",
-        torch_dtype: torch.dtype | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         text_encoder: str | Path | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+        drafter: Any = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
     ) -> LlamaGenPipeline:
-        """A pipeline of a folder, pocket name or hub id; the dtype defaults to the device's
-        fastest.
+        """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
+        fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        The tokenizer stays in float32, whatever the dtype of the transformer.
+        The tokenizer stays in float32, whatever the dtype of the transformer. ``drafter`` is one's
+        own (see :func:`specmm.register`), or a folder with a block drafter or an EAGLE head that is
+        not in the model's ``drafters/``. ``revision`` and ``cache_dir`` are those of a hub id.
         """
+        place = Place.named(device, dtype, torch_dtype)
+        method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)
         resolved = methods.resolve(method)
-        folder = zoo.find(name)
-        transformer = load_gpt(folder / "transformer")
-        size = sum(p.numel() for p in transformer.parameters())
-        transformer = transformer.to(torch_dtype or choose_dtype(size, device=device))
+        source = zoo.Source(revision=revision, cache_dir=cache_dir)
+        folder = zoo.find(name, source=source)
+        chosen = place.dtype or partial(choose_dtype, device=place.where)
+        transformer = load_gpt(folder / "transformer", dtype=chosen)
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = load_drafters(folder / "drafters", transformer)
+        if drafter is not None:
+            drafters |= load_drafter(Path(drafter), transformer)
         for module in (transformer, *drafters.values()):
-            prepack(module.to(device))
-        vq = load_vq(folder / "vq").to(device)
+            prepack(module.to(place.where))
+        vq = load_vq(folder / "vq").to(place.where)
         settings = read_settings(LlamaGenSettings, folder)
         captions = None
         if text_encoder:
@@ -190,6 +205,10 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         """Tokens along a side."""
         return int(self.transformer.config.grid)
 
+    def steps(self, **wanted: Any) -> int:
+        """Tokens of a picture."""
+        return self.grid**2
+
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
         return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
@@ -197,21 +216,22 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
         """Move transformer, tokenizer and drafters to a device or dtype."""
         super().to(*args, **kwargs)
-        for head in self.parts.drafters.values():
-            head.to(self.device, self.transformer.dtype)
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
         self.parts.made.clear()
         self.parts.plans.clear()
         return self
 
-    @in_its_turn(lambda pipe: pipe.transformer)
+    @call_of_pipeline
     def __call__(
         self,
-        classes: str | int | Sequence[str | int] | None = None,
+        classes: Classes | None = None,
         prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str | methods.Method | None = None,
+        drafter: Any = None,
+        tree: Any = None,
+        rule: Any = None,
         cfg: float | None = None,
         cfg_interval: int | None = None,
         temperature: float | None = None,
@@ -221,9 +241,17 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
         compiled: bool = False,
+        *,
+        class_labels: Classes | None = None,
+        guidance_scale: float | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
+        return_dict: bool = True,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
+        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
+        one's own (see :func:`specmm.register`). ``class_labels`` is another name of ``classes``,
+        and ``guidance_scale`` of ``cfg``.
         What is not given comes from the model's settings. ``generator`` is one for all (each
         picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
         on the batch. ``compiled`` runs steps and rounds as programs of ``torch.compile``, about
@@ -232,9 +260,13 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         out of range and where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
+        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
+        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
+        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
-        prompts = self._prompts(classes, prompt, num_images_per_prompt)
-        chosen = self.method if method is None else methods.resolve(method)
+        prompts = self._prompts(wanted, prompt, num_images_per_prompt)
+        method = self.method if method is None else method
+        chosen = methods.by_hand(methods.IMAGE_TOKENS, method, drafter, tree, rule)
         generators = sample_generators(generator, len(prompts.condition), self.device)
         rows = min(batch_size, len(generators))
         static = self._static(target, chosen, rows) if compiled else target
@@ -243,19 +275,20 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
             # the last pictures may be too few for the program, and another would not pay
             fitting = static if len(what.generators) >= rows else target
-            return self._draw(fitting, what, chosen, output_type, callback_on_step_end)
+            return self._draw(fitting, what, chosen, output_type, tell)
 
         bar = self.progress_bar(total=len(generators))
-        continuous = chosen.drafts and chosen.can_refill and callback_on_step_end is None
+        continuous = chosen.drafts and chosen.can_refill and tell is None
         at_once = batch_size * (TURNS if continuous else 1)
         settings = target.processor.settings | target.guidance.settings
-        return draw_batches(draw, len(generators), at_once, output_type, bar, settings)
+        count = len(generators)
+        return draw_batches(draw, count, at_once, output_type, bar, settings, return_dict)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see
         :func:`specmm.image_ar.tokens.target.log_likelihood`.
         """
-        return log_likelihood(self.target(), Prompt(class_labels(self, classes)), tokens)
+        return log_likelihood(self.target(), Prompt(labels_of(self, classes)), tokens)
 
     def target(
         self,
@@ -290,12 +323,10 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         what: LlamaGenBatch,
         method: methods.Method,
         output_type: str,
-        callback: Callback | None,
+        tell: Tell | None,
     ) -> Drawn:
         first = slice(what.batch_size)
         batch = Batch(what.prompt.rows(first), what.generators[first], what.queue())
-
-        tell = None if callback is None else partial(callback, self)
         drawn = draw_tokens(target, self.parts, batch, method, tell)
         if output_type != "latent":
             drawn.images = self.decode_tokens(drawn.tokens)
@@ -309,26 +340,22 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         return static_target(method, self.parts, key, lambda: StaticTarget(target), self.device)
 
     def _prompts(
-        self,
-        classes: str | int | Sequence[str | int] | None,
-        prompt: str | Sequence[str] | None,
-        repeats: int,
+        self, classes: Classes | None, prompt: str | Sequence[str] | None, repeats: int
     ) -> Prompt:
-        classes = [classes] if isinstance(classes, str | int) else classes
-        if bool(classes) == bool(prompt):
+        given = [] if classes is None else listed(classes)
+        if bool(given) == bool(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
-        if classes:
+        if given:
             if self.transformer.config.model_type != "c2i":
                 raise ValueError(
                     "this model draws from captions, give prompt='…' instead of classes"
                 )
-            return Prompt(class_labels(self, classes, repeats))
+            return Prompt(labels_of(self, given, repeats))
         if self.transformer.config.model_type != "t2i" or self.text_encoder is None:
             raise ValueError(
                 "prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)"
             )
-        texts = [prompt] if isinstance(prompt, str) else list(prompt or [])
-        found = self.text_encoder(texts)
+        found = self.text_encoder(texts_of("prompt", prompt))
         features = found.condition.to(self.device, self.transformer.dtype)
         assert found.mask is not None
         mask = found.mask.to(self.device)

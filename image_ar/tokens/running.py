@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,17 +16,17 @@ from specmm import methods
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
+from specmm.drafter import Drafter
 from specmm.drawing import DrawingTarget
+from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, choose_method
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
-from specmm.stats import Certificate, rule_certificate
 from specmm.verify import Rule
+from specmm.verify.claims import run_claim
 
 T = TypeVar("T")
-Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
-"""Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
 
 
 @dataclass(frozen=True)
@@ -51,32 +51,33 @@ def draw_tokens(
     if name == methods.Auto.name:
         method = choose_method(target, parts, len(batch.generators))
         name = f"auto: {method}"
-    steps, rule = _steps(target, parts, batch, method)
+    steps, rule, drafter = _steps(target, parts, batch, method)
     for i, progress in enumerate(steps):
         if tell is not None:
             tell(i, int(progress.counts.min()), {"tokens": progress.tokens})
     queue = batch.queue
     tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
     window = method.row_window
-    claim = _claim(progress, rule) if window is None else rows_certificate(target, window)
-    return Drawn(tokens, None, progress.stats, claim, name, float(progress.measured))
+    made = run_claim(rule, progress, drafter)
+    said = made if window is None else rows_certificate(target, window)
+    return Drawn(tokens, None, progress.stats, said, name, float(progress.measured))
 
 
 def _steps(
     target: DrawingTarget, parts: PictureParts, batch: Batch, method: Method
-) -> tuple[Iterator[Progress], Rule | None]:
-    """The loop over ``batch``, and its rule (none for plain decoding)."""
+) -> tuple[Iterator[Progress], Rule | None, Drafter | None]:
+    """The loop over ``batch``, its rule and its drafter (none for plain decoding)."""
     prompt = batch.prompt
     uniforms = Uniforms(batch.generators)
     if method.row_window is not None:
-        return decode_rows(target, prompt, method.row_window, uniforms), None
+        return decode_rows(target, prompt, method.row_window, uniforms), None, None
     if not method.drafts:
-        return decode_plain(target, prompt, target.length, uniforms), None
+        return decode_plain(target, prompt, target.length, uniforms), None, None
     play = _play(target, parts, method)
     target, drafter, rule = assemble(method, target, parts)
     length = target.length
     steps = decode(target, drafter, rule, prompt, length, uniforms, queue=batch.queue, play=play)
-    return steps, rule
+    return steps, rule, drafter
 
 
 def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
@@ -109,11 +110,3 @@ def static_target(
         parts.made["static of"] = key
         parts.made.pop("static", None)
     return parts.once("static", make)
-
-
-def _claim(progress: Progress, rule: Rule | None) -> Certificate:
-    if rule is None:
-        return Certificate("exact", "plain decoding of the target", 0.0)
-    measured = float(progress.measured)
-    excess = float(progress.excess) / measured if measured else None
-    return rule_certificate(rule.name, rule.exact, excess)

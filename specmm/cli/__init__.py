@@ -1,5 +1,5 @@
 """The command line: ``specmm generate | ask | complete | batch | bench | eval | train | inspect |
-export | methods | plan | zoo | demo``.
+export | fetch | convert | methods | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -11,7 +11,17 @@ from typing import Annotated
 import typer
 
 import specmm
-from specmm.cli import batch, bench, catalog, drafters, evaluate, generate, language, train
+from specmm.cli import (
+    batch,
+    bench,
+    catalog,
+    drafters,
+    evaluate,
+    generate,
+    language,
+    published,
+    train,
+)
 from specmm.cli.output import OneLine
 
 app = typer.Typer(
@@ -32,6 +42,8 @@ app.add_typer(evaluate.app, name="eval")
 app.command(context_settings=train.UNKNOWN_OPTIONS)(train.train)
 app.command()(drafters.inspect)
 app.command()(drafters.export)
+app.command()(published.fetch)
+app.command()(published.convert)
 app.command("methods")(catalog.methods_command)
 app.command()(bench.plan)
 app.command()(catalog.zoo)
@@ -49,10 +61,19 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
     ] = False,
+    load: Annotated[
+        list[str],
+        typer.Option(help="A Python file or module that registers drafters, rules or trees."),
+    ] = [],  # noqa: B006  typer copies it
 ) -> None:
     """Draft-verify acceleration, with a certificate of what each run kept of the model's
     distribution.
     """
+    if load:
+        from specmm import extension
+
+        for place in load:
+            extension.load(place)
 
 
 def main() -> None:

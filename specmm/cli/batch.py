@@ -60,7 +60,7 @@ def batch(
         int | None, typer.Option(min=1, help="Most tokens of an answer.")
     ] = None,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     drafter: Annotated[
         str | None, typer.Option(help="Folder of the drafter, for questions.")
     ] = None,

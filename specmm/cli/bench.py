@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Dtype, Json, Model, Seed
+from specmm.cli.options import Device, Drafter, Dtype, Height, Json, Model, Seed, Width
 from specmm.cli.output import emit, say, stdout_reserved, table
 from specmm.files import writable
 
@@ -19,8 +19,20 @@ if TYPE_CHECKING:
 PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 DEFAULT = "pocket/llamagen"
 Prompt = Annotated[
-    list[str], typer.Option("--prompt", help="For models that draw from prompts; may be repeated.")
+    list[str],
+    typer.Option("--prompt", "-p", help="To draw, or a text to continue; may be repeated."),
 ]
+
+
+Question = Annotated[
+    list[str], typer.Option("--question", "-q", help="What to ask; may be repeated.")
+]
+Pictures = Annotated[
+    list[Path],
+    typer.Option("--image", help="The picture of every question, or one for each in order."),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of a text or an answer.")]
+Temperature = Annotated[float, typer.Option(help="Of texts and answers; 0 is greedy.")]
 
 
 def bench(
@@ -30,33 +42,42 @@ def bench(
         typer.Option(help="Comma separated, options in brackets; the family's own if left out."),
     ] = None,
     prompt: Prompt = [],  # noqa: B006  typer copies it
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
+    question: Question = [],  # noqa: B006
+    image: Pictures = [],  # noqa: B006
+    drafter: Drafter = None,
+    height: Height = None,
+    width: Width = None,
+    max_new_tokens: Tokens = 64,
+    temperature: Temperature = 0.0,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures or texts at a time.")] = 1,
     n: Annotated[
         int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")
     ] = 5,
     seed: Seed = None,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure speed, block efficiency and likelihood; plain decoding is always the baseline."""
-    from specmm.image_ar.pipeline import family_of
-    from specmm.runs.figures import BENCH, table_of
-    from specmm.runs.race import measure
-    from specmm.runs.run import Place, open_model, parse_methods
+    from specmm.runs.benches import Bench, asked_of, kind_of
+    from specmm.runs.figures import PICTURES, TEXTS, table_of
+    from specmm.runs.run import Place
 
-    family = family_of(model)
-    contenders = parse_methods(family.methods, methods or family.compared)
     seed = secrets.randbelow(2**31) if seed is None else seed
+    asked = Bench(model, methods, drafter, Place.named(device, dtype), batch, n, seed)
+    size = _size(height, width)
     with stdout_reserved():
-        pipe = open_model("images", model, Place.named(device, dtype))
-        contenders = pipe.runnable(contenders) if methods is None else contenders
-        rows = measure(pipe, model, contenders, batch, n, seed, prompt)
+        if kind_of(model, question) == "images":
+            rows = asked.pictures(prompt, size)
+        else:
+            inputs = asked_of(model, kind_of(model, question), prompt, question, image, size)
+            rows = asked.texts(inputs, max_new_tokens, temperature)
     if as_json:
         return emit(rows)
     where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
-    typer.echo(table(table_of(rows, BENCH)))
-    typer.echo(f"{n} runs each at batch {batch}, {where}")
+    columns = PICTURES if rows[0]["kind"] == "images" else TEXTS
+    typer.echo(table(table_of(rows, columns)))
+    typer.echo(f"{n} runs each at batch {batch}, {where}; speed-up over plain decoding of this run")
 
 
 def plan(
@@ -67,6 +88,14 @@ def plan(
             "VAR, as d30,d16: no weights are needed."
         ),
     ],
+    prompt: Prompt = [],  # noqa: B006  typer copies it
+    question: Question = [],  # noqa: B006
+    image: Pictures = [],  # noqa: B006
+    drafter: Drafter = None,
+    height: Height = None,
+    width: Width = None,
+    max_new_tokens: Tokens = 64,
+    temperature: Temperature = 0.0,
     batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
     cfg: Annotated[
         float | None,
@@ -76,26 +105,43 @@ def plan(
         int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")
     ] = 256,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure this machine, and say which tree method auto takes, or how many scales the large
-    model of code draws.
+    model of code draws. Texts and questions given are planned for together, as a batch.
     """
-    from specmm.runs.plans import plan_model, plan_published
+    from specmm.runs.benches import asked_of, kind_of
+    from specmm.runs.plans import plan_language, plan_model, plan_published
     from specmm.runs.run import Place
 
+    size = _size(height, width)
     with stdout_reserved():
+        pair = PAIR.fullmatch(model)
+        if pair and device == "auto":
+            device = "cpu"
         place = Place.named(device, dtype)
-        if pair := PAIR.fullmatch(model):
+        if pair:
             large, small = map(int, pair.groups())
             found, lines = plan_published(large, small, resolution, batch, cfg, place)
+        elif kind_of(model, question) == "images":
+            if len(prompt) > 1:
+                raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
+            first = prompt[0] if prompt else None
+            found, lines = plan_model(model, batch, cfg, place, drafter, first, **size)
         else:
-            found, lines = plan_model(model, batch, cfg, place)
+            asked = asked_of(model, kind_of(model, question), prompt, question, image, size)
+            options = dict(max_new_tokens=max_new_tokens, temperature=temperature)
+            found, lines = plan_language(model, asked, place, drafter, **options)
     if as_json:
         emit(found)
     else:
         typer.echo("\n".join(lines))
+
+
+def _size(height: int | None, width: int | None) -> dict[str, int]:
+    sides = {"height": height, "width": width}
+    return {name: side for name, side in sides.items() if side is not None}
 
 
 def demo(
@@ -104,7 +150,7 @@ def demo(
     n: Annotated[int, typer.Option("-n", min=1, help="Pictures of each of four classes.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     app: Annotated[
         bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
     ] = False,

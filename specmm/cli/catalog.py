@@ -4,43 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from specmm import methods
 from specmm.cli.options import Json
-from specmm.cli.output import emit
-from specmm.registry import Registry
+from specmm.cli.output import emit, table
+from specmm.cli.published import list_published
+from specmm.registry import Registry, maker_of, unknown
 
-FAMILIES: dict[str, Registry] = {
-    "image tokens": methods.IMAGE_TOKENS,
-    "scales": methods.SCALES,
-    "continuous tokens": methods.CONTINUOUS,
-    "picture tokens of transformers": methods.TRANSFORMERS_IMAGES,
-    "questions about pictures": methods.VQA,
-    "text": methods.TEXT,
-}
+HEAD = ("model", "size", "licence", "what it is")
+SHORT = (24, 60)  # letters of a licence and of a description in the table of models
+WIDTH = 96  # letters of a line of classes
+HINT = "specmm zoo NAME prints a model's card: data, what was measured, classes"
 
 
 def methods_command(as_json: Json = False) -> None:
     """List methods by family, and the drafters, trees and rules that method draft puts together."""
     from specmm.image_ar.tokens.assemble import DRAFTERS
+    from specmm.outside import OTHERS
     from specmm.shape.trees import NAMED, TREES
-    from specmm.verify.rule import RULES, is_exact
+    from specmm.verify.rule import RULES
 
-    families = {family: _described(kinds) for family, kinds in FAMILIES.items()}
+    families = {family: _described(kinds) for family, kinds in methods.Methods.families.items()}
     names: dict[str, list[str]] = {
-        "drafters of image tokens": list(DRAFTERS),
-        "drafters of answers and texts": [name for name in methods.GENERATE if _drafts(name)],
+        "drafters of image tokens": [*DRAFTERS, *OTHERS],
+        "drafters of answers and texts": [*filter(_drafts, methods.GENERATE), *OTHERS],
     }
     described: dict[str, dict[str, str]] = {
         "trees": {kind.spelling: kind.what for kind in TREES.values()}
         | {"sequoia(12)": "the best of so many nodes for the drafter's measured acceptance"}
         | {name: f"a published list of {len(paths)} drafts" for name, paths in NAMED.items()},
         "rules": {
-            name: f"{'exact' if is_exact(name) else 'relaxed, measured'}: {kind.what}"
+            name: f"{'exact' if kind.rule.exact else 'relaxed, measured'}{_said(kind.rule)}: "
+            + kind.what
             for name, kind in RULES.items()
         },
     }
@@ -56,6 +56,12 @@ def methods_command(as_json: Json = False) -> None:
         typer.echo("\n  ".join([title, *entries]))
     for title, lines in described.items():
         typer.echo("\n".join([title, *(f"  {name:40} {what}" for name, what in lines.items())]))
+
+
+def _said(rule: object) -> str:
+    """Who says what a rule of others claims."""
+    maker = maker_of(rule)
+    return f" by the word of {maker}" if maker else ""
 
 
 def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
@@ -74,20 +80,49 @@ def _drafts(name: str) -> bool:
     return {"tree", "rule"} <= options and "drafter" not in options
 
 
-def zoo(as_json: Json = False) -> None:
-    """List the shipped models: size, data, licence, what was measured."""
-    from specmm.zoo import card, pocket_models
+def zoo(
+    name: Annotated[
+        str | None, typer.Argument(help="A shipped model: its whole card, with its classes.")
+    ] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Published models that run by name, instead.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the shipped models, or print the card of one: data, licence, what was measured."""
+    if published:
+        return list_published(as_json)
+    from specmm.zoo import pocket_models
 
-    found = []
-    for name, folder in pocket_models().items():
-        size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-        found.append({"name": name, "bytes": size, **card(name)})
+    shipped = pocket_models()
+    if name is not None and name not in shipped:
+        raise unknown("pocket model", name, shipped)
+    found = [_card(one) for one in ([name] if name else shipped)]
     if as_json:
-        return emit(found)
-    for model in found:
-        typer.echo(_model_lines(model))
+        return emit(found[0] if name else found)
     if not found:
-        typer.echo("no pocket models in this installation")
+        return typer.echo("no pocket models in this installation")
+    if name is None:
+        return typer.echo(table([HEAD, *map(_short, found)]) + "\n" + HINT)
+    typer.echo(_model_lines(found[0]))
+    if named := found[0]["classes"]:
+        lines = textwrap.wrap(", ".join(named), WIDTH, break_on_hyphens=False)
+        typer.echo("\n  ".join([f"  classes, by id from 0 to {len(named) - 1}:", *lines]))
+
+
+def _card(name: str) -> dict[str, Any]:
+    from specmm.zoo import card, classes, pocket_models
+
+    folder = pocket_models()[name]
+    size = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    return {"name": name, "bytes": size, **card(name), "classes": classes(folder)}
+
+
+def _short(model: Mapping[str, Any]) -> list[str]:
+    """A row of the table of models."""
+    texts = [str(model.get(key, "")) for key in ("licence", "description")]
+    cut = [textwrap.shorten(t, w, placeholder=" …") for t, w in zip(texts, SHORT, strict=True)]
+    return [model["name"], f"{model['bytes'] / 2**20:.1f} MB", *cut]
 
 
 def _model_lines(model: Mapping[str, Any]) -> str:

@@ -59,8 +59,10 @@ def export(
 
 def _lines(found: Inspection, target: str | None) -> list[str]:
     lines = [f"{found.folder}", f"  {found.format}"]
+    lines += [f"  {does:9} by {', '.join(names)}" for does, names in found.takes.items()]
     if found.methods:
-        lines.append(f"  methods   {', '.join(found.methods)}")
+        drafts = "drafts by" if found.takes else "methods"
+        lines.append(f"  {drafts:9} {', '.join(found.methods)}")
     if said := _target_line(found.wanted.__dict__):
         lines.append(f"  target    {said}")
     if found.sizes:

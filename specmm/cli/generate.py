@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
+from specmm.cli.options import Device, Drafter, Dtype, Height, Json, Model, Options, Seed, Width
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -36,8 +36,8 @@ def generate(
     negative_prompt: Annotated[
         str | None, typer.Option(help="What guidance leads away from, beside --prompt.")
     ] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels, for models of any size.")] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels; goes with --height.")] = None,
+    height: Height = None,
+    width: Width = None,
     steps: Annotated[
         int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
     ] = None,
@@ -55,7 +55,7 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     compiled: Annotated[
         bool,
         typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute."),
@@ -77,6 +77,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
+    from specmm.outside import with_own
     from specmm.runs import run as runs
 
     if bool(classes) == bool(prompt):
@@ -84,6 +85,7 @@ def generate(
     if steady:  # for one release
         say("deprecated: --steady is called --batch-invariant")
     chosen = runs.parse_method(runs.methods_of("images", model), method, option)
+    chosen, drafter = with_own(runs.methods_of("images", model), chosen, drafter)
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = dict(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p

@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from specmm.hf.running import Pipeline
 
 Images = Annotated[
-    list[Path],
-    typer.Argument(help="Pictures, all shown with the question; none for a text question."),
+    list[str],
+    typer.Argument(
+        help="Pictures, files or addresses, all shown with the question; none for a text question."
+    ),
 ]
 VideoFiles = Annotated[
     list[Path],
@@ -69,7 +71,7 @@ def ask(
     top_p: TopP = 1.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -90,7 +92,7 @@ def ask(
     with stdout_reserved():
         place = Place.named(device, dtype)
         out, record = answered("questions", model, place, chosen, drafter, call)
-    found = {"question": question, "images": [str(i) for i in images]}
+    found = {"question": question, "images": list(images)}
     found |= {"videos": [str(file) for file in video]} if video else {}
     record |= {"seed": options["seed"], "sampling": sampling, **found, "outputs": out.answers}
     if out.ruling is not None:
@@ -135,7 +137,7 @@ def complete(
         typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg."),
     ] = None,
     dtype: Dtype = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:

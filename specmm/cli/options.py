@@ -13,12 +13,20 @@ Options = Annotated[
     list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")
 ]
 Drafter = Annotated[
-    str | None, typer.Option(help="Folder of the method's drafter, if it is not beside the model.")
+    str | None,
+    typer.Option(
+        help="Folder of the method's drafter, if it is not beside the model, or the name of one of "
+        "your own."
+    ),
 ]
+Height = Annotated[int | None, typer.Option(help="Pixels, for models of any size.")]
+Width = Annotated[int | None, typer.Option(help="Pixels; goes with --height.")]
 Seed = Annotated[
     int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")
 ]
-Device = Annotated[str, typer.Option(help="Where the model runs, such as cpu, cuda or cuda:1.")]
+Device = Annotated[
+    str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, cuda:1 and so on.")
+]
 Dtype = Annotated[
     str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")
 ]

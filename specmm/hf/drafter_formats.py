@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from specmm import zoo
 from specmm.checkpoints import FOLDER_NAMES, PICKLED, read_json
 from specmm.hf.drafters.files import INDEX, Facts
+from specmm.hf.picture_models import draws_pictures
 from specmm.hf.pretrained import MTP
 from specmm.registry import named
 
@@ -192,6 +193,13 @@ FORMATS: tuple[DrafterFormat, ...] = (
     ),
     DrafterFormat(
         "diffusion language model", _is_diffusion, ("diffuspec", "specdiff", "deer"), own=False
+    ),
+    DrafterFormat(
+        "picture model of transformers",
+        lambda folder: draws_pictures(folder.path),
+        ("vlm-draft",),
+        own=False,
+        command="generate",
     ),
     DrafterFormat(
         "picture model of this library",

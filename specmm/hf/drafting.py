@@ -8,6 +8,7 @@ nothing of the others. A new drafter is one entry here, and its options in
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,17 @@ from specmm.hf.drafter_formats import ModelFolder, recognised
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
+from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.registry import named, unknown
-from specmm.shape.trees import Siblings
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import Siblings, make_tree
 from specmm.verify import Block, Recursive, Rule
-from specmm.verify.rule import make_rule, rule_kind
+from specmm.verify.rule import RuleName, make_rule, rule_kind
 
 Method: TypeAlias = methods.VQAMethod | methods.TextMethod
+DRAFTERS = "drafters"  # the folder beside a model
 VLM = "specmm.vlm"
 BLOCKS = "specmm.diffusion_drafters"
 FEATURES = "specmm.hf.drafters.features"
@@ -130,8 +134,8 @@ class Verification(NamedTuple):
     drawn: tuple[bool, Siblings]
 
     @classmethod
-    def of(cls, spec: str, target: VLMTarget) -> Verification:
-        """By the rule that ``spec`` names; where the ``target`` is greedy nothing is drawn.
+    def of(cls, spec: RuleName, target: VLMTarget) -> Verification:
+        """By the rule that ``spec`` names or is; where the ``target`` is greedy nothing is drawn.
 
         Raises ``ValueError`` for rules of image codes, and names that are not known.
         """
@@ -203,6 +207,8 @@ def assemble(
     ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
     method that drafts nothing and for a drafter that does not fit.
     """
+    if isinstance(method, methods.Composed):  # of a drafter of others: see preset_of
+        return _outside(method.choice, target)
     kind = KINDS.get(method.name)
     if kind is None or not kind.make:
         raise ValueError(f"method {method.name!r} drafts nothing")
@@ -210,22 +216,38 @@ def assemble(
     return made
 
 
-def preset_of(method: methods.Draft) -> Method:
-    """The method of the drafter that ``method`` names, with its tree and its rule.
+def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
+    """The parts with a drafter that others wrote."""
+    verification = Verification.of(choice.rule, target)
+    shape = make_tree(choice.tree or usual_tree(choice.drafter), target.device)
+    target.check_tree(shape.top_k if isinstance(shape, Dynamic) else shape.width)
+    request = DraftRequest(shape, *verification.drawn)
+    return Assembly(make_drafter(choice.drafter, target, request), verification.rule)
+
+
+def preset_of(method: methods.Composed) -> Method:
+    """The method of the drafter that the choice of ``method`` names, with its tree and its rule; of
+    one that others wrote, ``method`` itself.
 
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
+    choice = method.choice
+    if not isinstance(choice.drafter, str) or of_others(choice.drafter):
+        found: Any = method
+        return found
 
     def options(name: str) -> set[str]:
         return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
 
-    own = methods.make(methods.GENERATE, method.drafter)
+    if choice.drafter not in methods.GENERATE.entries:
+        raise unknown("drafter", choice.drafter, [*methods.GENERATE, *OTHERS])
+    own = methods.make(methods.GENERATE, choice.drafter)
     if "rule" not in options(own.name):
         able = [name for name in methods.GENERATE if "rule" in options(name)]
-        raise unknown("drafter that takes any tree and rule", method.drafter, able)
-    given: dict[str, Any] = {"rule": method.rule, "tree": method.tree or own.tree}
+        raise unknown("drafter that takes any tree and rule", choice.drafter, able)
+    given: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or own.tree}
     if not given["tree"]:
-        raise ValueError(f"drafter {method.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
+        raise ValueError(f"drafter {choice.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
     if "sampled" in options(own.name):
         given["sampled"] = True
     return dataclasses.replace(own, **given)
@@ -304,6 +326,22 @@ class Drafters:
             self.given[method] = load_drafter(method, folder, self.target)
         return self.given.get(method)
 
+    def to(self, *args: Any, **kwargs: Any) -> None:
+        """Follow the target: those that the caller gave move, others are read anew when used."""
+        for method in list(self.given):
+            drafter = self.given[method]
+            network = drafter if hasattr(drafter, "to") else getattr(drafter, "model", None)
+            if method not in self.passed:
+                del self.given[method]
+            elif network is not None:
+                network.to(*args, **kwargs)
+
+    def save(self, folder: Path) -> None:
+        """Copy the drafters that lie beside the model to beside the one in ``folder``."""
+        own = None if self.folder is None else self.folder / DRAFTERS
+        if own is not None and own.is_dir() and own.resolve() != (folder / DRAFTERS).resolve():
+            shutil.copytree(own, folder / DRAFTERS, dirs_exist_ok=True)
+
     def has(self, method: str) -> bool:
         """Whether ``method`` finds what it drafts with."""
         if method not in KINDS or not (KINDS[method].place or KINDS[method].offers):
@@ -320,5 +358,5 @@ class Drafters:
         if self.folder is None:
             return None
         places = (KINDS[method].place, KINDS[method].instead)
-        folders = [self.folder / "drafters" / place for place in places if place]
+        folders = [self.folder / DRAFTERS / place for place in places if place]
         return next((folder for folder in folders if folder.is_dir()), None)

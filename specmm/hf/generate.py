@@ -43,9 +43,10 @@ from specmm.hf.drafting import (
     preset_of,
 )
 from specmm.hf.families import CACHES
+from specmm.hf.options import stop_texts
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
-from specmm.hf.running import ending, last_of, stop_texts
+from specmm.hf.running import ending, last_of
 from specmm.hf.target import VLMTarget
 from specmm.processors import History, Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -131,7 +132,7 @@ def custom_generate(
         if planned is not None:  # measured without the processors, which may keep state
             plain = VLMTarget(model, Processor(float(sampled)))
             return choose(plain, drafter_of(model), prompt, plans, planned)
-        return preset_of(resolved) if isinstance(resolved, methods.Draft) else resolved
+        return preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
 
     return run
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from specmm import methods, zoo
 from specmm.hf.drafter_formats import ModelFolder, mtp_layers, recognised
 from specmm.hf.drafters.files import layers_named
+from specmm.hf.picture_models import picture_type, processes
 from specmm.hf.pretrained import TOKENIZER, find_target, load_config, weights_folder
 from specmm.hf.translation import PADDING
 
@@ -73,7 +74,8 @@ class Wanted:
 @dataclass(frozen=True)
 class Inspection:
     """What ``folder`` holds: its ``format``, the ``methods`` that use it, the target ``wanted``,
-    ``sizes``, what to call (``use``), ``notes``, and for a model the ``drafters`` beside it.
+    ``sizes``, what to call (``use``), ``notes``, and for a model the ``drafters`` beside it and the
+    methods that it ``takes``, by what it does: "draws", "answers", "continues".
 
     ``misfits`` says why it cannot draft for the target asked about (empty: it can; None: no target
     was asked about).
@@ -87,6 +89,7 @@ class Inspection:
     use: str
     notes: tuple[str, ...] = ()
     drafters: tuple[Inspection, ...] = ()
+    takes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     misfits: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class _Reader:
         beside = self.folder.path / "drafters"
         files = sorted(beside.rglob(zoo.TRANSFORMERS)) if kind.command else []
         drafters = tuple(read_folder(ModelFolder(file.parent)) for file in files)
+        takes = self._takes(kind.command)
         layers = mtp_layers(self.folder) if kind.command else 0
         if layers:
             self.notes.append(f"its checkpoint has {layers} MTP layers, for method mtp")
@@ -120,10 +124,33 @@ class _Reader:
             methods=known,
             wanted=self._wanted() if kind.own else self._alone(),
             sizes=self._sizes(),
-            use=self._use(known, kind.command, bool(drafters)),
+            use=self._use(known, self._command(kind.command, takes), bool(drafters)),
             notes=tuple(self.notes),
             drafters=drafters,
+            takes=takes,
         )
+
+    def _takes(self, command: str) -> dict[str, tuple[str, ...]]:
+        """Methods by what a model does; a picture model's weights say whether it draws."""
+        picture = picture_type(self.folder.path)
+        if picture is None:
+            does = {"ask": "answers", "complete": "continues"}.get(command)
+            registry = methods.VQA if does == "answers" else methods.TEXT
+            return {does: tuple(registry)} if does else {}
+        found = {}
+        names = self.folder.weights
+        if not names or any(picture.scores in name for name in names):
+            found["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
+            if not (self.folder.path / "drafters" / "block").is_dir():
+                self.notes.append(
+                    "speculative, lantern and lantern++ need a block drafter, and there is none in "
+                    "drafters/block; specmm train drafter makes one"
+                )
+        else:
+            self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")
+        if processes(self.folder.path):
+            found["answers"] = tuple(methods.VQA)
+        return found
 
     def _wanted(self) -> Wanted:
         facts = self.folder.facts
@@ -147,6 +174,11 @@ class _Reader:
     def _alone(self) -> Wanted:
         """A model that drafts by itself shares the target's tokens, or brings its tokenizer."""
         return Wanted() if self._speaks else Wanted(vocabulary=self._size("vocabulary"))
+
+    @staticmethod
+    def _command(usual: str, takes: Mapping[str, object]) -> str:
+        """Of a picture model that does not draw it is another one's."""
+        return "ask" if usual == "generate" and "answers" in takes and len(takes) == 1 else usual
 
     def _use(self, known: tuple[str, ...], command: str, drafters: bool) -> str:
         """The command that uses it."""

@@ -55,18 +55,18 @@ CACHE = Path("~/.cache/specmm/unpacked")
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
-def find(name: str | Path) -> Path:
+def find(name: str | Path, **hub: Any) -> Path:
     """The folder of a transformers model: a local one, a pocket name or a hub id.
 
-    Raises ``ValueError`` when there is none.
+    ``hub`` is as in :func:`specmm.zoo.find`. Raises ``ValueError`` when there is none.
     """
-    return zoo.find(name, zoo.TRANSFORMERS)
+    return zoo.find(name, zoo.TRANSFORMERS, **hub)
 
 
-def find_target(name: str | Path) -> Path:
+def find_target(name: str | Path, **hub: Any) -> Path:
     """The folder of a text model, which may name a package in place of weights."""
-    folder = zoo.pocket_models().get(str(name), Path(name))
-    return folder if is_packaged(folder) else find(name)
+    folder = zoo.pocket_models().get(str(name), Path(str(name)))
+    return folder if is_packaged(folder) else find(name, **hub)
 
 
 def weights_folder(folder: Path) -> Path:
@@ -74,14 +74,15 @@ def weights_folder(folder: Path) -> Path:
     return unpacked(folder) if is_packaged(folder) else folder
 
 
-def load_target(folder: Path, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
     """The causal language model in ``folder`` and its tokenizer.
 
-    Raises ``ValueError`` when it holds something else.
+    ``options`` are those of ``from_pretrained``. Raises ``ValueError`` when it holds something
+    else.
     """
     folder = weights_folder(folder)
     try:
-        model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto")
+        model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(

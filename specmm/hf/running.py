@@ -6,13 +6,12 @@ Shape letters: B rows of a batch, T room for tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,78 +22,21 @@ from specmm.autotune import Plan
 from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
+from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
-from specmm.hf.pretrained import find
+from specmm.hf.options import Options
+from specmm.hf.placing import is_quantised, moved
+from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
-from specmm.registry import Registry, unknown
-from specmm.stats import Certificate, rule_certificate
+from specmm.outside import of_others
+from specmm.randomness import Uniforms
+from specmm.registry import Registry
+from specmm.stats import Certificate
+from specmm.turns import in_its_turn
 from specmm.verify import Recursive, Rule
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
-    ``repetition_penalty`` 1 are off.
-
-    ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
-    is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
-    prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
-    many rows are answered at a time, and one that ends takes the next prompt, by methods that can
-    refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
-    ``torch.compile``, which are made at the first call of a method, batch and length.
-    """
-
-    max_new_tokens: int = 64
-    method: Any = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | Sequence[int] | None = None
-    generator: torch.Generator | Sequence[torch.Generator] | None = None
-    chat: bool = True
-    stop: str | Sequence[str] = ()
-    batch_size: int = 0
-    compiled: bool = False
-
-    @classmethod
-    def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
-        """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
-        known = [f.name for f in dataclasses.fields(cls)]
-        for name in given.keys() - set(known):
-            raise unknown("option", name, known)
-        found = cls(**{**defaults, **given})
-        if found.batch_size < 0:
-            raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
-        return found
-
-    @property
-    def processor(self) -> Processor:
-        """From logits to distributions."""
-        penalty = self.repetition_penalty
-        return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=penalty)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The texts that end an answer; raises ``ValueError`` for an empty one."""
-        return stop_texts(self.stop)
-
-    def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
-        """One for each of ``count`` rows; raises ``ValueError`` for another number of seeds."""
-        if self.seed is not None and self.generator is not None:
-            raise ValueError("give seed or generator, not both")
-        if isinstance(self.seed, Sequence):
-            if len(self.seed) != count:
-                raise ValueError(
-                    f"seed must be one or one for each of the {count} rows, got {len(self.seed)}"
-                )
-            return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
-        seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
-        return sample_generators(seeded or self.generator, count, device)
+from specmm.verify.claims import run_claim
 
 
 def check_continuous_batching(method: Method, batch_size: int) -> None:
@@ -180,16 +122,6 @@ def last_of(steps: Iterator[Progress], streamer: BaseStreamer | None = None) -> 
     return progress
 
 
-def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One text or several as several; raises ``ValueError`` for an empty one."""
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(found):
-        raise ValueError(
-            "stop must be texts of one letter at least, got an empty one; leave it out"
-        )
-    return found
-
-
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.decode.Stop`.
 
@@ -264,6 +196,7 @@ class Run:
     stops: StopStrings
     settings: Mapping[str, float]
     queue: Queue | None = None
+    drafter: Drafter | None = None
 
     def finish(
         self, streamer: BaseStreamer | None = None
@@ -321,11 +254,7 @@ class Run:
 
     def certificate(self, end: Progress) -> Certificate:
         """What the run may claim at its ``end``."""
-        if self.rule is None:
-            return Certificate("exact", "plain decoding of the target", 0.0, self.settings)
-        measured = float(end.measured)
-        excess = float(end.excess) / measured if measured else None
-        return rule_certificate(self.rule.name, self.rule.exact, excess).under(self.settings)
+        return run_claim(self.rule, end, self.drafter).under(self.settings)
 
 
 def _gained(progress: Progress) -> list[tuple[int, int]]:
@@ -355,6 +284,48 @@ class Pipeline:
     plans: dict[Any, Plan]
     registry: ClassVar[Registry]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self.model.dtype
+
+    @in_its_turn(lambda pipe: pipe.model)
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move model and drafters to a device or dtype, as ``torch.nn.Module.to``.
+
+        A dtype leaves complex numbers as they are.
+        """
+        wanted = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = wanted[0] or self.model.device, wanted[1] or self.model.dtype
+        if is_quantised(self.model):
+            self.model.to(*args, **kwargs)
+        else:
+            moved(self.model, device, dtype)
+        use_tree_attention(self.model)
+        self.drafters.to(device, dtype)
+        self.plans.clear()
+        return self
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write what ``from_pretrained`` reads: the model, what reads its inputs, and the drafters
+        beside it. A drafter that was given is not written.
+        """
+        folder = Path(folder)
+        state = None if is_quantised(self.model) else contiguous_state(self.model)
+        self.model.save_pretrained(folder, state_dict=state)
+        self.reader.save_pretrained(folder)
+        self.drafters.save(folder)
+
+    @property
+    def reader(self) -> Any:
+        """What reads inputs: the tokenizer, or a processor around it."""
+        return self.tokenizer
+
     def text(self, ids: Tensor | list[int]) -> str:
         """The text of ``ids``, without a last character whose bytes are incomplete."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
@@ -372,6 +343,8 @@ class Pipeline:
         """
         if drafter is None:
             return str(methods.AR.name)
+        if of_others(drafter):
+            return str(methods.Draft.name)
         place = find(drafter) if isinstance(drafter, str | Path) else drafter
         return cls.drafter_kind(methods.Auto(), place)
 
@@ -379,7 +352,7 @@ class Pipeline:
     def drafter_kind(cls, method: Any, drafter: object = None) -> str:
         """The method whose ``drafter`` (a loaded one or a folder) ``method`` uses."""
         if method.name == methods.Draft.name:
-            return str(method.drafter)
+            return method.name if of_others(method.drafter) else str(method.drafter)
         if method.name != methods.Auto.name:
             return str(method.name)
         kind = method_of(drafter)
@@ -394,7 +367,7 @@ class Pipeline:
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
         """What runs for ``method``, and its name: ``auto`` chooses among all drafters there are."""
-        if method.name == methods.Draft.name:
+        if isinstance(method, methods.Composed) and method.name not in KINDS:
             return preset_of(method), method.name
         if method.name != methods.Auto.name:
             return method, method.name
@@ -444,4 +417,5 @@ class Pipeline:
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
-        return Run(name, steps, rule if parts else None, self.text, stops, settings, queue)
+        ran = (rule, drafter) if parts else (None, None)
+        return Run(name, steps, ran[0], self.text, stops, settings, queue, ran[1])

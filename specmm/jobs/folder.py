@@ -79,7 +79,7 @@ class Limits:
     batch: int = 0
     retries: int = 2
     shard: int = 1000
-    device: str = "cpu"
+    device: str = "auto"
     actors: int = 0
 
 

@@ -15,7 +15,7 @@ import torch
 
 from specmm.batch_invariant import batch_invariant
 from specmm.hf.families import Family
-from specmm.hf.running import Options
+from specmm.hf.options import Options
 from specmm.jobs.folder import Result, Spec
 from specmm.jobs.items import Item
 from specmm.registry import Registry
@@ -68,7 +68,7 @@ def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
     return "text" if "prompt" in kinds and not draws(model) else "images"
 
 
-def open_worker(spec: Spec, items: Sequence[Item], device: str = "cpu") -> Worker:
+def open_worker(spec: Spec, items: Sequence[Item], device: str = "auto") -> Worker:
     """The worker of ``spec``'s model for ``items``; raises ``ValueError`` where they do not fit."""
     kind = kind_of_items(spec.model, items)
     if kind == "images":
@@ -105,7 +105,7 @@ class ImageWorker:
     Rows of plain batches end together; those of drafts take waiting items as they end.
     """
 
-    def __init__(self, spec: Spec, device: str = "cpu", pipe: Any = None) -> None:
+    def __init__(self, spec: Spec, device: str = "auto", pipe: Any = None) -> None:
         self.spec = spec
         self.methods = _Methods(methods_of("images", spec.model), spec)
         place = Place.named(device, spec.dtype)
@@ -115,7 +115,7 @@ class ImageWorker:
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`; one unknown class must not make a batch fail."""
-        from specmm.image_ar.shared import class_ids
+        from specmm.image_ar.calls import class_ids
 
         method = self.methods.of(item)
         _check_timed(method, self.pipe.timed(method))
@@ -155,7 +155,7 @@ class AnswerWorker:
     longest answer.
     """
 
-    def __init__(self, spec: Spec, questions: bool, device: str = "cpu", pipe: Any = None) -> None:
+    def __init__(self, spec: Spec, questions: bool, device: str = "auto", pipe: Any = None) -> None:
         kind: Kind = "questions" if questions else "text"
         self.spec = spec
         self.questions = questions

@@ -15,13 +15,14 @@ from specmm.methods.base import (
     Composed,
     Declared,
     Draft,
+    Methods,
     SelfDraft,
     Tree,
     TreeName,
+    by_hand,
     check_rejected_weight,
     current_option,
     make,
-    registry,
 )
 from specmm.methods.images import (
     GSD,
@@ -82,6 +83,7 @@ __all__ = [
     "Lantern",
     "LanternPP",
     "Method",
+    "Methods",
     "PromptLookup",
     "ScaleSpeculative",
     "ScalesMethod",
@@ -97,6 +99,7 @@ __all__ = [
     "VQAMethod",
     "Verdict",
     "ZipAR",
+    "by_hand",
     "check_rejected_weight",
     "current_option",
     "make",
@@ -172,13 +175,13 @@ GenerateMethod: TypeAlias = (
     | Auto
 )
 
-IMAGE_TOKENS = registry(get_args(Method))
-VQA = registry(get_args(VQAMethod))
-TRANSFORMERS_IMAGES = registry(get_args(TransformersImageMethod))
-SCALES = registry(get_args(ScalesMethod))
-CONTINUOUS = registry(get_args(ContinuousMethod))
-TEXT = registry(get_args(TextMethod))
-GENERATE = registry(get_args(GenerateMethod))
+IMAGE_TOKENS = Methods("image tokens", get_args(Method))
+SCALES = Methods("scales", get_args(ScalesMethod))
+CONTINUOUS = Methods("continuous tokens", get_args(ContinuousMethod))
+TRANSFORMERS_IMAGES = Methods("picture tokens of transformers", get_args(TransformersImageMethod))
+VQA = Methods("questions about pictures", get_args(VQAMethod))
+TEXT = Methods("text", get_args(TextMethod))
+GENERATE = Methods("generate of transformers", get_args(GenerateMethod), listed=False)
 
 
 def resolve(method: str | Method, **options: Any) -> Method:

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from specmm.registry import OldName, Registry, named, unknown
+from specmm.kinds import shown
+from specmm.registry import OldName, Registry, named, names_of_others, of_others, unknown, whole
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
+Own = Any  # a name, or an object of one's own: see specmm.register
 M = TypeVar("M")
 
 # old names and values, which work for one release
@@ -96,9 +98,9 @@ class Choice:
     A drafter with several options has them of its ``method``.
     """
 
-    drafter: str
-    tree: Tree
-    rule: str
+    drafter: Own
+    tree: Own
+    rule: Own
     rejected_weight: float = 0.0
     method: Any = None
 
@@ -114,8 +116,7 @@ class Composed(Declared):
     @property
     def can_refill(self) -> bool:
         """Whether its drafter's rows can: EAGLE's head and small models read theirs together."""
-        place = DRAFTERS.get(self.choice.drafter)
-        return place is not None and hasattr(named(place), "start_row")
+        return hasattr(_class_of(self.choice.drafter), "start_row")
 
     @property
     def static_shapes(self) -> bool:
@@ -147,14 +148,15 @@ class Draft(Composed):
 
     ``specmm methods`` lists what there is. ``tree`` None is the one that the model's maker
     recommends. Answers and texts are drafted by the drafters of their methods: ``msd``,
-    ``text-draft``, ``block`` and so on.
+    ``text-draft``, ``block`` and so on. Each may be of one's own: a name that
+    :func:`specmm.register` was given, or the object itself.
     """
 
     name: ClassVar[str] = "draft"
     claims: ClassVar[str] = "as its rule"
-    drafter: str = "block"
-    tree: Tree = None
-    rule: str = "recursive"
+    drafter: Own = "block"
+    tree: Own = None
+    rule: Own = "recursive"
     rejected_weight: float = 0.0
 
     def __post_init__(self) -> None:
@@ -197,6 +199,16 @@ class SelfDraft(Declared):
         return Choice("self", None, "block", method=self)
 
 
+def _class_of(drafter: Own) -> Any:
+    """The class of a ``drafter`` by name, or one of others; None where there is none."""
+    if not isinstance(drafter, str):
+        return whole(drafter)
+    name = drafter.partition("(")[0].strip()
+    if name in DRAFTERS:
+        return named(DRAFTERS[name])
+    return of_others("drafter", name) if name in names_of_others("drafter") else None
+
+
 def check_rejected_weight(weight: float) -> None:
     """Raise ``ValueError`` unless 0 <= ``weight`` < 1, the weight of rejected positions."""
     if not 0 <= weight < 1:
@@ -206,9 +218,28 @@ def check_rejected_weight(weight: float) -> None:
         )
 
 
-def registry(kinds: Iterable[type[Any]]) -> Registry:
-    """The registry of these method classes by their names."""
-    return Registry("method", {kind.name: f"specmm.methods:{kind.__name__}" for kind in kinds})
+class Methods(Registry):
+    """The methods of a ``family`` of models; one of another family is told apart from a misspelt
+    one.
+    """
+
+    families: ClassVar[dict[str, Methods]] = {}  # that are listed
+
+    def __init__(self, family: str, kinds: Iterable[type[Any]], listed: bool = True) -> None:
+        super().__init__("method", {kind.name: f"specmm.methods:{kind.__name__}" for kind in kinds})
+        self.family = family
+        if listed:
+            self.families[family] = self
+
+    def get(self, name: str) -> Any:
+        """See :class:`specmm.registry.Registry`."""
+        others = [family for family, one in self.families.items() if name in one.entries]
+        if name in self.entries or not others:
+            return super().get(name)
+        raise ValueError(
+            f"method {name!r} is for {' and '.join(others)}, not for {self.family}; choose from: "
+            f"{', '.join(sorted(self.entries))}"
+        )
 
 
 def make(registry: Registry, method: Any, **options: Any) -> Any:
@@ -216,12 +247,39 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
 
     Raises ``ValueError`` with a suggestion for a name or an option that is not known.
     """
-    kind = registry.get(method if isinstance(method, str) else method.name)
+    if isinstance(method, type) or not isinstance(getattr(method, "name", method), str):
+        raise ValueError(
+            "method must be a name, such as ar, or a method, such as specmm.methods.SJD(), "
+            f"got {shown(method)}"
+        )
+    own = isinstance(method, Composed) and method.name not in registry.entries
+    kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
     options = current_options(kind, options)
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
         raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
     return kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+
+
+def by_hand(
+    registry: Registry, method: Any, drafter: Own = None, tree: Own = None, rule: Own = None
+) -> Any:
+    """``method`` with the ``drafter``, ``tree`` and ``rule`` that are not None in place of its own;
+    method ``draft`` with them in place of one that drafts nothing.
+
+    Raises ``ValueError`` as :func:`make`, and for models whose methods choose none of them.
+    """
+    found = make(registry, method)
+    chosen = dict(drafter=drafter, tree=tree, rule=rule)
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if not given:
+        return found
+    if Draft.name not in registry.entries:
+        raise ValueError(
+            f"{next(iter(given))} must be None for models without a choice of drafter, tree and "
+            f"rule; choose a method: {', '.join(registry)}"
+        )
+    return make(registry, found if found.drafts else Draft.name, **given)
 
 
 def current_option(kind: type[Any], option: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import ImageOps
 
-from specmm.image_ar.shared import class_ids
+from specmm.image_ar.calls import class_ids
 from specmm.metrics.inputs import SUFFIXES
 from specmm.vlm.pictures import open_image
 

@@ -23,7 +23,9 @@ from specmm.zoo import card
 METHODS = "ar,speculative,lantern++"
 FAVOURITES = ("face-smiling", "heart", "food-fruit", "country-flag")
 COLUMNS = ("method", "s/picture", "speed-up", "tau", "log-lik", "FID", "KID", "certificate")
-BENCH = ("method", "s/picture", "speed-up", "tau", "host", "ideal", "log-lik", "certificate")
+BENCH = ("speed-up", "quartiles", "tau", "host", "ideal")
+PICTURES = ("method", "s/picture", *BENCH, "log-lik", "certificate")
+TEXTS = ("method", "ms/token", *BENCH, "certificate")
 SCALE = 96  # pixels of a picture's side
 GAP = 4  # pixels between pictures
 LABEL = 170  # pixels of the column of labels
@@ -110,7 +112,9 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     return {
         "method": row["label"],
         "s/picture": f"{row['seconds_per_picture']:.3f}",
+        "ms/token": f"{1000 * row['seconds_per_token']:.2f}",
         "speed-up": f"{row['speedup']:.2f}x",
+        "quartiles": "{:.2f}-{:.2f}".format(*row["quartiles"]),
         "tau": f"{row['tau']:.2f}",
         "host": f"{row['host_overhead']:.0%}",
         "ideal": f"{row['ideal']:.2f}x",

@@ -2,31 +2,139 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
+from specmm import methods
+from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
+from specmm.decode import decode
 from specmm.hardware import LARGE, choose_dtype
-from specmm.runs.run import Place, open_model
+from specmm.hf.drafting import row_uniforms
+from specmm.outside import DraftRequest, make_drafter, of_others
+from specmm.randomness import Uniforms
+from specmm.runs.run import Kind, Place, label, open_model, place_of
+from specmm.shape.sequoia import best_tree
+from specmm.shape.trees import spine
+from specmm.tree import TreeShape
+from specmm.verify import Recursive
 
 if TYPE_CHECKING:
     from specmm.runs.run import Images
 
+LEVELS = 6  # of the spine on which a drafter's acceptance is measured
+ROOM = 48  # tokens of text that measuring needs
+SIZES = (2, 3, 4, 6, 8, 12)  # nodes of the trees that are compared, with the root
 Planned = tuple[dict[str, Any], list[str]]
 
 
-def plan_model(model: str, batch: int, cfg: float | None, place: Place) -> Planned:
-    """What is planned for ``model``, ``batch`` pictures at a time.
+def plan_model(
+    model: str,
+    batch: int,
+    cfg: float | None,
+    place: Place,
+    drafter: str | None = None,
+    prompt: str | None = None,
+    **wanted: Any,
+) -> Planned:
+    """What is planned for ``model``, ``batch`` pictures at a time, ``wanted`` so (height, width);
+    for a ``drafter`` in a folder, or for one of one's own by name.
 
     Raises ``ValueError`` for a model of continuous tokens, for which there is nothing to plan.
     """
-    pipe = open_model("images", model, place)
+    own = drafter is not None and of_others(drafter)
+    pipe = open_model("images", model, place, drafter=None if own else drafter)
     if pipe.plans is None:
         raise ValueError(f"model must be one of tokens or of scales to be planned, got {model}")
-    target = pipe.target(cfg=cfg)
-    if pipe.plans == "trees":
+    target = pipe.measured(cfg, prompt, **wanted)
+    if pipe.plans == "scales":
+        return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
+    if not own:
         return _trees(pipe, model, batch, target)
-    return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
+    uniforms = Uniforms.from_seeds(range(batch))
+    asked = Asked(target, target.any_prompt(batch), target.length, uniforms, target.processor)
+    return _made(model, batch, place_of(pipe.transformer), *_own(drafter, asked))
+
+
+def plan_language(
+    model: str, asked: Sequence[Any], place: Place, drafter: str | None, **options: Any
+) -> Planned:
+    """What method ``auto`` measures and takes to continue the texts ``asked``, or to answer pairs
+    of a picture and a question; or the plan of a ``drafter`` of one's own.
+    """
+    kind: Kind = "text" if isinstance(asked[0], str) else "questions"
+    pipe = open_model(kind, model, place, "auto" if drafter is None else None, drafter)
+    given = (list(asked),) if kind == "text" else tuple(map(list, zip(*asked, strict=True)))
+    facts = place_of(pipe.model)
+    if drafter is not None and of_others(drafter):
+        target, prompt = pipe.prepared(*given, **options)
+        text = Asked(target, prompt, ROOM, row_uniforms(prompt), target.processor)
+        return _made(model, len(asked), facts, *_own(drafter, text))
+    said = pipe.planned(*given, **options)
+    made = [(str(key[0]), plan) for key, plan in pipe.plans.items()]
+    return _made(model, len(asked), facts, said, made)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is measured on: ``length`` tokens of ``target`` after ``prompt``."""
+
+    target: Any
+    prompt: Any
+    length: int
+    uniforms: Uniforms
+    processor: Any
+
+
+def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
+    """The tree of a ``drafter`` of one's own that should be fastest, and its plan.
+
+    Its acceptance by level and rank is measured first, on a wide spine.
+    """
+    target = asked.target
+    chains = bool(getattr(getattr(target, "family", None), "chains_only", False))
+    sampled = not asked.processor.greedy
+
+    def drafter_of(shape: TreeShape) -> Any:
+        return make_drafter(drafter, target, DraftRequest(shape, sampled, "distinct"))
+
+    levels = min(LEVELS, asked.length // 4)
+    shape = spine((1,) * levels if chains else WIDEST[:levels], target.device)
+    first = drafter_of(shape)
+    if first.max_nodes != shape.size:
+        raise ValueError(
+            f"drafter {drafter} must draft the tree it is asked for to be planned, got "
+            f"{first.max_nodes} nodes for {shape.size}; specmm bench measures it as it is"
+        )
+    counter = AcceptanceCounter(first, shape)
+    for _ in decode(target, counter, Recursive(), asked.prompt, asked.length, asked.uniforms):
+        pass
+    acceptance = counter.table()
+    trees = (best_tree(acceptance, nodes, levels)[0] for nodes in SIZES)
+    shapes = list({tree.size: tree for tree in trees}.values())  # what is never kept adds no node
+    made = planned(
+        target, drafter_of, shapes, Recursive(), asked.prompt, asked.uniforms, acceptance
+    )
+    tree = None if made.shape is None else tuple(made.shape.parents[0].tolist())
+    chosen = methods.AR() if tree is None else methods.Draft(drafter, tree)
+    return f"{label(chosen)} ({made.reason})", [(str(drafter), made)]
+
+
+def _made(
+    model: str, batch: int, facts: dict[str, str], said: str, made: Sequence[tuple[str, Plan]]
+) -> Planned:
+    """A record of the plans ``made`` by drafter, and of what is taken, as ``said``."""
+    threads = torch.get_num_threads()
+    found: dict[str, Any] = {"model": model, "batch": batch, **facts, "threads": threads}
+    found |= {"choice": said.removeprefix("auto: "), "plans": []}
+    lines = [f"{model}, {batch} at a time, {facts['dtype']}, {threads} threads"]
+    for name, one in made:
+        found["plans"].append({"of": name, **_record(one)})
+        lines += [f"{name}:", *(f"  {line}" for line in _lines(one))]
+    return found, [*lines, f"choice  {found['choice']}"]
 
 
 def plan_published(
@@ -34,7 +142,7 @@ def plan_published(
 ) -> Planned:
     """CoDe by N for VARs of two published depths, without weights and without the tokenizer."""
     from specmm.image_ar.scales.sampling import Sampling
-    from specmm.image_ar.scales.tuning import plan_of_sizes
+    from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
     from specmm.image_ar.scales.var import check_published, published
 
     check_published(large, small, resolution)
@@ -46,7 +154,9 @@ def plan_published(
     sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
     pair = published(large, resolution), published(small, resolution)
     title = f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only"
-    return _by_n(title, batch, dtype, plan_of_sizes(*pair, batch, sampling, dtype))
+    with tqdm(total=CALIBRATION, unit="run", disable=None, leave=False) as bar:
+        made = plan_of_sizes(*pair, batch, sampling, dtype, bar.update)
+    return _by_n(title, batch, dtype, made)
 
 
 def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:
@@ -66,33 +176,42 @@ def _trees(pipe: Images, model: str, batch: int, target: Any) -> Planned:
         "batch": batch,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "costs": None,
         "choice": choose_method(target, pipe.parts, batch).name,
+        **_record(made),
+    }
+    lines = [f"{model}, {batch} at a time, {found['dtype']}, {found['threads']} threads"]
+    lines += _lines(made, f"{found['choice']}: ")
+    return found, lines
+
+
+def _record(made: Plan) -> dict[str, Any]:
+    """A plan for JSON."""
+    cost = made.costs
+    parts = ("step", "host", "draft", "verify")
+    return {
+        "costs": None if cost is None else {name: getattr(cost, name) for name in parts},
         "parents": None if made.shape is None else made.shape.parents[0].tolist(),
         "tau": made.expected_tau,
         "speedup": made.expected_speedup,
         "reason": made.reason,
     }
-    lines = [f"{model}, {batch} at a time, {found['dtype']}, {found['threads']} threads"]
+
+
+def _lines(made: Plan, chosen: str = "") -> list[str]:
+    """A plan for people; ``chosen`` is put before its reason."""
+    lines = []
     if made.costs is not None:
         cost = made.costs
-        found["costs"] = {
-            "step": cost.step,
-            "host": cost.host,
-            "draft": cost.draft,
-            "verify": cost.verify,
-        }
         lines += [
             f"plain step  {1000 * cost.step:.2f} ms, host {1000 * cost.host:.2f} ms a round",
             f"draft       {_row(cost.draft, 'levels')}",
             f"verify      {_row(cost.verify, 'nodes')}",
         ]
-    lines.append(f"choice      {found['choice']}: {made.reason}")
+    lines.append(f"choice      {chosen}{made.reason}")
     if made.shape is not None:
-        lines.append(
-            f"tree        parents {found['parents']}, tau {made.expected_tau:.2f} expected"
-        )
-    return found, lines
+        parents = made.shape.parents[0].tolist()
+        lines.append(f"tree        parents {parents}, tau {made.expected_tau:.2f} expected")
+    return lines
 
 
 def _row(seconds: Any, unit: str) -> str:

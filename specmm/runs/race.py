@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,44 +16,70 @@ from PIL import Image
 from tqdm import tqdm
 
 from specmm import methods
+from specmm.hf.drafting import KINDS
 from specmm.runs.run import label, place_of
-from specmm.stats import Certificate, Stats, merged_certificate
+from specmm.stats import Certificate, Stats, merged_certificate, quartiles, speedup
 
 if TYPE_CHECKING:
-    from specmm.image_ar.shared import ImageOutput
+    from specmm.hf.running import Pipeline
     from specmm.runs.run import Images
 
 T = TypeVar("T")
 Classes = Sequence[str | int]
+Call = Callable[[Any, Any, int], Any]
+"""What a pipeline gives for a method, a round's inputs and a seed."""
 
 
 @dataclass
 class Lane:
-    """One method and what its runs gave: wall seconds of each, summed stats, pictures, tokens."""
+    """One method and what its runs gave: seconds and tokens of each, stats of all, pictures."""
 
-    method: methods.Method
+    method: Any
     stats: Stats = field(default_factory=Stats)
     seconds: list[float] = field(default_factory=list)
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)
-    tokens: list[torch.Tensor] = field(default_factory=list)
+    tokens: list[Any] = field(default_factory=list)
+
+    @property
+    def each(self) -> list[float]:
+        """Seconds a token of each run: texts of one prompt may have different lengths."""
+        counts = [sum(row.numel() for row in tokens) for tokens in self.tokens]
+        return [s / count for s, count in zip(self.seconds, counts, strict=True)]
 
 
 def race(
-    pipe: Images, contenders: Sequence[methods.Method], rounds: Sequence[Classes], seed: int
+    pipe: Images,
+    contenders: Sequence[methods.Method],
+    rounds: Sequence[Classes],
+    seed: int,
+    **wanted: Any,
 ) -> list[Lane]:
     """Every method draws every round's classes or prompts with the same seeds, in rotating order.
 
-    Each first draws one batch that is not counted, so that caches, plans and memory are ready.
+    ``wanted`` says what pictures are like: height and width, where a model draws several sizes.
+    """
+
+    def draw(method: Any, classes: Classes, seed: int) -> Any:
+        options = dict(generator=torch.Generator().manual_seed(seed), batch_size=len(classes))
+        return pipe(**{pipe.takes: list(classes)}, method=method, **options, **wanted)
+
+    return raced(draw, contenders, rounds, seed)
+
+
+def raced(call: Call, contenders: Sequence[Any], rounds: Sequence[Any], seed: int) -> list[Lane]:
+    """As :func:`race`, by whatever ``call``.
+
+    Each first runs one round that is not counted, so that caches, plans and memory are ready.
     """
     lanes = [Lane(method) for method in contenders]
     with tqdm(total=len(lanes) * (len(rounds) + 1), unit="run", disable=None, leave=False) as bar:
         for lane in lanes:
-            _draw(pipe, lane.method, rounds[0], seed)
+            call(lane.method, rounds[0], seed)
             bar.update()
-        for i, classes in enumerate(rounds):
+        for i, asked in enumerate(rounds):
             for lane in in_turn(lanes, i):
-                _once(pipe, lane, classes, seed + i)
+                _once(call, lane, asked, seed + i)
                 bar.update()
     return lanes
 
@@ -64,25 +90,20 @@ def in_turn(contenders: Sequence[T], i: int) -> list[T]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def _once(pipe: Images, lane: Lane, classes: Classes, seed: int) -> None:
+def _once(call: Call, lane: Lane, asked: Any, seed: int) -> None:
     start = time.perf_counter()
-    out = _draw(pipe, lane.method, classes, seed)
+    out = call(lane.method, asked, seed)
     lane.seconds.append(time.perf_counter() - start)
     lane.stats.add(out.stats)
-    lane.certificates.append((out.certificate, out.tokens.numel()))
-    lane.images += out.images
+    lane.certificates.append((out.certificate, sum(row.numel() for row in out.tokens)))
+    lane.images += getattr(out, "images", [])
     lane.tokens.append(out.tokens)
-
-
-def _draw(pipe: Images, method: methods.Method, classes: Classes, seed: int) -> ImageOutput:
-    generator = torch.Generator().manual_seed(seed)
-    options = dict(generator=generator, method=method, batch_size=len(classes))
-    return pipe(**{pipe.takes: list(classes)}, **options)
 
 
 def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
     """A lane next to plain decoding; seconds are medians of whole calls, pixels included.
 
+    ``speedup`` compares seconds a token, and ``quartiles`` are of its ratios run by run.
     ``ideal`` is the speed-up of the token loop without host overhead: plain decoding's seconds a
     token times the tokens, over the seconds of their draft and verify forwards.
     """
@@ -99,8 +120,10 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
         "runs": len(lane.seconds),
         "seconds": median,
         "seconds_per_picture": median / batch,
+        "seconds_per_token": statistics.median(lane.each),
         "baseline_seconds": baseline,
-        "speedup": baseline / median,
+        "speedup": speedup(plain.each, lane.each),
+        "quartiles": quartiles(plain.each, lane.each),
         "tokens": stats.tokens,
         "rounds": stats.rounds,
         "tau": stats.tau,
@@ -138,9 +161,10 @@ def measure(
     runs: int,
     seed: int,
     prompts: Sequence[str] = (),
+    **wanted: Any,
 ) -> list[dict[str, Any]]:
     """Plain decoding and ``contenders``, ``runs`` batches of classes or ``prompts`` in turn each: a
-    row for each method.
+    row for each method. ``wanted`` as for :func:`race`.
 
     Raises ``ValueError`` for a model that draws from prompts without any, and for prompts of one
     that draws classes.
@@ -148,15 +172,51 @@ def measure(
     if bool(prompts) != (pipe.takes == "prompt"):
         advice = "leave prompts out" if prompts else "give --prompt"
         raise ValueError(f"{model} draws from {pipe.takes}, {advice}")
-    plain = methods.AR()
+    for name in wanted.keys() - set(pipe.call_options):
+        raise ValueError(f"--{name} does not serve models such as {model}; leave it out")
     asked: Sequence[str | int] = prompts or range(pipe.transformer.config.num_classes)
-    rounds = [[asked[(i * batch + j) % len(asked)] for j in range(batch)] for i in range(runs)]
-    lanes = race(pipe, [plain, *(m for m in contenders if m != plain)], rounds, seed)
-    facts = {
-        "model": model,
-        "seed": seed,
-        **place_of(pipe.transformer),
-        "threads": torch.get_num_threads(),
-        "outputs": [],
-    }
+    rounds = _batches(asked, batch, runs)
+    lanes = race(pipe, _with_plain(contenders), rounds, seed, **wanted)
+    facts = _facts(model, seed, pipe.transformer) | wanted
     return [{**row, **facts} for row in summaries(pipe, lanes, rounds, batch)]
+
+
+def usual(pipe: Pipeline) -> list[Any]:
+    """The methods that a ``pipe`` of texts or answers has a drafter for, and prompt lookup."""
+    drafting = [name for name, kind in KINDS.items() if kind.make and not kind.drafterless]
+    found = [name for name in drafting if name in pipe.registry and pipe.drafters.has(name)]
+    return [methods.make(pipe.registry, name) for name in found]
+
+
+def measure_language(
+    pipe: Pipeline,
+    model: str,
+    call: Call,
+    contenders: Sequence[Any],
+    asked: Sequence[Any],
+    batch: int,
+    runs: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """As :func:`measure`, of what is ``asked`` of a model of texts or answers, by ``call``."""
+    lanes = raced(call, _with_plain(contenders), _batches(asked, batch, runs), seed)
+    facts = _facts(model, seed, pipe.model)
+    return [
+        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": None}, **facts}
+        for lane in lanes
+    ]
+
+
+def _with_plain(contenders: Sequence[Any]) -> list[Any]:
+    plain = methods.AR()
+    return [plain, *(method for method in contenders if method != plain)]
+
+
+def _batches(asked: Sequence[T], batch: int, runs: int) -> list[list[T]]:
+    """Batches of ``asked``, which begins again where it ends."""
+    return [[asked[(i * batch + j) % len(asked)] for j in range(batch)] for i in range(runs)]
+
+
+def _facts(model: str, seed: int, network: torch.nn.Module) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    return {"model": model, "seed": seed, **place_of(network), "threads": threads, "outputs": []}

@@ -21,13 +21,15 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from specmm import hardware, methods, zoo
+from specmm import methods, zoo
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
-from specmm.image_ar.pipeline import ImagePipeline, family_of, picture_type
+from specmm.hardware import Place as Place
+from specmm.hf.picture_models import draws_pictures, processes
+from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.randomness import sample_generators
-from specmm.registry import Registry, unknown
+from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -36,25 +38,8 @@ if TYPE_CHECKING:  # diffusers takes seconds to import
     Images = PicturePipeline[Any]  # of any family
 
 Kind = Literal["images", "questions", "text"]
-PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 # ---- models by name
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a model runs and in which dtype; None is the device's fastest."""
-
-    device: torch.device | str = "cpu"
-    dtype: torch.dtype | None = None
-
-    @staticmethod
-    def named(device: str = "cpu", dtype: str = "auto") -> Place:
-        """The place of these names.
-
-        Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
-        """
-        return Place(hardware.named_device(device), hardware.named_dtype(dtype))
 
 
 HERE = Place()
@@ -67,8 +52,16 @@ def place_of(network: nn.Module) -> dict[str, str]:
 
 
 def kinds_of(model: str) -> tuple[Kind, ...]:
-    """What a model is for; raises ``ValueError`` when it is neither a folder nor a pocket model."""
+    """What a model is for; a published one or a hub's is fetched to see it.
+
+    Raises ``ValueError`` for what is none of these, and for a folder of something else.
+    """
     folder = zoo.pocket_models().get(model, Path(model))
+    if not folder.exists() and not model.startswith("pocket/"):
+        entry = zoo.entry_of(model)
+        if entry is not None and entry.parts:
+            return ("images",)
+        folder = zoo.fetched(model)
     if (folder / zoo.PIPELINE).is_file():
         return ("images",)
     if (folder / zoo.PACKAGE).is_file():
@@ -77,11 +70,10 @@ def kinds_of(model: str) -> tuple[Kind, ...]:
         raise ValueError(
             f"model must be a folder or a pocket model, got {model!r}; specmm zoo lists them"
         )
-    processes = any((folder / name).is_file() for name in PROCESSORS)
-    if picture_type(folder) is not None:
-        return ("images", "questions") if processes else ("images",)
+    if draws_pictures(folder):
+        return ("images", "questions") if processes(folder) else ("images",)
     sees = "vision_config" in read_json(folder / zoo.TRANSFORMERS)
-    return ("questions",) if sees or processes else ("text",)
+    return ("questions",) if sees or processes(folder) else ("text",)
 
 
 def draws(model: str) -> bool:
@@ -131,12 +123,16 @@ def open_model(
         from diffusers.utils import logging
 
         logging.disable_progress_bar()
-        given = dict(torch_dtype=place.dtype, device=place.device, text_encoder=text_encoder)
         if drafter is not None and not family_of(model).takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
-        if drafter is not None:
-            given["drafter"] = drafter
-        pipe = ImagePipeline.from_pretrained(model, method=method, **given)
+        pipe = ImagePipeline.from_pretrained(
+            model,
+            method,
+            device=place.device,
+            dtype=place.dtype,
+            drafter=drafter,
+            text_encoder=text_encoder,
+        )
         pipe.set_progress_bar_config(disable=True)
         return pipe
     from specmm.text.pipeline import TextPipeline
@@ -188,7 +184,8 @@ def parse_methods(registry: Registry, text: str) -> list[Any]:
 def label(method: Any) -> str:
     """The name, and the options that are not the default ones."""
     values = {f.name: (getattr(method, f.name), f.default) for f in dataclasses.fields(method)}
-    changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    others = {name: value for name, (value, default) in values.items() if value != default}
+    changed = [f"{name}={_plain(value)}" for name, value in others.items()]
     return f"{method.name}({', '.join(changed)})" if changed else str(method.name)
 
 
@@ -240,7 +237,12 @@ def _tree(text: str) -> methods.TreeName:
 
 def _options(method: object) -> dict[str, object]:
     """The options of a method that are not None, for JSON."""
-    return {name: value for name, value in vars(method).items() if value is not None}
+    return {name: _plain(value) for name, value in vars(method).items() if value is not None}
+
+
+def _plain(value: object) -> object:
+    """``value``, or what to call an object of one's own."""
+    return value if isinstance(value, str | int | float | tuple | None) else name_of(value)
 
 
 # ---- answers and texts
@@ -347,7 +349,8 @@ def check(pipe: Images, run: PictureRun) -> None:
 
     Sampling options that were not given are set to the model's.
     """
-    from specmm.image_ar.shared import class_ids, with_options
+    from specmm.image_ar.calls import class_ids
+    from specmm.image_ar.shared import with_options
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
@@ -402,8 +405,11 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             for first in range(0, count, run.batch_size):
                 rows = range(first, min(first + run.batch_size, count))
                 own = source if method.one_generator else [generators[i] for i in rows]
-                _draw_batch(pipe, run, rows, method, own, callback)
-                bar.update(len(rows))
+                seen = callback
+                if callback is None and not bar.disable:  # for nobody else a callback costs time
+                    seen = _moving(bar, len(rows), pipe.steps(**run.wanted))
+                _draw_batch(pipe, run, rows, method, own, seen)
+                bar.update(len(run.outputs) - bar.n)
     except KeyboardInterrupt:
         run.interrupted = True
     except OSError as error:
@@ -411,6 +417,18 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             f"writing failed ({error.strerror or error}), make room or choose another --out; "
             f"{len(run.outputs)} of {count} pictures are in {run.out}"
         ) from error
+
+
+def _moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
+    """A callback that moves ``bar`` within ``rows`` pictures that are whole after ``steps``."""
+    before = bar.n
+
+    def moved(pipe: object, step: int, done: int, state: dict[str, Any]) -> dict[str, Any]:
+        bar.n = round(before + rows * done / steps, 1)
+        bar.update(0)
+        return state
+
+    return moved
 
 
 def _draw_batch(

@@ -3,7 +3,7 @@
 Trees of fixed shape do not depend on the tokens drawn, which the ratio rules need to be exact:
 published lists (LANTERN++, EAGLE-1; Medusa's ``tree_choices``), branching factors (SpecInfer, RSD),
 spines, chains, delayed trees. A new shape is a function to a :class:`specmm.tree.TreeShape` and an
-entry in :data:`TREES`.
+entry in :data:`OURS`; others register theirs (:func:`specmm.register`).
 
 Siblings are k tokens per parent drawn from the draft distribution q, together with the distribution
 each was drawn from, as the ratio rules need it (recursive rejection, K-SEQ, traversal). Without
@@ -16,22 +16,22 @@ as [B, P, V].
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from specmm.randomness import UniformSource, categorical
-from specmm.registry import parse_spec, unknown
+from specmm.registry import Open, parse_spec, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
 from specmm.tree import TreeShape
 
-Tree: TypeAlias = (
-    str | tuple[int, ...]
-)  # a name, parents (-1, 0, …), or children by level of a spine
+Tree: TypeAlias = str | tuple[int, ...] | TreeShape | Dynamic
+"""A name, parents (-1, 0, …), children by level of a spine, or a shape itself."""
 Siblings: TypeAlias = Literal["distinct", "independent", "likeliest and one"]
 Choices: TypeAlias = tuple[tuple[int, ...], ...]
 Device: TypeAlias = torch.device | str
@@ -113,6 +113,21 @@ class TreeKind:
     spelling: str
     what: str
 
+    @classmethod
+    def of_others(cls, name: str, make: Any) -> TreeKind:
+        """That of a function of others that makes a shape; raises ``ValueError`` for what is none.
+
+        It is given numbers and, by name, ``device``.
+        """
+        found = inspect.signature(make).parameters if callable(make) else {}
+        if "device" not in found:
+            raise ValueError(
+                "a tree must be made by a function of numbers and device, as fan(width, *, "
+                f"device='cpu'), got {name}"
+            )
+        spelling = f"{name}({', '.join(one for one in found if one != 'device')})"
+        return cls(make, spelling, (inspect.getdoc(make) or name).splitlines()[0])
+
 
 def _chain(length: int, *, device: Device) -> TreeShape:
     return TreeShape.chain(length, device)
@@ -130,7 +145,7 @@ def _dynamic(total: int = 24, depth: int = 4, top_k: int = 6, *, device: Device)
     return Dynamic(top_k, depth, total)
 
 
-TREES: Mapping[str, TreeKind] = {
+OURS: Mapping[str, TreeKind] = {
     "chain": TreeKind(_chain, "chain(6)", "one draft after the other"),
     "spine": TreeKind(_spine, "spine(3, 2, 2, 1)", "a chain with siblings, or plainly 3,2,2,1"),
     "branching": TreeKind(
@@ -145,6 +160,7 @@ TREES: Mapping[str, TreeKind] = {
         "EAGLE-2's dynamic tree, rebuilt every round",
     ),
 }
+TREES = Open("tree", OURS, TreeKind.of_others)
 
 
 def make_tree(
@@ -155,6 +171,8 @@ def make_tree(
     ``sequoia(n)`` is the best tree of n nodes for the drafter's ``acceptance`` by level and rank.
     Raises ``ValueError`` for a name or numbers that make no tree.
     """
+    if isinstance(tree, TreeShape | Dynamic):
+        return tree.to(device) if isinstance(tree, TreeShape) else tree
     if not isinstance(tree, str):
         is_parents = tree[:1] == (-1,)
         return TreeShape.from_parents(tree, device) if is_parents else spine(tree, device)
@@ -166,9 +184,12 @@ def make_tree(
     if name not in TREES:
         raise unknown("tree", name, [*TREES, "sequoia", *NAMED])
     try:
-        return TREES[name].make(*values, **options, device=device)
+        made = TREES[name].make(*values, **options, device=device)
     except TypeError as error:
         raise ValueError(f"a tree must read as {TREES[name].spelling}, got {tree!r}") from error
+    if not isinstance(made, TreeShape | Dynamic):
+        raise ValueError(f"tree {name} must make a TreeShape, got a {type(made).__name__}")
+    return made
 
 
 def _sequoia(device: Device, acceptance: Sequence[Sequence[float]], total: int = 12) -> TreeShape:

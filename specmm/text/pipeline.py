@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from specmm.autotune import Plan
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Progress
 from specmm.drafter import Drafter
-from specmm.hardware import choose_dtype, prepack
+from specmm.hardware import Place, prepack
 from specmm.hf.drafting import Assembly, Drafters, assemble, load_drafter
+from specmm.hf.options import CallOptions, Options, lists_options
+from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, find_target, load_target, use_tree_attention
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.running import (
-    Options,
     Pipeline,
     PromptBatch,
     RoundText,
@@ -35,9 +36,12 @@ from specmm.hf.running import (
 )
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget
+from specmm.kinds import texts_of
+from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
+from specmm.zoo import Source
 
 
 @dataclass
@@ -100,6 +104,7 @@ class TextPipeline(Pipeline):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
+        method, drafter = with_own(methods.TEXT, method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
@@ -112,34 +117,57 @@ class TextPipeline(Pipeline):
         name: str | Path,
         method: str | methods.TextMethod | None = None,
         drafter: object = None,
-        torch_dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        download: bool = False,
     ) -> TextPipeline:
-        """A pipeline of a folder, a pocket name or a hub id; the dtype defaults to this machine's
-        fastest.
+        """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
+        its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model; ``method`` None is the one that such a folder is for, and
-        plain decoding without one.
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
+        None is the one that it is for, and plain decoding without one. ``device_map``,
+        ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
+        and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
         """
+        method, drafter = with_own(methods.TEXT, method, drafter)
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
-        folder = find_target(name)
-        model, tokenizer = load_target(folder, torch_dtype)
-        size = sum(p.numel() for p in model.parameters())
-        model = model.to(device, torch_dtype or choose_dtype(size, device=device))
+        wanted = Place.named(device, dtype, torch_dtype)
+        source = Source(None, revision, cache_dir, download)
+        folder = find_target(name, source=source)
+        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+        model, tokenizer = load_target(folder, wanted.dtype, **placing.options)
+        model = placing.put(model)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
         return cls(model, tokenizer, resolved, drafter, folder, str(name))
 
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """See :class:`Pipeline`; compiled rounds are made anew."""
+        super().to(*args, **kwargs)
+        self.made.clear()
+        return self
+
     @in_its_turn(lambda pipe: pipe.model)
+    @lists_options(chat=False)
     def __call__(
-        self, prompts: str | Sequence[str], streamer: BaseStreamer | None = None, **options: Any
+        self,
+        prompts: str | Sequence[str],
+        streamer: BaseStreamer | None = None,
+        **options: Unpack[CallOptions],
     ) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths.
 
-        ``options`` are those of :class:`specmm.hf.running.Options`; ``chat`` is off unless given. A
+        ``options`` are those of :class:`specmm.hf.options.Options`; ``chat`` is off unless given. A
         text depends on its own random stream, not on the batch, but for auto's plan and, where
         uniforms are drawn, blocks cut by ``sure``. ``streamer`` gets a single text's ids, as
         transformers' do, but not the prompt's: leave its ``skip_prompt`` off. Raises
@@ -151,13 +179,17 @@ class TextPipeline(Pipeline):
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         return TextOutput(texts, tokens, end.stats, run.certificate(end), run.method, trace)
 
-    def stream(self, prompts: str | Sequence[str], **options: Any) -> Iterator[list[str]]:
+    @lists_options(chat=False)
+    def stream(
+        self, prompts: str | Sequence[str], **options: Unpack[CallOptions]
+    ) -> Iterator[list[str]]:
         """The new text of every row after each round; options as for a call."""
         for rows in self.rounds(prompts, apart=False, **options):
             yield [row.text for row in rows]
 
+    @lists_options(chat=False)
     def rounds(
-        self, prompts: str | Sequence[str], apart: bool = True, **options: Any
+        self, prompts: str | Sequence[str], apart: bool = True, **options: Unpack[CallOptions]
     ) -> Iterator[list[RoundText]]:
         """As ``stream``, with the number of tokens; accepted drafts are set ``apart``."""
 
@@ -166,9 +198,24 @@ class TextPipeline(Pipeline):
 
         yield from turns_of(self.model).each(found())
 
+    @in_its_turn(lambda pipe: pipe.model)
+    def planned(self, prompts: str | Sequence[str], **options: Any) -> str:
+        """What method ``auto`` takes for ``prompts``, and why; ``plans`` holds what it measured."""
+        given = Options.of({**options, "method": methods.Auto()}, chat=False)
+        return self._start(prompts, given)[0].method
+
+    def prepared(self, prompts: str | Sequence[str], **options: Any) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for ``prompts``, and these as it reads them, all at once."""
+        given = Options.of(options, chat=False)
+        target = VLMTarget(self.model, given.processor, self.name)
+        ids = self.encode(prompts, given.chat)
+        prompt = VLMPrompt({**padded(ids)}, given.max_new_tokens)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
+
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        given = texts_of("prompt", prompts)
         if not given or not all(given):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
@@ -189,9 +236,7 @@ class TextPipeline(Pipeline):
 
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Drafter | None]:
         """Prepare a batch, of which nothing runs yet, with its drafter."""
-        method = self.method
-        if options.method is not None:
-            method = methods.make(methods.TEXT, options.method)
+        method = options.chosen(methods.TEXT, self.method)
         target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
         ids = self.encode(prompts, options.chat)

@@ -10,17 +10,17 @@ Shape letters: B batch, N nodes, M nodes tested bottom-up, V vocabulary, D deepe
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.randomness import UniformSource, categorical
-from specmm.registry import named, parse_spec, unknown
+from specmm.registry import Open, name_of, named, parse_spec, unknown
 from specmm.shape.trees import Siblings
 from specmm.tree import DraftTree, TreeShape
 
@@ -179,16 +179,21 @@ def expected_tokens(shape: TreeShape, decisions: Decisions) -> Tensor:
     return (endings(shape, decisions) * (shape.depths + 1)).sum(1)
 
 
+RuleName: TypeAlias = str | Any
+"""A rule by name, as ``typical(epsilon=0.2)``, or one of others: an object or its class."""
+
+
 @dataclass(frozen=True)
 class RuleKind:
-    """An entry of :data:`RULES`: the rule's class as ``"module:name"``, and what drafts it needs.
+    """An entry of :data:`RULES`: the rule's class as ``"module:name"``, or a rule of others, and
+    what drafts it needs.
 
     ``siblings`` says how the siblings are drawn. None: drafts are the likeliest tokens, without
     probabilities. ``relaxed`` rules relax greedy decoding, too; those of ``codes`` ask which codes
-    of a picture's tokenizer are alike.
+    of a picture's tokenizer are alike. Classes of others may say these three of themselves.
     """
 
-    place: str
+    place: Any
     siblings: Siblings | None
     what: str
     relaxed: bool = False
@@ -197,8 +202,30 @@ class RuleKind:
 
     @property
     def rule(self) -> Any:
-        """The rule's class."""
-        return named(f"specmm.verify.{self.place}")
+        """The rule's class, or an object."""
+        return named(f"specmm.verify.{self.place}") if isinstance(self.place, str) else self.place
+
+    @classmethod
+    def of_others(cls, name: str, rule: Any) -> RuleKind:
+        """That of a ``rule`` that others wrote; raises ``ValueError`` for what is none."""
+        told = isinstance(getattr(rule, "exact", None), bool)
+        if not (told and callable(getattr(rule, "decisions", None))):
+            raise ValueError(
+                "rule must have decisions(tree, p, *, measure=False) and exact, True or False, "
+                f"got {name}; see specmm.verify.rule.Rule"
+            )
+        siblings = getattr(rule, "siblings", "distinct")
+        if siblings is not None and siblings not in get_args(Siblings):
+            raise unknown(f"way to draw siblings of rule {name}", siblings, get_args(Siblings))
+        made = rule if inspect.isclass(rule) else type(rule)
+        if not issubclass(made, Hashable):
+            raise ValueError(
+                f"rule {name} must be hashable, for calls share it, got a {made.__name__}; make it "
+                "a @dataclass(frozen=True)"
+            )
+        what = (inspect.getdoc(rule) or name).splitlines()[0]
+        flags = [bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes")]
+        return cls(rule, siblings, what, *flags)
 
 
 def _released(place: str, name: str) -> RuleKind:
@@ -208,8 +235,8 @@ def _released(place: str, name: str) -> RuleKind:
     return RuleKind(place, "distinct", what, relaxed=True, codes=True, preset=preset)
 
 
-# A new rule is a class with ``decisions`` and one entry here.
-RULES: Mapping[str, RuleKind] = {
+# A new rule of ours is a class with ``decisions`` and one entry here.
+OURS: Mapping[str, RuleKind] = {
     "recursive": RuleKind("exact:Recursive", "distinct", "siblings in turn, each with min(1, p/q)"),
     "specinfer": RuleKind(
         "exact:Recursive",
@@ -250,26 +277,34 @@ RULES: Mapping[str, RuleKind] = {
     ),
     "lantern++-release": _released("lantern:LanternPP", "lantern++"),
 }
+RULES = Open("rule", OURS, RuleKind.of_others)
 
 
-def rule_kind(spec: str) -> RuleKind:
-    """The entry of the rule that ``spec`` names; raises ``ValueError`` with a suggestion."""
+def rule_kind(spec: RuleName) -> RuleKind:
+    """The entry of the rule that ``spec`` names or is; raises ``ValueError`` with a suggestion."""
+    if not isinstance(spec, str):
+        return RuleKind.of_others(name_of(spec), spec)
     name, _, _ = parse_spec(spec)
     if name not in RULES:
         raise unknown("rule", name, RULES)
     return RULES[name]
 
 
-def make_rule(spec: str, **given: Any) -> Rule:
+def make_rule(spec: RuleName, **given: Any) -> Rule:
     """The rule of ``spec``, as ``typical(epsilon=0.2)``, with ``given`` what text cannot express.
 
     Raises ``ValueError`` for a name or an option that is not known.
     """
     kind = rule_kind(spec)
+    name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     rule = kind.rule
-    name, values, options = parse_spec(spec)
+    if not inspect.isclass(rule):
+        if values or options or given:
+            raise ValueError(f"rule {name} is made already and takes no options, got {spec}")
+        found: Rule = rule
+        return found
     hidden = {"name", "exact", *given, *kind.preset}
-    known = [field.name for field in dataclasses.fields(rule) if field.name not in hidden]
+    known = [option for option in inspect.signature(rule).parameters if option not in hidden]
     strange = [str(value) for value in values] + [key for key in options if key not in known]
     if strange:
         raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
@@ -277,6 +312,6 @@ def make_rule(spec: str, **given: Any) -> Rule:
     return made
 
 
-def is_exact(spec: str) -> bool:
-    """Whether the rule of ``spec`` keeps the target's distribution."""
+def is_exact(spec: RuleName) -> bool:
+    """Whether the rule of ``spec`` keeps the target's distribution, as far as it says so."""
     return bool(rule_kind(spec).rule.exact)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specmm.kinds import shown
 from specmm.registry import unknown
+from specmm.zoo.hub import Source as Source
+from specmm.zoo.hub import Wanted, check_release, fetch
+from specmm.zoo.published import Part, Published, linked_folder, published_models
+from specmm.zoo.published import entry_of as entry_of
 
 POCKET = Path(__file__).parent / "pocket"
 PIPELINE = "model_index.json"  # in the folder of an image model
 TRANSFORMERS = "config.json"  # in the folder of a transformers model
+SETTINGS = "settings.json"  # beside an image model, how it is usually run
 PACKAGE = "package.json"  # in the folder of a model whose weights come in a separate package
 
 
@@ -19,12 +27,20 @@ def pocket_models() -> dict[str, Path]:
     return {f"pocket/{f.parent.name}": f.parent for f in sorted(POCKET.glob("*/card.json"))}
 
 
-def find(name: str | Path, index: str = PIPELINE) -> Path:
-    """The folder of a model ``name``: a local folder, a pocket model, or a hub id, downloaded.
+USUAL = Source()
+LOCATED: dict[tuple[str, Source], Path] = {}  # what names led to, in this process
 
-    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has. Raises
-    ``ValueError`` if there is no such model.
+
+def find(name: str | Path, index: str = PIPELINE, source: Source = USUAL) -> Path:
+    """The folder of a model ``name``: a local folder, a pocket model, a published name or a hub
+    id, fetched as ``source`` says.
+
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a hub id's
+    ``revision`` comes from ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such
+    model.
     """
+    if not isinstance(name, str | Path):
+        raise ValueError(f"model must be a folder, a pocket name or a hub id, got {shown(name)}")
     folder = Path(name)
     if (folder / index).is_file():
         return folder
@@ -41,7 +57,60 @@ def find(name: str | Path, index: str = PIPELINE) -> Path:
         raise ValueError(
             f"{folder} must hold a {index}; give the folder that save_pretrained wrote"
         )
-    return _from_hub(str(name))
+    entry = entry_of(str(name), source.file)
+    if index == TRANSFORMERS and entry is not None and entry.parts:
+        raise ValueError(f"{name} draws pictures, this needs another kind; run: specmm generate")
+    return fetched(str(name), source)
+
+
+def fetched(name: str, source: Source = USUAL) -> Path:
+    """The folder of a published model or a hub's, fetched unless it is in the cache; see
+    :func:`find`.
+    """
+    key = (name, source)
+    if key not in LOCATED or not LOCATED[key].is_dir():
+        entry = entry_of(name, source.file)
+        if entry is not None and entry.parts:
+            LOCATED[key] = linked_folder(entry, files_of(entry, source))
+        else:
+            LOCATED[key] = _repository(name, entry, source)
+    return LOCATED[key]
+
+
+def files_of(
+    entry: Published, source: Source = USUAL, parts: Mapping[str, Part] | None = None
+) -> dict[str, Path]:
+    """The files of a model of several ``parts``, or of some of them, fetched.
+
+    Raises ``ValueError`` as :func:`specmm.zoo.hub.fetch`, and for parts that no hub has.
+    """
+    parts = entry.parts if parts is None else parts
+    for part in parts.values():
+        if part.address:
+            raise ValueError(
+                f"{entry.name} must be fetched by hand, no hub has its {part.file}: {part.address}"
+                f"; then run: specmm convert {part.file} FOLDER --like {entry.name}"
+            )
+    wanted = [Wanted(part.repository, (part.file,), part.revision) for part in parts.values()]
+    found = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
+    for place, part in parts.items():
+        check_release(found[place], part.file, "" if source.revision else part.sha256)
+    return {place: folder / parts[place].file for place, folder in found.items()}
+
+
+def _repository(name: str, entry: Published | None, source: Source) -> Path:
+    """The folder of a hub's whole repository; of a file's, which is not in the registry, none."""
+    if source.file is not None:
+        raise ValueError(
+            f"file must be one of a published repository (specmm zoo --published), got {name}; "
+            "fetch it yourself and run: specmm convert FILE FOLDER --like NAME"
+        )
+    if entry is None and "/" not in name:
+        known = [*pocket_models(), *published_models()]
+        if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+            raise unknown("model", name, known)
+    repository = name if entry is None else entry.repository
+    return fetch(name, [Wanted(repository)], source)[0]
 
 
 def card(name: str) -> dict[str, Any]:
@@ -51,15 +120,8 @@ def card(name: str) -> dict[str, Any]:
     return found
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        shipped = ", ".join(pocket_models())
-        raise ValueError(
-            f"model {name!r} is no folder, no pocket model ({shipped}) and could not be fetched "
-            f"from the hub ({type(error).__name__}); check the name or the network"
-        ) from error
+def classes(folder: Path) -> list[str]:
+    """The names of the classes that the image model in ``folder`` draws, by id; none for others."""
+    file = folder / SETTINGS
+    names: list[str] = json.loads(file.read_text()).get("classes", []) if file.is_file() else []
+    return names

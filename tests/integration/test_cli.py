@@ -286,9 +286,14 @@ def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     facts = {"data": "emoji", "licence": "CC-BY-4.0", "seed": 0, "metrics": {"quality": [row]}}
     (folder / "card.json").write_text(json.dumps(facts))
     monkeypatch.setattr(zoo, "POCKET", tmp_path)
-    text = run("zoo").stdout
+    head, line, listed, _ = run("zoo").stdout.splitlines()
+    assert listed.split()[0] == "pocket/some" and "CC-BY-4.0" in listed
+    assert head.split()[0] == "model" and set(line) == {"-", " "}
+    text = run("zoo", "pocket/some").stdout
     assert all(word in text for word in ("pocket/some", "MB", "emoji", "CC-BY-4.0", "fid 12.5"))
+    assert "face-smiling" in text and "by id from 0 to 4" in text
     assert run_json("zoo")[0]["name"] == "pocket/some"
+    assert run_json("zoo", "pocket/some")["metrics"]["quality"] == [row]
     assert "did you mean 'pocket/some'" in refused(
         "generate", "pocket/som", "--class", 0, "--out", tmp_path / "o"
     )

@@ -14,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from specmm.cli import app
+from specmm.hardware import choose_device
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.runs.run import Place
 
@@ -60,7 +61,20 @@ def test_the_dtype_is_chosen_for_the_device(name, monkeypatch):
 
 def test_names_of_places():
     assert Place.named("cpu", "bfloat16") == Place(torch.device("cpu"), torch.bfloat16)
-    assert Place.named() == Place(torch.device("cpu"), None)
+    assert Place.named() == Place.named("auto", "auto") == Place(torch.device("cpu"), None)
+    assert Place.named("cpu", torch_dtype="float16").dtype == torch.float16
+    for wrong in (torch.int8, "float3", {"transformer": torch.float16}):
+        with pytest.raises(ValueError, match="unknown dtype"):
+            Place.named("cpu", wrong)
+    with pytest.raises(ValueError, match="give dtype or torch_dtype, which mean the same"):
+        Place.named("cpu", "float16", torch.float16)
+
+
+def test_a_gpu_is_chosen_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device() == torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device() == torch.device("cpu")
 
 
 def commands(tiny: Path, text_folder: Path, out: Path) -> dict[str, list[str]]:

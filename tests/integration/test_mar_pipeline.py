@@ -124,9 +124,10 @@ def test_speculation_makes_fewer_head_calls(pipe):
 
 @pytest.mark.parametrize("method", VARIANTS, ids=lambda m: getattr(m, "variant", m.name))
 def test_a_picture_does_not_depend_on_its_batch(pipe, method):
-    together = pipe([0, 1, 2], generator=seeds(1, 2, 3), method=method, cfg=1.5, output_type="np")
+    given = dict(method=method, cfg=1.5, output_type="uint8")
+    together = pipe([0, 1, 2], generator=seeds(1, 2, 3), **given)
     for i in range(3):
-        alone = pipe([i], generator=seeds(i + 1), method=method, cfg=1.5, output_type="np")
+        alone = pipe([i], generator=seeds(i + 1), **given)
         torch.testing.assert_close(together.tokens[i : i + 1], alone.tokens, atol=1e-3, rtol=1e-3)
         assert np.abs(together.images[i].astype(int) - alone.images[0]).max() <= 1
     apart = pipe(
@@ -144,7 +145,7 @@ def test_a_picture_does_not_depend_on_its_batch(pipe, method):
 def test_half_precision(folder, method):
     half = MARPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
     half.set_progress_bar_config(disable=True)
-    out = half(["heart"], generator=seeds(1), method=method, cfg=2.0, output_type="np")
+    out = half(["heart"], generator=seeds(1), method=method, cfg=2.0, output_type="uint8")
     assert out.tokens.dtype == torch.float32 and out.images.shape == (1, 12, 12, 3)
 
 

@@ -100,6 +100,7 @@ def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"specmm"}
     assert {n for n in names if n.endswith(".py")} == sources((".py",), *FOLDERS)
+    assert "specmm/py.typed" in names
     for package in (
         "specmm/verify",
         "specmm/zoo",

@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import specmm
@@ -229,3 +230,46 @@ def test_jobs_of_prompts(squares, tmp_path):
     assert found.exit_code == 0, found.output
     pictures = sorted((tmp_path / "out").rglob("*.png"))
     assert len(pictures) == 2 and Image.open(pictures[0]).size == (12, 12)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
+    KINDS[name].save(tmp_path)
+    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert found["format"] == "picture model of transformers"
+    assert {"sjd", "speculative", "gsd", "self"} <= set(found["takes"]["draws"])
+    assert list(found["takes"]) == ["draws"] and "specmm generate" in found["use"]
+    assert any("need a block drafter" in note for note in found["notes"])
+    said = run("inspect", tmp_path).stdout
+    assert "  draws     by ar, sjd" in said and "vision-language" not in said
+
+
+def test_inspect_says_that_it_answers_and_when_it_only_writes(tmp_path):
+    KINDS["janus"].save(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert list(found["takes"]) == ["draws", "answers"] and "msd" in found["takes"]["answers"]
+    file = tmp_path / "model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if "generation" not in k}, file)
+    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert list(found["takes"]) == ["answers"] and "specmm ask" in found["use"]
+    assert "it does not draw" in found["notes"][0]
+
+
+def test_bench_and_plan_of_a_size_and_of_a_prompt(tmp_path):
+    KINDS["emu3"].save(tmp_path)
+    layout = ("--prompt", "a tree", "--height", 16, "--width", 32, "--json")
+    rows = run("bench", tmp_path, "--methods", "sjd", "-n", 1, *layout)
+    assert rows.exit_code == 0, rows.output
+    rows = json.loads(rows.stdout)
+    assert rows[0]["height"] == 16 and rows[0]["kind"] == "images"
+    usual = run("bench", tmp_path, "--methods", "sjd", "-n", 1, "--prompt", "a tree", "--json")
+    assert rows[0]["tokens"] != json.loads(usual.stdout)[0]["tokens"]
+    planned = run("plan", tmp_path, *layout)
+    assert planned.exit_code == 0 and json.loads(planned.stdout)["reason"], planned.output
+    for words, said in (
+        (("plan", tmp_path, "--height", 16), "give both height and width"),
+        (("plan", tmp_path, "--prompt", "a", "--prompt", "b"), "of one --prompt, got 2"),
+    ):
+        refused = run(*words)
+        assert refused.exit_code == 2 and said in refused.output

@@ -61,6 +61,10 @@ MISTAKES = [
     (dict(num_inference_steps=0), "num_inference_steps must be"),
 ]
 OF_CALLS = [  # what the command line cannot say
+    (dict(height="12", width=12), "height must be a whole number, got '12'"),
+    (dict(prompt=3), "prompt must be a text or a list of texts, got 3"),
+    (dict(prompt=["tree", None]), "prompt must be a text or a list of texts, got None"),
+    (dict(num_inference_steps="5"), "num_inference_steps must be"),
     (dict(negative_prompt=["blue", "red"]), "negative_prompt must be one text for all pictures"),
     (dict(method=methods.Draft("prompt-lookup", (2, 1))), "drafter prompt-lookup needs a chain"),
 ]

@@ -235,7 +235,7 @@ def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
         PROMPTS,
         method="sjd",
         generator=torch.Generator().manual_seed(0),
-        output_type="np",
+        output_type="uint8",
         **sized(kind),
         **given,
     )

@@ -93,6 +93,6 @@ def test_relaxed_greedy_decodes_and_says_so(pipe):
 
 
 def test_pictures_are_pictures(pipe):
-    out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0), output_type="np")
+    out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0), output_type="uint8")
     assert out.images.shape == (1, 48, 48, 3) and out.images.std() > 10
     assert out.images[0, 0].mean() > 200, "emoji stand on white"

@@ -31,7 +31,7 @@ def hearts(pipe):
     """One of each colour [3, H, W, 3] uint8."""
     seeds = [torch.Generator().manual_seed(i) for i in range(3)]
     texts = [f"a {colour} heart, flat" for colour in COLOURS]
-    return pipe(texts, generator=seeds, output_type="np").images
+    return pipe(texts, generator=seeds, output_type="uint8").images
 
 
 def test_greedy_pictures_are_those_of_generate(pipe):
@@ -67,7 +67,7 @@ def test_it_says_what_it_drew(pipe):
         "police officer, twemoji": "officer",
     }
     seeds = [torch.Generator().manual_seed(i) for i in range(3)]
-    drawn = pipe(list(things), generator=seeds, output_type="np").images
+    drawn = pipe(list(things), generator=seeds, output_type="uint8").images
     shown = [Image.fromarray(picture) for picture in drawn]
     said = vqa(shown, ["what is this?"] * 3, max_new_tokens=8, temperature=0).answers
     right = [word in answer for word, answer in zip(things.values(), said, strict=True)]

@@ -104,7 +104,7 @@ def test_a_continuous_picture_depends_on_its_seed_only(mar):
             generator=generators,
             method="cspd",
             num_iter=3,
-            output_type="np",
+            output_type="uint8",
         ).images
 
     both, alone = images(("heart", 7), (3, 8)), [images(one) for one in (("heart", 7), (3, 8))]

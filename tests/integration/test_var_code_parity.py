@@ -283,7 +283,7 @@ def test_code_seeded(code, pair, vqvae, n):
     pipe.set_progress_bar_config(disable=True)
     seeded, method = torch.Generator().manual_seed(42), CoDe(n, release=True)
     drawn = [
-        pipe(code.facts["labels"], generator=seeded, method=method, output_type="np")
+        pipe(code.facts["labels"], generator=seeded, method=method, output_type="uint8")
         for _ in range(2)
     ]
     wanted = torch.cat(code.scales(f"N{n}.stoch.idx"), dim=1)

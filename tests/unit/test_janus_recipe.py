@@ -178,7 +178,7 @@ def test_the_whole_recipe(pictures, tmp_path, monkeypatch, traced):
     assert set(found["held_out"]) == {"kinds", "styles"}
     pipe = specmm.ImagePipeline.from_pretrained(out / "model", method="sjd")
     assert (pipe.settings.cfg, pipe.settings.temperature) == (2.0, 0.7)
-    assert pipe("a red heart, flat", output_type="np").images.shape == (1, 96, 96, 3)
+    assert pipe("a red heart, flat", output_type="uint8").images.shape == (1, 96, 96, 3)
     vqa = specmm.VQAPipeline.from_pretrained(out / "model")
     shown = Image.fromarray(pictures.images[0])
     assert vqa([shown], ["what is this?"], max_new_tokens=3).answers

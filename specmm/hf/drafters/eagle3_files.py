@@ -32,6 +32,7 @@ from specmm.hf.drafters.files import (
     write_acceptance,
     write_model,
 )
+from specmm.mapped import WithoutWeights
 from specmm.registry import unknown
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -80,8 +81,11 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
     state = {_official(name): tensor for name, tensor in read_state(folder).items()}
     if facts.get("tie_word_embeddings") and EMBEDDINGS in state:
         state.setdefault(HEAD, state[EMBEDDINGS])
-    head = Eagle3Head(read_config(facts, state, file))
-    load_strict(head, _with_tables(state, head.config, folder), LEFTOVERS, folder)
+    config = read_config(facts, state, file)
+    with WithoutWeights():
+        head = Eagle3Head(config)
+    dtype = state["fc.weight"].dtype if "fc.weight" in state else None
+    load_strict(head, _with_tables(state, head.config, folder), LEFTOVERS, folder, dtype)
     head.acceptance = read_acceptance(file.parent)
     return cast(head, state["fc.weight"].dtype).eval()
 

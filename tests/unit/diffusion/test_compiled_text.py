@@ -13,8 +13,8 @@ from specmm import methods
 from specmm.compiled import CompiledRound, compiled
 from specmm.decode import ROOM, decode, decode_plain
 from specmm.hf.drafting import assemble
+from specmm.hf.options import Options
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.running import Options
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor

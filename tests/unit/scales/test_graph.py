@@ -50,7 +50,11 @@ def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
         tokens, sums = graph(labels, numbers)
     method = methods.CoDe(n) if n < 5 else methods.AR()
     wanted = pipe(
-        classes=labels.tolist(), generator=uniforms(3), method=method, output_type="np", **options
+        classes=labels.tolist(),
+        generator=uniforms(3),
+        method=method,
+        output_type="uint8",
+        **options,
     )
     assert torch.equal(tokens, wanted.tokens)
     assert (pipe.decode(sums).numpy() == wanted.images).all()

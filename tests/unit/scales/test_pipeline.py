@@ -23,7 +23,7 @@ def draw(pipe, method, classes=(3, "class7", 0), **options):
 
 
 def test_pictures(pipe):
-    out = draw(pipe, "ar", output_type="np", num_images_per_prompt=2)
+    out = draw(pipe, "ar", output_type="uint8", num_images_per_prompt=2)
     assert out.images.shape == (6, 12, 12, 3) and out.tokens.shape == (6, 66)
     assert out.certificate.kind == "exact" and out.method == "ar"
     assert out.stats.tokens == 6 * 66 and out.stats.rounds == 30 and out.stats.seconds > 0
@@ -199,7 +199,7 @@ def test_half_precision(pipe, tmp_path):
         and half.vae.quantize.embedding.weight.dtype == torch.float32
     )
     for method in ("ar", methods.CoDe(2), methods.ScaleSpeculative(2, 4)):
-        assert draw(half, method, output_type="np").images.shape == (3, 12, 12, 3)
+        assert draw(half, method, output_type="uint8").images.shape == (3, 12, 12, 3)
     with pytest.raises(ValueError, match="float16 must run on a GPU"):
         VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float16)
     with pytest.raises(ValueError, match="float16 must run on a GPU"):
@@ -238,7 +238,7 @@ def test_half_precision(pipe, tmp_path):
         (dict(method="cod"), "did you mean 'code'"),
         (dict(method="speculative", more_smooth=True), "more_smooth must be off"),
         (dict(method=methods.ScaleSpeculative(0)), "window must be at least 1"),
-        (dict(output_type="jpg"), "output_type must be"),
+        (dict(output_type="jpg"), "unknown output_type 'jpg'"),
     ],
 )
 def test_bad_options(pipe, options, message):

@@ -8,9 +8,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specmm
 from specmm.hf.families import Family
+from specmm.hf.placing import moved
 from specmm.runs.run import kinds_of
 from specmm.vlm.asking import Questions
-from specmm.vlm.loading import moved
 from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some
 from tests.noisy import noisy

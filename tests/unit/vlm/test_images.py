@@ -1,12 +1,18 @@
 """Pictures as people have them: the right colours, or a clear error."""
 
+import base64
+import functools
 import struct
+import threading
 import zlib
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from specmm.vlm.asking import Questions
 from specmm.vlm.pictures import open_image
 
 
@@ -87,3 +93,88 @@ def test_a_camera_held_upright():
 def test_a_picture_without_pixels():
     with pytest.raises(ValueError, match="got 0 x 5"):
         open_image(Image.new("RGB", (0, 5)))
+
+
+@pytest.fixture(scope="module")
+def pixels():
+    """Three colours that differ, [H, W, 3]."""
+    return np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+
+
+def layouts(pixels):
+    floats = pixels / 255.0
+    tensor = torch.from_numpy(pixels)
+    return {
+        "bytes": pixels,
+        "floats": floats,
+        "float32": floats.astype(np.float32),
+        "channels first": pixels.transpose(2, 0, 1),
+        "int64": pixels.astype(np.int64),
+        "tensor": tensor.permute(2, 0, 1),
+        "float tensor": tensor.permute(2, 0, 1) / 255,
+        "tensor, channels last": tensor,
+    }
+
+
+@pytest.mark.parametrize("layout", layouts(np.zeros((5, 7, 3), np.uint8)))
+def test_arrays_and_tensors(pixels, layout):
+    assert np.array_equal(np.asarray(open_image(layouts(pixels)[layout])), pixels)
+
+
+def test_grey_arrays_and_transparent_ones(pixels):
+    grey = pixels[:, :, 0]
+    for given in (grey, grey[:, :, None], torch.from_numpy(grey)[None]):
+        assert np.array_equal(np.asarray(open_image(given)), np.repeat(grey[:, :, None], 3, 2))
+    clear = np.concatenate([pixels, np.zeros_like(pixels[:, :, :1])], axis=2)
+    assert (np.asarray(open_image(clear)) == 255).all()
+
+
+def test_a_square_of_three_is_read_by_its_kind(pixels):
+    """Channels last for arrays, first for tensors."""
+    square = pixels[:3, :3]
+    assert np.array_equal(np.asarray(open_image(square)), square)
+    first = torch.from_numpy(square.transpose(2, 0, 1).copy())
+    assert np.array_equal(np.asarray(open_image(first)), square)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (np.zeros((5, 5, 2)), r"must have the shape .*, got \[5, 5, 2\]"),
+        (np.zeros(4), r"must have the shape .*, got \[4\]"),
+        (np.full((4, 4, 3), 7.0), "must hold floats from 0 to 1, got 7 to 7"),
+        (np.full((4, 4, 3), np.nan), "must hold floats from 0 to 1, got nan to nan"),
+        (torch.full((3, 4, 4), -1), "must hold integers from 0 to 255, got -1 to -1"),
+        (np.zeros((0, 5, 3), np.uint8), "must have 1 to"),
+        (3, "must be a file, an address, a PIL image, an array or a tensor, got 3"),
+        ("http://127.0.0.1:9/a.png", "picture http://127.0.0.1:9/a.png must be readable from here"),
+        ("data:image/png;base64,iVBORw0KGgo=", "data:image/png.* must be a picture"),
+    ],
+)
+def test_what_is_no_picture(wrong, said):
+    with pytest.raises(ValueError, match=said) as told:
+        open_image(wrong)
+    assert "\n" not in str(told.value)
+
+
+def test_addresses(tmp_path, pixels):
+    """Of a server of this machine, and within the address itself."""
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert np.array_equal(np.asarray(open_image(f"{address}/a.png")), pixels)
+        with pytest.raises(ValueError, match="must be readable from here, got HTTP Error 404"):
+            open_image(f"{address}/b.png")
+        server.shutdown()
+    packed = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    assert np.array_equal(np.asarray(open_image(f"data:image/png;base64,{packed}")), pixels)
+
+
+def test_pictures_of_one_array_are_told_apart(pixels):
+    two = np.stack([pixels, 255 - pixels])
+    single = Questions.of(two, "Which is darker?").pictures
+    assert [len(shown) for shown in single] == [2]
+    each = Questions.of(torch.from_numpy(two).permute(0, 3, 1, 2), ["What?", "And this?"]).pictures
+    assert [np.asarray(shown[0]).tolist() for shown in each] == two.tolist()

@@ -1,0 +1,122 @@
+"""What a call of an image pipeline is given, checked, and what it gives: in diffusers' words.
+
+Shape letters: N pictures, R pixels a side.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+
+from specmm.kinds import check_whole, shown
+from specmm.registry import unknown
+
+Classes: TypeAlias = str | int | Sequence[str | int] | Tensor | npt.NDArray[np.integer[Any]]
+Callback: TypeAlias = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
+Pictures: TypeAlias = list[Image.Image] | Any  # or an array or a tensor
+Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
+"""Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
+
+OUTPUT_TYPES = ("pil", "np", "pt", "uint8", "latent")
+TENSOR_INPUTS = ("tokens",)  # what callbacks may ask for
+
+
+def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) -> None:
+    """Raise ``ValueError`` for options that no pipeline supports."""
+    if output_type not in OUTPUT_TYPES:
+        raise unknown("output_type", output_type, OUTPUT_TYPES)
+    check_whole(batch_size=batch_size, num_images_per_prompt=num_images_per_prompt)
+    if batch_size < 1 or num_images_per_prompt < 1:
+        raise ValueError(
+            "batch_size and num_images_per_prompt must be at least 1, "
+            f"got {batch_size} and {num_images_per_prompt}"
+        )
+
+
+def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> Tell | None:
+    """``callback`` of diffusers' kind for ``pipe``, which sees the ``inputs`` it asks for (all).
+
+    Raises ``ValueError`` for what cannot be called, and for inputs that there are not.
+    """
+    if callback is None:
+        return None
+    if not callable(callback):
+        raise ValueError(
+            "callback_on_step_end must be a function of the pipeline, a round's number, the "
+            f"tokens so far and a dict, got {shown(callback)}"
+        )
+    chosen = getattr(callback, "tensor_inputs", TENSOR_INPUTS) if inputs is None else inputs
+    for name in chosen:
+        if name not in TENSOR_INPUTS:
+            raise unknown("callback_on_step_end_tensor_inputs", name, TENSOR_INPUTS)
+
+    def tell(round_: int, count: int, tensors: dict[str, Any]) -> None:
+        callback(pipe, round_, count, {name: tensors[name] for name in chosen})
+
+    return tell
+
+
+def listed(classes: Classes) -> list[Any]:
+    """One class or several as a list, of whatever they are."""
+    if isinstance(classes, Tensor | np.ndarray):
+        return list(np.atleast_1d(np.asarray(classes.tolist())).tolist())
+    if isinstance(classes, str) or not isinstance(classes, Sequence):
+        return [classes]
+    return list(classes)
+
+
+def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
+    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an
+    unknown one.
+    """
+    return [_class_id(item, names, count) for item in wanted]
+
+
+def _class_id(item: object, names: Sequence[str], count: int) -> int:
+    if isinstance(item, str) and not item.isdecimal():
+        if item not in names:
+            raise unknown("class", item, names)
+        return list(names).index(item)
+    try:
+        number = int(item) if isinstance(item, str) else operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"classes must be names or ids of classes, got {shown(item)}") from None
+    if not 0 <= number < count:
+        bound = "at least 0" if number < 0 else f"below {count}"
+        raise ValueError(f"class id must be {bound}, got {number}")
+    return number
+
+
+def labels_of(pipe: Any, wanted: Classes | None, repeats: int = 1) -> Tensor:
+    """Labels that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises ``ValueError``
+    for none and as :func:`class_ids`.
+    """
+    each = [] if wanted is None else listed(wanted)
+    if not each:
+        raise ValueError("classes must name at least one class, got none")
+    ids = class_ids(each, pipe.settings.classes, pipe.transformer.config.num_classes)
+    return torch.tensor(ids, device=pipe.device).repeat_interleave(repeats)
+
+
+def pictures_as(output_type: str, drawn: Sequence[Tensor], tokens: Tensor) -> Pictures:
+    """Pictures ``drawn`` [N, R, R, 3] uint8 in parts, as diffusers gives them: "pil" as images,
+    "np" float32 [N, R, R, 3] and "pt" float32 [N, 3, R, R] in [0, 1], "uint8" as arrays.
+
+    Of "latent", which has no pixels, the ``tokens``.
+    """
+    if output_type == "latent":
+        return tokens
+    pictures = torch.cat(list(drawn))
+    if output_type == "pt":
+        return pictures.permute(0, 3, 1, 2).float() / 255
+    array = pictures.cpu().numpy()
+    if output_type == "pil":
+        return [Image.fromarray(picture) for picture in array]
+    return array if output_type == "uint8" else array.astype(np.float32) / 255

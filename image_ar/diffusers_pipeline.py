@@ -1,0 +1,44 @@
+"""What diffusers runs to open a folder of ours: ``custom_pipeline=specmm.custom_pipeline``.
+
+>>> pipe = DiffusionPipeline.from_pretrained(
+...     folder, custom_pipeline=specmm.custom_pipeline, trust_remote_code=True
+... )
+
+diffusers copies this file and imports the copy, makes the only pipeline in it of the components
+that :meth:`FamilyPipeline.extract_init_dict` names, and loads each by its class, found by name in
+a module that is imported. The one component is the family's pipeline, which the user then gets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from specmm.image_ar.pipeline import ImagePipeline
+
+
+class FamilyPipeline(DiffusionPipeline, nn.Module):  # type: ignore[misc]  # modules get a dtype
+    """Stands for the pipeline of a model's family until the folder says which it is."""
+
+    def __new__(cls, opened: Any) -> Any:
+        """``opened`` itself."""
+        return opened
+
+    def __init__(self, opened: Any) -> None:
+        """Never runs: what ``__new__`` gives is another class's."""
+
+    @classmethod
+    def extract_init_dict(
+        cls, config_dict: dict[str, Any], **options: Any
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """The one component there is, and the options that nothing here takes."""
+        return {"opened": (cls.__module__, cls.__name__)}, options, {}
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, torch_dtype: torch.dtype | None = None) -> Any:
+        """The pipeline of a folder, as diffusers loads a component."""
+        return ImagePipeline.from_pretrained(folder, torch_dtype=torch_dtype)

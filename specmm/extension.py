@@ -1,0 +1,84 @@
+"""``specmm.register``: drafters, rules and trees of one's own by name, in every method that takes
+them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from specmm.methods import GENERATE, IMAGE_TOKENS
+from specmm.methods.base import DRAFTERS
+from specmm.outside import OTHERS
+from specmm.registry import REGISTERED, Open, unknown
+from specmm.shape.trees import NAMED, TREES
+from specmm.verify.rule import RULES
+
+T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z][\w.+-]*")
+OPEN: Mapping[str, Open[Any]] = {"drafter": OTHERS, "rule": RULES, "tree": TREES}
+TAKEN = {  # names of ours
+    "drafter": {*DRAFTERS, *GENERATE, *IMAGE_TOKENS, "any"},
+    "rule": {*RULES.own},
+    "tree": {*TREES.own, *NAMED, "sequoia"},
+}
+
+
+@overload
+def register(kind: str, name: str) -> Callable[[T], T]: ...
+@overload
+def register(kind: str, name: str, thing: T) -> T: ...
+def register(kind: str, name: str, thing: Any = None) -> Any:
+    """Make ``thing`` the ``kind`` ("drafter", "rule" or "tree") called ``name``, and return it.
+
+    Without a thing this decorates what follows. A name of one's own may be given anew, as when a
+    cell of a notebook is run again. Raises ``ValueError`` for another kind, a name of specmm's, and
+    for what is no such thing: see :mod:`specmm.outside`, :class:`specmm.verify.rule.Rule` and
+    :data:`specmm.shape.trees.OURS`.
+
+    >>> @specmm.register("tree", "fan")
+    ... def fan(width: int, *, device="cpu"):
+    ...     return TreeShape.from_parents([-1] + [0] * width, device)
+    >>> pipe(prompt, drafter="block", tree="fan(4)")
+    """
+    if kind not in OPEN:
+        raise unknown("kind of thing to register", kind, OPEN)
+    if not (isinstance(name, str) and NAME.fullmatch(name)):
+        raise ValueError(
+            f"name must be of letters, digits, '-', '_', '.' and '+' after a letter, got {name!r}"
+        )
+    if name in TAKEN[kind]:
+        raise ValueError(f"{kind} {name!r} is specmm's own; choose another name")
+
+    def keep(given: T) -> T:
+        OPEN[kind].entry(name, given)  # refuses what is none
+        REGISTERED[kind][name] = given
+        return given
+
+    return keep if thing is None else keep(thing)
+
+
+def load(place: str) -> None:
+    """Import ``place``, a Python file or a module's name, for what it registers.
+
+    Raises ``ValueError`` where there is none and where it fails.
+    """
+    file = Path(place)
+    try:
+        if file.suffix != ".py":
+            import_module(place)
+            return
+        spec = spec_from_file_location(file.stem, file)
+        assert spec is not None and spec.loader is not None, "files that end in .py have loaders"
+        module = module_from_spec(spec)
+        sys.modules[file.stem] = module  # as import does: dataclasses look their module up
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ValueError(
+            f"what is loaded must be a Python file or a module, got {place}: {error}"
+        ) from error

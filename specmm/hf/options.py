@@ -1,0 +1,153 @@
+"""Options of a call of a pipeline of questions or of text, and how ``help`` lists them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from specmm import methods
+from specmm.kinds import check_whole, shown
+from specmm.processors import Processor
+from specmm.randomness import sample_generators
+from specmm.registry import Registry, unknown
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class CallOptions(TypedDict, total=False):
+    """The options of a call for type checkers; what they do is said in :class:`Options`."""
+
+    max_new_tokens: int
+    method: Any
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    seed: int | Sequence[int] | None
+    generator: torch.Generator | Sequence[torch.Generator] | None
+    chat: bool
+    stop: str | Sequence[str]
+    batch_size: int
+    compiled: bool
+    drafter: Any
+    tree: Any
+    rule: Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
+    ``repetition_penalty`` 1 are off.
+
+    ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
+    is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
+    prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
+    many rows are answered at a time, and one that ends takes the next prompt, by methods that can
+    refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
+    ``torch.compile``, which are made at the first call of a method, batch and length. ``drafter``,
+    ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
+    :func:`specmm.register`).
+    """
+
+    max_new_tokens: int = 64
+    method: Any = None
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | Sequence[int] | None = None
+    generator: torch.Generator | Sequence[torch.Generator] | None = None
+    chat: bool = True
+    stop: str | Sequence[str] = ()
+    batch_size: int = 0
+    compiled: bool = False
+    drafter: Any = None
+    tree: Any = None
+    rule: Any = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **defaults: Any) -> Options:
+        """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
+        known = [f.name for f in dataclasses.fields(cls)]
+        for name in given.keys() - set(known):
+            raise unknown("option", name, known)
+        found = cls(**{**defaults, **given})
+        check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
+        if found.batch_size < 0:
+            raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
+        return found
+
+    def chosen(self, registry: Registry, usual: Any) -> Any:
+        """The method of these options, else the ``usual`` one, with what was chosen by hand."""
+        method = usual if self.method is None else self.method
+        return methods.by_hand(registry, method, self.drafter, self.tree, self.rule)
+
+    @property
+    def processor(self) -> Processor:
+        """From logits to distributions."""
+        penalty = self.repetition_penalty
+        return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=penalty)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end an answer; raises ``ValueError`` for an empty one."""
+        return stop_texts(self.stop)
+
+    def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
+        """One for each of ``count`` rows; raises ``ValueError`` for another number of seeds."""
+        if self.seed is not None and self.generator is not None:
+            raise ValueError("give seed or generator, not both")
+        many = isinstance(self.seed, Sequence) and not isinstance(self.seed, str)
+        seeds: Any = self.seed if many else [self.seed]
+        if not all(isinstance(seed, Integral | None) for seed in seeds):
+            raise ValueError(
+                f"seed must be a whole number or a list of them, got {shown(self.seed)}"
+            )
+        if isinstance(self.seed, Sequence):
+            if len(self.seed) != count:
+                raise ValueError(
+                    f"seed must be one or one for each of the {count} rows, got {len(self.seed)}"
+                )
+            return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
+        seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+        return sample_generators(seeded or self.generator, count, device)
+
+
+def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """One text or several as several; raises ``ValueError`` for an empty one."""
+    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(found):
+        raise ValueError(
+            "stop must be texts of one letter at least, got an empty one; leave it out"
+        )
+    return found
+
+
+def lists_options(**defaults: object) -> Callable[[F], F]:
+    """Decorate a function that takes ``**options`` of a call, so that ``help`` lists them.
+
+    ``defaults`` are those that it has otherwise.
+    """
+
+    def decorate(function: F) -> F:
+        found = inspect.signature(function)
+        own = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        listed = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(field.name, field.default),
+                annotation=field.type,
+            )
+            for field in dataclasses.fields(Options)
+        ]
+        function.__signature__ = found.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        return function
+
+    return decorate

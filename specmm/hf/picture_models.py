@@ -1,0 +1,56 @@
+"""Which models of transformers draw pictures, as their folders say; each is described in a module
+of its own (:class:`specmm.hf.picture_tokens.PictureModel`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmm import zoo
+from specmm.checkpoints import read_json
+from specmm.registry import named
+
+if TYPE_CHECKING:
+    from specmm.hf.picture_tokens import PictureModel
+
+PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
+    "chameleon": "specmm.hf.chameleon:CHAMELEON",
+    "emu3": "specmm.hf.emu3:EMU3",
+    "glm_image": "specmm.hf.glm_image:GLM_IMAGE",
+    "janus": "specmm.hf.janus:JANUS",
+}
+PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
+
+
+def draws_pictures(folder: Path) -> bool:
+    """Whether :func:`picture_type` finds a description, without importing it."""
+    return _type(folder) in PICTURE_MODELS
+
+
+def picture_type(folder: Path) -> PictureModel | None:
+    """The description of the model of transformers in ``folder``, where it is one that draws, or a
+    pipeline of diffusers around one.
+    """
+    kind = _type(folder)
+    if kind not in PICTURE_MODELS:
+        return None
+    facts: PictureModel = named(PICTURE_MODELS[kind])
+    return facts
+
+
+def processes(folder: Path) -> bool:
+    """Whether a processor of pictures is beside the model."""
+    return any((folder / name).is_file() for name in PROCESSORS)
+
+
+def _type(folder: Path) -> Any:
+    kind = _value(folder / zoo.TRANSFORMERS, "model_type")
+    if kind is not None:
+        return kind
+    return PICTURE_PIPELINES.get(str(_value(folder / zoo.PIPELINE, "_class_name")))
+
+
+def _value(file: Path, key: str) -> Any:
+    return read_json(file).get(key) if file.is_file() else None

@@ -1,0 +1,103 @@
+"""How a model of transformers is loaded: on which device, in which dtype, by whose map, and
+quantised or not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specmm import zoo
+from specmm.checkpoints import read_json
+from specmm.hardware import Place, choose_dtype
+from specmm.kinds import shown
+
+ELSEWHERE = ("cpu", "disk", "meta")  # where accelerate keeps weights until a layer runs
+
+
+def moved(model: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
+    """``model`` on ``device`` in ``dtype``; its complex numbers stay, of which a cast keeps the
+    real part only (Llama 4's vision tower turns by such).
+    """
+    kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")
+        model = model.to(device, dtype)
+    for name, buffer in kept.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer.to(device))
+    return model
+
+
+def is_quantised(model: Any) -> bool:
+    """Whether a quantiser of transformers made ``model``'s weights."""
+    return getattr(model, "hf_quantizer", None) is not None
+
+
+@dataclass(frozen=True)
+class Placing:
+    """A ``place``, and further ``options`` of transformers' ``from_pretrained``."""
+
+    place: Place
+    options: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        place: Place,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+    ) -> Placing:
+        """That of the model in ``folder``; a quantised one is loaded where it runs.
+
+        Raises ``ValueError`` for a quantisation that is no config.
+        """
+        if quantization_config is not None and not hasattr(quantization_config, "to_dict"):
+            raise ValueError(
+                "quantization_config must be a config of transformers, such as TorchAoConfig or "
+                f"BitsAndBytesConfig, got {shown(quantization_config)}"
+            )
+        file = folder / zoo.TRANSFORMERS
+        quantised = quantization_config is not None or (
+            file.is_file() and "quantization_config" in read_json(file)
+        )
+        if quantised and device_map is None and place.where.type != "cpu":
+            device_map = {"": str(place.where)}
+        given = dict(
+            device_map=device_map, quantization_config=quantization_config, variant=variant
+        )
+        return cls(place, {name: value for name, value in given.items() if value is not None})
+
+    @property
+    def dtype(self) -> torch.dtype | str:
+        """What is loaded: the wanted dtype, or that of the files."""
+        return self.place.dtype or "auto"
+
+    def put(self, model: Any) -> Any:
+        """``model`` where it runs, in the dtype that is wanted or is the fastest there.
+
+        One that a map or a quantiser has placed stays. Raises ``ValueError`` for one on several
+        devices: keys and values are kept on one.
+        """
+        if "device_map" in self.options or is_quantised(model):
+            _check_one_device(model)
+            return model
+        device = self.place.where
+        size = sum(p.numel() for p in model.parameters())
+        return moved(model, device, self.place.dtype or choose_dtype(size, device=device))
+
+
+def _check_one_device(model: Any) -> None:
+    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
+    if len(places - {*ELSEWHERE}) > 1:
+        raise ValueError(
+            "device_map must leave the whole model on one device, got "
+            f"{', '.join(sorted(places))}; give device_map='cuda:0', or a quantization_config "
+            "where it does not fit"
+        )

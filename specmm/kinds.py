@@ -1,0 +1,54 @@
+"""Arguments of a wrong kind, told in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+
+def shown(value: object) -> str:
+    """``value`` as an error names it: numbers and short texts themselves, others by their kind."""
+    if value is None or (isinstance(value, str | int | float) and len(repr(value)) <= 60):
+        return repr(value)
+    if isinstance(value, type):
+        return repr(value)
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def check_numbers(**values: object) -> None:
+    """Raise ``ValueError`` naming the first of ``values`` that is not a number."""
+    for name, value in values.items():
+        if not isinstance(value, Real):
+            raise ValueError(f"{name} must be a number, got {shown(value)}")
+
+
+def check_whole(**values: object) -> None:
+    """Raise ``ValueError`` naming the first of ``values`` that is not a whole number."""
+    for name, value in values.items():
+        if not isinstance(value, Integral):
+            raise ValueError(f"{name} must be a whole number, got {shown(value)}")
+
+
+def texts_of(name: str, given: object) -> list[str]:
+    """One text or several, an argument called ``name``, as a list.
+
+    Raises ``ValueError`` for what is no text.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
+    for text in found:
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be a text or a list of texts, got {shown(text)}")
+    return found
+
+
+def either(name: str, value: Any, other: str, same: Any) -> Any:
+    """What is given of an option ``name`` that is also called ``other``.
+
+    Raises ``ValueError`` when both are.
+    """
+    if value is not None and same is not None:
+        raise ValueError(f"give {name} or {other}, which mean the same, got both")
+    return same if value is None else value

@@ -1,0 +1,121 @@
+"""Models that take the memory of their weights and no more while they are read from a file.
+
+A checkpoint is mapped, not read: its tensors cost nothing until they are touched. A module is made
+without weights, then filled tensor by tensor in the dtype that is wanted; the pages of a tensor
+that has been copied go back to the system. The copies lie where PyTorch aligns them, so that
+products do not depend on where a file has its tensors, and the file may be overwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# A dtype, or which one suits a model of so many parameters
+DtypeChoice = torch.dtype | Callable[[int], torch.dtype]
+MAPPED = "_specmm_mapped"  # on tensors whose memory is a file's
+MAPS = Path("/proc/self/maps")
+UNUSED = 4  # MADV_DONTNEED: private pages that were only read are the file's again
+META = torch.device("meta")
+
+
+class WithoutWeights(TorchFunctionMode):
+    """Within it modules are made whose weights are on the meta device.
+
+    Only what ``torch.empty`` makes is left out, as layers make their weights; tables that are
+    computed, such as rotary angles, are there.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.empty and given.get("device") is None:
+            given["device"] = META
+        return func(*args, **given)
+
+
+def unfilled(module: nn.Module) -> bool:
+    """Whether ``module`` was made without weights."""
+    return any(weight.device == META for weight in module.parameters())
+
+
+def size_of(module: nn.Module) -> int:
+    """The parameters of ``module``, with or without values."""
+    return sum(weight.numel() for weight in module.parameters())
+
+
+def chosen_dtype(dtype: DtypeChoice | None, module: nn.Module) -> torch.dtype | None:
+    """``dtype``, or that which it chooses for ``module``."""
+    return dtype(size_of(module)) if callable(dtype) else dtype
+
+
+def mark(tensors: Iterable[Tensor], file: Path) -> None:
+    """Note which of ``tensors`` are mapped from ``file``, by what the system says (Linux only)."""
+    ranges = _mappings(file)
+    for tensor in tensors:
+        first = tensor.untyped_storage().data_ptr()
+        last = first + tensor.untyped_storage().nbytes()
+        if any(start <= first and last <= end for start, end in ranges):
+            setattr(tensor, MAPPED, True)
+
+
+def _mappings(file: Path) -> list[tuple[int, int]]:
+    """Where ``file`` lies in this process."""
+    if sys.platform != "linux" or not MAPS.is_file():
+        return []
+    found = []
+    for line in MAPS.read_text().splitlines():
+        parts = line.split(maxsplit=5)
+        if len(parts) == 6 and parts[5] == str(file.resolve()):
+            start, _, end = parts[0].partition("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
+
+
+def give_back(tensor: Tensor) -> None:
+    """Let the system take back the pages of ``tensor`` if they are a file's; its values stay."""
+    if not getattr(tensor, MAPPED, False):
+        return
+    storage = tensor.untyped_storage()
+    start = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    length = storage.data_ptr() + storage.nbytes() - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), UNUSED)
+
+
+def owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` in ``dtype`` and memory of its own."""
+    return tensor.detach().to(dtype=dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def fill(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
+    """Give an unfilled ``module`` copies of ``state``, its parameters in ``dtype``.
+
+    Without ``dtype`` they have that of the module, as buffers always do. Names and shapes must
+    have been checked; a tensor under two names is copied once.
+    """
+    floating = {name for name, x in module.named_parameters(remove_duplicate=False)}
+    copies: dict[tuple[int, torch.dtype], Tensor] = {}
+    filled = {}
+    for name, own in module.state_dict().items():
+        tensor = state[name]
+        wanted = dtype if dtype is not None and name in floating else own.dtype
+        key = (id(tensor), wanted)
+        if key not in copies:
+            copies[key] = owned(tensor, wanted)
+            give_back(tensor)
+        filled[name] = copies[key]
+    module.load_state_dict(filled, assign=True)
+    tie: Any = getattr(module, "tie_weights", None)
+    if tie is not None:
+        tie()
+    rest = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta]
+    assert not rest, f"left without values: {rest}"

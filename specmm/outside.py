@@ -1,0 +1,184 @@
+"""Drafters that others wrote: how they are made, and what is checked of each tree they propose.
+
+Such a drafter is a class or a function that takes a target and a :class:`DraftRequest` (and options
+of its own) and gives a :class:`specmm.drafter.Drafter`; or one that is made already.
+
+Shape letters: B batch, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specmm import methods
+from specmm.drafter import Drafter, Feedback
+from specmm.randomness import UniformSource
+from specmm.registry import Open, Registry, maker_of, name_of, parse_spec, whole
+from specmm.shape.eagle2 import Dynamic
+from specmm.shape.trees import Siblings, Tree
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
+
+USUAL = "chain(4)"  # the tree of drafters that do not say which (as their ``tree``)
+SUMS = 1e-3  # by which a recorded distribution may miss 1: bfloat16 has 8 bits
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What is to be drafted: trees of the shape ``tree``, of drafts that are drawn where
+    ``sampled``, with ``siblings`` drawn so, and chosen where not (point masses).
+    """
+
+    tree: TreeShape | Dynamic
+    sampled: bool
+    siblings: Siblings
+
+
+def _checked(name: str, thing: Any) -> Any:
+    """``thing``; raises ``ValueError`` for what is no drafter."""
+    if is_drafter(thing):
+        return thing
+    raise ValueError(
+        "drafter must be a class or a function of (target, request), or have begin, propose, "
+        f"max_nodes and max_depth, got {name}, a {type(thing).__name__}; see specmm.drafter.Drafter"
+    )
+
+
+def is_drafter(thing: object) -> bool:
+    """Whether ``thing`` is a drafter, or makes one; a network that another method drafts with is
+    not, nor is a name.
+    """
+    thing = whole(thing)
+    if isinstance(thing, str | nn.Module):
+        return False
+    made = callable(getattr(thing, "propose", None)) and callable(getattr(thing, "begin", None))
+    return made or inspect.isroutine(thing)
+
+
+OTHERS = Open[Any]("drafter", {}, _checked)
+
+
+def of_others(spec: object) -> bool:
+    """Whether ``spec`` names a drafter of others, as ``echo(order=2)``, or is one."""
+    if not isinstance(spec, str):
+        return is_drafter(spec)
+    return spec.partition("(")[0].strip() in OTHERS  # a folder's name may have brackets of any kind
+
+
+def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
+    """``method`` (None: plain decoding) with a ``drafter`` of others as its own, and no drafter to
+    load; or both as they are.
+    """
+    if drafter is None or not of_others(drafter):
+        return method, drafter
+    return methods.by_hand(registry, method or methods.AR(), drafter), None
+
+
+def usual_tree(spec: object) -> Tree:
+    """The tree that the drafter of ``spec`` is made for unless another is asked for."""
+    thing = OTHERS[parse_spec(spec)[0]] if isinstance(spec, str) else spec
+    found: Tree = getattr(whole(thing), "tree", USUAL)
+    return found
+
+
+def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:
+    """The drafter of others that ``spec`` names or is, for ``target``.
+
+    Raises ``ValueError`` for options that it does not take and for what is no drafter.
+    """
+    name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
+    thing = OTHERS[name] if isinstance(spec, str) else _checked(name, spec)
+    if not inspect.isclass(thing) and hasattr(thing, "propose"):
+        if values or options:
+            raise ValueError(f"drafter {name} is made already and takes no options, got {spec}")
+        return OutsideDrafter(thing, name, maker_of(thing))
+    signature = inspect.signature(thing)
+    try:
+        signature.bind(target, request, *values, **options)
+    except TypeError as error:
+        rest = ", ".join(str(one) for one in list(signature.parameters.values())[2:])
+        raise ValueError(f"drafter {name} takes ({rest}), got {spec}: {error}") from error
+    return OutsideDrafter(thing(target, request, *values, **options), name, maker_of(thing))
+
+
+class OutsideDrafter:
+    """The drafter ``inner``, called ``name``, by ``maker``; its trees are checked.
+
+    Its seconds are counted here, whatever it does with the clock that it is given. ``recorded``
+    tells whether a tree had distributions.
+    """
+
+    def __init__(self, inner: Drafter, name: str, maker: str) -> None:
+        _checked(name, inner)
+        self.inner = inner
+        self.name = name
+        self.maker = maker
+        self.max_nodes = int(inner.max_nodes)
+        self.max_depth = int(inner.max_depth)
+        self.recorded = False
+
+    def __str__(self) -> str:
+        """For certificates."""
+        return f"drafter {self.name}" + (f" of {self.maker}" if self.maker else "")
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """See :class:`specmm.drafter.Drafter`."""
+        self.clock = clock
+        with clock("draft"):
+            self.inner.begin(feedback, Clock())
+
+    def start_row(self, row: int) -> None:
+        """See :class:`specmm.drafter.BatchingDrafter`."""
+        self.inner.start_row(row)  # type: ignore[attr-defined]  methods ask whether it has that
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """See :class:`specmm.drafter.Drafter`."""
+        with self.clock("draft"):
+            tree = self.inner.propose(feedback, uniforms)
+        self._check(tree, feedback)
+        self.recorded |= tree.probs is not None
+        return tree
+
+    def _check(self, tree: DraftTree, feedback: Feedback) -> None:
+        if not isinstance(tree, DraftTree):
+            raise ValueError(f"{self} must propose a DraftTree, got a {type(tree).__name__}")
+        shape = tree.shape
+        if shape.size > self.max_nodes or shape.depth > self.max_depth:
+            raise ValueError(
+                f"{self} must propose at most {self.max_nodes} nodes and {self.max_depth} levels, "
+                f"as its max_nodes and max_depth say, got {shape.size} and {shape.depth}"
+            )
+        if not torch.equal(tree.tokens[:, 0], feedback.token):
+            raise ValueError(f"{self} must put feedback.token at node 0, got other tokens there")
+        size = feedback.output.probs.shape[-1]
+        if bool(((tree.tokens < 0) | (tree.tokens >= size)).any()):
+            raise ValueError(f"{self} must draft tokens in [0, {size}), got {_range(tree.tokens)}")
+        if tree.probs is not None and shape.size > 1:
+            self._check_probs(tree.tokens[:, 1:], tree.probs[:, 1:], size)
+
+    def _check_probs(self, tokens: Tensor, probs: Tensor, size: int) -> None:
+        """Of ``tokens`` [B, N] that were drawn from ``probs`` [B, N, V]."""
+        if probs.shape[-1] != size:
+            raise ValueError(
+                f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"
+            )
+        sums = probs.sum(-1)
+        if bool(((sums - 1).abs() > SUMS).any()):
+            raise ValueError(
+                f"{self} must record distributions whose sums are 1, got {_range(sums)}; divide "
+                "them by their sums"
+            )
+        if bool((probs.gather(-1, tokens[..., None]) <= 0).any()):
+            raise ValueError(
+                f"{self} must draw every draft from the distribution it records, got one of "
+                "probability 0; record what it was drawn from, given its earlier siblings"
+            )
+
+
+def _range(values: Tensor) -> str:
+    return f"{values.min().item():.4g} to {values.max().item():.4g}"

@@ -1,0 +1,105 @@
+"""What ``specmm bench`` compares: the methods of a model of any kind, or one's own drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmm import methods
+from specmm.image_ar.pipeline import family_of
+from specmm.outside import of_others
+from specmm.runs.race import measure, measure_language, usual
+from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model, parse_methods
+
+
+@dataclass(frozen=True)
+class Bench:
+    """``runs`` of ``batch`` inputs each of ``model`` by ``contenders`` as text, None: the usual.
+
+    ``drafter`` is a folder or the name of one's own.
+    """
+
+    model: str
+    contenders: str | None
+    drafter: str | None
+    place: Place
+    batch: int
+    runs: int
+    seed: int
+
+    def pictures(self, prompts: Sequence[str], size: dict[str, int]) -> list[dict[str, Any]]:
+        """A row for each method that draws ``prompts``, or classes, in this ``size``."""
+        family = family_of(self.model)
+        own = self.drafter is not None and of_others(self.drafter)
+        pipe = open_model("images", self.model, self.place, drafter=None if own else self.drafter)
+        if self.contenders is not None:
+            chosen = parse_methods(family.methods, self.contenders)
+        elif own:
+            chosen = [methods.by_hand(family.methods, methods.AR(), self.drafter)]
+        else:
+            chosen = pipe.runnable(parse_methods(family.methods, family.compared))
+        given = (self.batch, self.runs, self.seed, prompts)
+        rows = measure(pipe, self.model, chosen, *given, **size)
+        return [{**row, "kind": "images"} for row in rows]
+
+    def texts(
+        self, asked: Sequence[Any], max_new_tokens: int, temperature: float
+    ) -> list[dict[str, Any]]:
+        """A row for each method that continues or answers what is ``asked`` (:func:`asked_of`)."""
+        kind: Kind = "text" if isinstance(asked[0], str) else "questions"
+        usually = default_method(kind, self.drafter)
+        pipe = open_model(kind, self.model, self.place, usually, self.drafter)
+        if self.contenders is not None:
+            chosen = parse_methods(pipe.registry, self.contenders)
+        else:
+            chosen = usual(pipe) if self.drafter is None else [pipe.method]
+
+        def call(method: Any, rows: Sequence[Any], seed: int) -> Any:
+            given = (list(rows),) if kind == "text" else tuple(map(list, zip(*rows, strict=True)))
+            options = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+            return pipe(*given, method=method, **options)
+
+        given = (self.batch, self.runs, self.seed)
+        rows = measure_language(pipe, self.model, call, chosen, asked, *given)
+        how = {"kind": kind, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        return [{**row, **how} for row in rows]
+
+
+def kind_of(model: str, questions: Sequence[str]) -> Kind:
+    """What ``model`` is measured at: some that draw answer ``questions``, too."""
+    if questions:
+        return "questions"
+    return "images" if draws(model) else kinds_of(model)[-1]
+
+
+def asked_of(
+    model: str,
+    kind: Kind,
+    prompts: Sequence[str],
+    questions: Sequence[str],
+    images: Sequence[Path],
+    size: Mapping[str, int],
+) -> list[Any]:
+    """Prompts, or pairs of a picture (None: a question of text) and a question.
+
+    Raises ``ValueError`` where what to ask is missing or of another kind.
+    """
+    if size:
+        raise ValueError(f"--{next(iter(size))} is for drawn pictures; leave it out")
+    if kind == "text":
+        if not prompts or images:
+            raise ValueError(f"{model} continues texts, give --prompt and no --image or --question")
+        return list(prompts)
+    if not questions or prompts:
+        raise ValueError(
+            f"{model} answers questions, give --question, and --image where it is about a picture"
+        )
+    if len(images) not in (0, 1, len(questions)):
+        raise ValueError(
+            f"--image must be given once, or once for each of the {len(questions)} questions, got "
+            f"{len(images)}"
+        )
+    shown: list[Any] = list(images) if len(images) > 1 else [*images, None][:1] * len(questions)
+    return list(zip(shown, questions, strict=True))

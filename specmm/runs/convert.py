@@ -1,0 +1,141 @@
+"""Releases' files as folders of ours, part after part, each in memory once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from specmm import zoo
+from specmm.checkpoints import NESTING, read_checkpoint
+from specmm.files import writable
+from specmm.image_ar.continuous import loading as mar
+from specmm.image_ar.scales import loading as var
+from specmm.image_ar.tokens import loading as llamagen
+from specmm.registry import unknown
+from specmm.zoo.published import (
+    TRANSFORMER,
+    Published,
+    entry_of_file,
+    linked_folder,
+    published_models,
+)
+
+Converter = tuple[Callable[..., Any], Callable[..., None]]
+CONVERTERS: Mapping[tuple[str, str], Converter] = {  # reading and writing a part of a family
+    ("llamagen", TRANSFORMER): (llamagen.load_gpt, llamagen.save_gpt),
+    ("llamagen", "vq"): (llamagen.load_vq, llamagen.save_vq),
+    ("mar", TRANSFORMER): (mar.load_mar, mar.save_mar),
+    ("mar", "vae"): (mar.load_kl, mar.save_kl),
+    ("var", TRANSFORMER): (var.load_var, var.save_var),
+    ("var", "small"): (var.load_var, var.save_var),
+    ("var", "vae"): (var.load_vqvae, var.save_vqvae),
+}
+EAGLE = "drafters/eagle"
+
+
+def convert(
+    source: str | Path,
+    out: Path,
+    like: str | None = None,
+    others: Sequence[str] = (),
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """Write the folder ``out`` of the release ``source``: a file of weights, a published name or a
+    hub id; in ``dtype``, or the files'.
+
+    A file is told by its name, or is a model ``like`` a published one; its further parts are
+    ``others``, each ``PART=FILE``, or fetched. Raises ``ValueError`` for an ``out`` that is there,
+    a source that is not known and files that do not fit.
+    """
+    if out.exists():
+        raise ValueError(f"{out} must be a new folder, it is there already; choose another")
+    entry, files = _files(source, like, _named(others))
+    writable(out.parent, "another OUT")
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        with TemporaryDirectory(prefix="specmm-", dir=out.parent) as made:
+            _write(entry, linked_folder(entry, files, Path(made) / "links"), part, dtype)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    return {"name": entry.name, "folder": str(out), "family": entry.family, "bytes": size}
+
+
+def _named(others: Sequence[str]) -> dict[str, Path]:
+    """The files of ``PART=FILE``."""
+    found = {}
+    for text in others:
+        place, equals, file = text.partition("=")
+        if not equals:
+            raise ValueError(f"a part must read PART=FILE, such as vae=kl16.ckpt, got {text!r}")
+        found[place] = Path(file)
+    return found
+
+
+def _files(
+    source: str | Path, like: str | None, others: Mapping[str, Path]
+) -> tuple[Published, dict[str, Path]]:
+    """What ``source`` is, and the file of each of its parts."""
+    file = Path(source)
+    if file.is_dir():
+        raise ValueError(f"{source} must be a release's file of weights or a name, got a folder")
+    if not file.is_file():
+        entry = zoo.entry_of(str(source))
+        _check(entry, source)
+        assert entry is not None
+        return entry, {**zoo.files_of(entry), **others}
+    if like is not None and like not in published_models():
+        raise unknown("published model", like, published_models())
+    entry = published_models()[like] if like is not None else entry_of_file(file)
+    _check(entry, source)
+    assert entry is not None
+    strange = others.keys() - entry.parts.keys()
+    if strange:
+        raise unknown(f"part of {entry.name}", min(strange), entry.parts)
+    given = {TRANSFORMER: file, **others}
+    rest = {place: part for place, part in entry.parts.items() if place not in given}
+    return entry, given | zoo.files_of(entry, parts=rest)
+
+
+def _check(entry: Published | None, source: str | Path) -> None:
+    """Raise ``ValueError`` unless ``source`` is a model of several files."""
+    if entry is None:
+        raise ValueError(
+            f"{source} must be a published name or file (specmm zoo --published); say what it is "
+            "with --like NAME"
+        )
+    if not entry.parts:
+        raise ValueError(f"{entry.name} needs no conversion, it opens as it is published")
+
+
+def _write(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:
+    """The folder ``out`` of the folder of ``links``."""
+    owner = None
+    for place in entry.parts:
+        wanted = dtype or _dtype_of(links / place)
+        if place == EAGLE:  # after its target
+            assert owner is not None
+            head = llamagen.load_eagle(links / place, owner.sizes, dtype=wanted)
+            llamagen.save_drafter(head, out / place, fingerprint=owner.fingerprint)
+            continue
+        load, save = CONVERTERS[entry.family, place]
+        model = load(links / place, dtype=wanted)
+        save(model, out / place)
+        if entry.family == "llamagen" and place == TRANSFORMER:
+            owner = llamagen.Owner.of(model)
+        del model
+    for name in (zoo.PIPELINE, "settings.json"):
+        shutil.copyfile(links / name, out / name)
+
+
+def _dtype_of(path: Path) -> torch.dtype:
+    """The dtype of the weights in ``path``, which are not read."""
+    state = read_checkpoint(path, (mar.EMA, "trainer", *NESTING))
+    return next(x.dtype for x in state.values() if x.is_floating_point())

@@ -1,0 +1,243 @@
+"""Fetching from a hub: only the files that are needed, asked for before they are large, checked.
+
+Files lie in huggingface_hub's cache, which resumes broken downloads and serves them without a
+network (``HF_HUB_OFFLINE``); ``HF_ENDPOINT`` names another hub.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmm.registry import unknown
+
+AGREED = "SPECMM_DOWNLOAD"  # set to 1, large downloads need no other word
+LARGE = 10**9  # bytes from which a download must be agreed to
+CHUNK = 2**24
+SHA256 = re.compile(r"[0-9a-f]{64}")
+# What models of transformers and diffusers are made of, in the order of what is preferred
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.yaml")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
+UNUSED = ("original/*", "consolidated*", "*training_args*", "optimizer*", "runs/*", "onnx/*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a name is looked up: the ``file`` of a repository, its ``revision``, the folder of the
+    cache, and whether a large ``download`` is agreed to.
+    """
+
+    file: str | None = None
+    revision: str | None = None
+    cache_dir: str | Path | None = None
+    download: bool = False
+
+    @property
+    def agreed(self) -> bool:
+        """Whether large files may be fetched."""
+        return self.download or os.environ.get(AGREED, "") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``files`` of a repository, by exact names; none: whatever its model is made of."""
+
+    repository: str
+    files: tuple[str, ...] = ()
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of ``wanted`` is where: ``files`` as the hub tells them, or the ``folder`` in the cache
+    where it cannot be reached.
+    """
+
+    wanted: Wanted
+    files: tuple[Any, ...] = ()
+    folder: Path | None = None
+
+    @property
+    def missing(self) -> list[Any]:
+        """What would be fetched."""
+        return [file for file in self.files if file.will_download]
+
+
+def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]:
+    """The folders in the cache that hold what is wanted of each repository, fetched if need be.
+
+    Raises ``ValueError`` for a repository or file that the hub does not have, a hub that cannot be
+    reached, more than ``LARGE`` bytes that nobody agreed to, and files that arrived damaged.
+    """
+    found = [_look(name, wanted, source) for wanted in everything]
+    _check_agreed(name, [file for one in found for file in one.missing], source)
+    return [one.folder or _take(name, one, source) for one in found]
+
+
+def _look(name: str, wanted: Wanted, source: Source) -> Found:
+    """What the hub says of ``wanted``, or what the cache holds where it says nothing."""
+    from huggingface_hub.errors import DryRunError
+
+    files: list[Any] = []
+    try:
+        if wanted.files:
+            files = _listed(wanted, wanted.files, source)
+        else:
+            kinds = (_listed(wanted, (pattern,), source) for pattern in WEIGHTS)
+            files = [*_listed(wanted, SMALL, source), *next(filter(None, kinds), [])]
+    except DryRunError as error:
+        return Found(wanted, folder=_cached(name, wanted, source, error.__cause__ or error))
+    except Exception as error:
+        raise _explained(name, wanted, source, error) from error
+    names = {file.filename for file in files}
+    absent = [file for file in wanted.files if file not in names]
+    if absent or not names:
+        raise ValueError(
+            f"{wanted.repository} must hold {', '.join(absent) or 'a model'}, the hub has "
+            "no such file; check the name and the revision"
+        )
+    return Found(wanted, tuple(files))
+
+
+def _listed(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any]:
+    """The hub's files that match ``patterns``, with their sizes, nothing fetched."""
+    ignored = None if wanted.files else list(UNUSED)
+    return list(_snapshot(wanted, source, patterns, ignore_patterns=ignored, dry_run=True))
+
+
+def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+    from tqdm.auto import tqdm
+
+    class Quiet(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **given: Any) -> None:
+            given.pop("name", None)
+            super().__init__(*args, **{**given, "disable": True})
+
+    if options.get("dry_run"):
+        options["tqdm_class"] = Quiet
+    return snapshot_download(
+        wanted.repository,
+        revision=source.revision or wanted.revision,
+        cache_dir=source.cache_dir,
+        allow_patterns=list(patterns),
+        **options,
+    )
+
+
+def _check_agreed(name: str, missing: Sequence[Any], source: Source) -> None:
+    size = sum(file.file_size or 0 for file in missing)
+    if size < LARGE or source.agreed:
+        return
+    files = ", ".join(f"{file.filename} ({_gigabytes(file.file_size or 0)})" for file in missing)
+    raise ValueError(
+        f"{name} must be fetched first, {_gigabytes(size)} are missing: {files}; agree with: "
+        f"specmm fetch {name}, download=True or {AGREED}=1"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+
+
+def _take(name: str, found: Found, source: Source) -> Path:
+    """Fetch what is missing of ``found``, and check what came."""
+    names = [file.filename for file in found.files]
+    missing = [file.filename for file in found.missing]
+    try:
+        folder = Path(_snapshot(found.wanted, source, names))
+    except Exception as error:
+        raise _explained(name, found.wanted, source, error) from error
+    for file in missing:
+        blob = (folder / file).resolve()
+        if SHA256.fullmatch(blob.name):  # large files are kept under their hash
+            check_sha256(blob, blob.name, f"{found.wanted.repository}/{file}")
+    return folder
+
+
+def check_sha256(file: Path, wanted: str, name: str) -> None:
+    """Raise ``ValueError``, and remove ``file``, unless it has the hash that is ``wanted``."""
+    hashed = hashlib.sha256()
+    with file.open("rb") as stream:
+        while part := stream.read(CHUNK):
+            hashed.update(part)
+    if hashed.hexdigest() != wanted:
+        file.unlink()
+        raise ValueError(
+            f"{name} must have the SHA-256 {wanted}, got {hashed.hexdigest()}; it was removed, "
+            "fetch it again"
+        )
+
+
+def check_release(folder: Path, file: str, sha256: str) -> None:
+    """Raise ``ValueError`` where the hub says that ``file`` is not the one with ``sha256``."""
+    blob = (folder / file).resolve().name
+    if sha256 and SHA256.fullmatch(blob) and blob != sha256:
+        raise ValueError(
+            f"{file} must be the release's ({sha256[:12]}…), the hub has another ({blob[:12]}…); "
+            "give its revision"
+        )
+
+
+def _cached(name: str, wanted: Wanted, source: Source, reason: BaseException) -> Path:
+    """The folder in the cache; raises ``ValueError`` where it lacks what is wanted."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        needed = wanted.files or ("config.json", "model_index.json")
+        folder = Path(_snapshot(wanted, source, needed, local_files_only=True))
+        absent = [file for file in wanted.files if not (folder / file).is_file()]
+    except (LocalEntryNotFoundError, OSError):
+        absent = list(wanted.files) or ["its files"]
+    if absent:
+        raise _explained(name, wanted, source, reason, absent) from reason
+    return folder
+
+
+def _explained(
+    name: str, wanted: Wanted, source: Source, error: BaseException, absent: Sequence[str] = ()
+) -> ValueError:
+    """``error`` of the hub as one line."""
+    from huggingface_hub import constants, errors
+
+    repository = wanted.repository
+    if isinstance(error, errors.GatedRepoError):
+        return ValueError(
+            f"{repository} must be asked for: accept its licence at "
+            f"{constants.ENDPOINT}/{repository}, then log in with: hf auth login"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return ValueError(
+            f"model {name!r} is no folder, no pocket model and no published name (specmm zoo, "
+            "specmm zoo --published), and cannot be a hub's id; check the name"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return _nowhere(name, repository)
+    if isinstance(error, errors.RevisionNotFoundError):
+        given = source.revision or wanted.revision
+        return ValueError(f"revision must be one of {repository}'s, got {given!r}; check it")
+    why = "HF_HUB_OFFLINE is set" if _offline(error) else type(error).__name__
+    lacks = f", and the cache lacks {', '.join(absent)}" if absent else ""
+    return ValueError(
+        f"model {name!r} could not be fetched: the hub {constants.ENDPOINT} cannot be reached "
+        f"({why}){lacks}; check the name or the network, or name a folder"
+    )
+
+
+def _offline(error: BaseException) -> bool:
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    return isinstance(error, OfflineModeIsEnabled)
+
+
+def _nowhere(name: str, repository: str) -> ValueError:
+    """The error for a repository that the hub does not have."""
+    from specmm.zoo.published import published_models
+
+    known = {one for model in published_models().values() for one in model.repositories}
+    return unknown("model of the hub", repository, known | set(published_models()))

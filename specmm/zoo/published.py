@@ -1,0 +1,185 @@
+"""The registry of published models: what each is made of, and what of it is a folder of ours.
+
+``published.json`` names repositories and the exact files. A release of loose files (LlamaGen, VAR,
+MAR) becomes a folder of links to them, laid out as our own folders are, with sizes, settings and
+class names beside; everything that opens a folder then opens it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specmm.registry import unknown
+
+HERE = Path(__file__).parent
+REGISTRY = HERE / "published.json"
+CLASSES = {"imagenet": HERE / "imagenet.json"}
+FOLDERS = Path("~/.cache/specmm/published")
+PIPELINES = {"llamagen": "LlamaGenPipeline", "var": "VARPipeline", "mar": "MARPipeline"}
+TRANSFORMER = "transformer"  # the part that names a model of several files
+INDEX = "model_index.json"
+CONFIG = "config.json"
+SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of a release: of a ``repository``, or at an ``address`` that no hub serves."""
+
+    file: str
+    repository: str = ""
+    revision: str | None = None
+    bytes: int = 0  # 0 where it is not known
+    sha256: str = ""
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A model: a whole ``repository``, or ``parts`` by their place in a folder of ours.
+
+    ``configs`` are sizes that the weights do not tell, by part; ``goes_with`` are drafters, targets
+    or text encoders by name.
+    """
+
+    name: str
+    family: str
+    what: str
+    licence: str
+    repository: str = ""
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    classes: str = ""
+    goes_with: tuple[str, ...] = ()
+
+    @property
+    def repositories(self) -> list[str]:
+        """Where its files are, each once."""
+        found = [self.repository, *(part.repository for part in self.parts.values())]
+        return list(dict.fromkeys(filter(None, found)))
+
+    @property
+    def bytes(self) -> int:
+        """How large it is; 0 where a part's size is not known."""
+        sizes = [part.bytes for part in self.parts.values()]
+        return sum(sizes) if sizes and all(sizes) else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        files = {
+            place: {key: value for key, value in vars(part).items() if value}
+            for place, part in self.parts.items()
+        }
+        return {
+            "name": self.name,
+            "family": self.family,
+            "what": self.what,
+            "licence": self.licence,
+            "repositories": self.repositories,
+            "files": files,
+            "bytes": self.bytes,
+            "with": list(self.goes_with),
+        }
+
+
+@functools.cache
+def published_models() -> dict[str, Published]:
+    """The registry by name."""
+    read = json.loads(REGISTRY.read_text())
+    files = {key: Part(**facts) for key, facts in read["files"].items()}
+    found = {}
+    for name, facts in read["models"].items():
+        parts = {place: files[key] for place, key in facts.pop("parts", {}).items()}
+        goes_with = tuple(facts.pop("with", ()))
+        found[name] = Published(name, parts=parts, goes_with=goes_with, **facts)
+    return found
+
+
+def entry_of(name: str, file: str | None = None) -> Published | None:
+    """The model called ``name``, or that of a repository ``name`` and its ``file``.
+
+    None for what is not in the registry. Raises ``ValueError`` for a repository of several models
+    without a ``file``, and for a file that it does not have.
+    """
+    models = published_models()
+    if name in models:
+        if file is not None:
+            raise ValueError(f"file must be left out for {name}, which names its files, got {file}")
+        return models[name]
+    whole = next((one for one in models.values() if one.repository == name), None)
+    if whole is not None and file is None:
+        return whole
+    of_file = {
+        one.parts[TRANSFORMER].file: one
+        for one in reversed(models.values())
+        if one.parts and one.parts[TRANSFORMER].repository == name
+    }
+    if file is not None and of_file and file not in of_file:
+        raise unknown(f"file of {name}", file, of_file)
+    if file is None and len(of_file) > 1:
+        known = ", ".join(sorted(of_file))
+        raise ValueError(f"{name} holds several models, give file=…, one of {known}")
+    return of_file.get(file) if file is not None else next(iter(of_file.values()), None)
+
+
+def entry_of_file(file: Path) -> Published | None:
+    """The first model of which ``file`` is the transformer, by its name; None where none is."""
+    for one in published_models().values():
+        if one.parts and one.parts[TRANSFORMER].file == file.name and not one.goes_with:
+            return one
+    return None
+
+
+def linked_folder(entry: Published, files: Mapping[str, Path], into: Path | None = None) -> Path:
+    """A folder of ours whose weights are links to ``files``, by part, made unless it is there.
+
+    It lies in the cache, under a name that tells what it holds, or is ``into``.
+    """
+    facts = {
+        INDEX: {"_class_name": PIPELINES[entry.family], "family": entry.family},
+        SETTINGS: {**entry.settings, **_classes(entry)},
+        **{f"{place}/{CONFIG}": dict(sizes) for place, sizes in entry.configs.items()},
+    }
+    held = json.dumps([facts, {place: str(file) for place, file in files.items()}])
+    name = f"{entry.name}-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
+    folder = into or FOLDERS.expanduser() / name
+    if (folder / INDEX).is_file() and into is None:
+        return folder
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    for place, file in files.items():
+        (part / place).mkdir(parents=True)
+        _link(file, part / place / weights_name(file))
+    for place, content in facts.items():
+        (part / place).parent.mkdir(parents=True, exist_ok=True)
+        (part / place).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    part.rename(folder)
+    return folder
+
+
+def _classes(entry: Published) -> dict[str, list[str]]:
+    if not entry.classes:
+        return {}
+    return {"classes": json.loads(CLASSES[entry.classes].read_text())}
+
+
+def weights_name(file: Path) -> str:
+    """What a folder of ours calls weights in a ``file`` of this kind."""
+    return "pytorch_model.bin" if file.suffix == ".bin" else f"model{file.suffix}"
+
+
+def _link(file: Path, place: Path) -> None:
+    try:
+        place.symlink_to(file.absolute())
+    except OSError:  # where only administrators make symbolic links
+        os.link(file, place)

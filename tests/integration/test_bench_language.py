@@ -1,0 +1,123 @@
+"""``specmm bench`` and ``plan`` of texts and answers, and of a drafter of one's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specmm.cli import app
+from specmm.registry import REGISTERED
+from specmm.runs.figures import BENCH
+
+ECHO = Path(__file__).parents[2] / "demos" / "own" / "drafter.py"
+SHORT = ("-n", 2, "--max-new-tokens", 8, "--dtype", "float32", "--seed", 0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered(monkeypatch):
+    for kind in REGISTERED:
+        monkeypatch.setitem(REGISTERED, kind, {})
+
+
+def run(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def told(*words):
+    done = run(*words, "--json")
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_bench_of_texts_compares_what_drafts_with_plain_decoding(text_folder):
+    rows = told("bench", text_folder, *SHORT, "-p", "def add", "-p", "def sub(a")
+    names = [row["method"] for row in rows]
+    assert names[0] == "ar" and {"block", "deer", "text-draft", "prompt-lookup"} <= set(names[1:])
+    assert "verdict" not in names and "self" not in names
+    for row in rows:
+        assert row["kind"] == "text" and row["certificate"]["kind"] == "exact"
+        low, high = row["quartiles"]
+        assert low <= high and row["runs"] == 2 and row["seconds_per_token"] > 0
+        assert row["tokens"] == rows[0]["tokens"], "greedy texts are the same"
+    assert rows[0]["speedup"] == 1 and rows[0]["tau"] == 1
+    by_tokens = rows[0]["seconds_per_token"] / rows[1]["seconds_per_token"]
+    assert rows[1]["speedup"] == pytest.approx(by_tokens)
+    shown = run("bench", text_folder, *SHORT, "-p", "def add", "--methods", "block(length=2)")
+    head = shown.stdout.splitlines()[0].split()
+    assert head == ["method", "ms/token", *BENCH, "certificate"]
+
+
+def test_bench_of_a_drafter_in_a_folder_or_of_ones_own(text_folder):
+    folder = text_folder / "drafters" / "deer"
+    rows = told("bench", text_folder, *SHORT, "-p", "def add", "--drafter", folder)
+    assert [row["method"] for row in rows] == ["ar", "deer"]
+    words = ("--load", ECHO, "bench", text_folder, *SHORT, "-p", "def add", "--drafter", "echo")
+    rows = told(*words, "--temperature", 1)
+    assert [row["label"] for row in rows] == ["ar", "draft(drafter=echo)"]
+    assert "drew from what it recorded" in rows[1]["certificate"]["reason"]
+    assert rows[1]["tau"] >= 1
+
+
+def test_bench_and_plan_of_questions():
+    asked = ("pocket/llava", "-q", "Say hello.", "--max-new-tokens", 4, "--dtype", "float32")
+    rows = told("bench", *asked, "-n", 1, "--methods", "prompt-lookup")
+    assert [row["method"] for row in rows] == ["ar", "prompt-lookup"]
+    assert {row["kind"] for row in rows} == {"questions"}
+
+
+def test_plan_of_texts_says_what_auto_measures_and_takes(text_folder):
+    found = told("plan", text_folder, "-p", "def add", "--dtype", "float32")
+    assert found["batch"] == 1 and found["dtype"] == "float32" and found["choice"]
+    assert found["plans"] and all(plan["reason"] for plan in found["plans"])
+    shown = run("plan", text_folder, "-p", "def add").stdout.splitlines()
+    assert shown[-1].startswith("choice  ") and shown[0].startswith(str(text_folder))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_plan_of_ones_own_drafter_measures_it(text_folder, temperature):
+    words = ("--load", ECHO, "plan", text_folder, "-p", "def add", "--drafter", "echo")
+    found = told(*words, "--temperature", temperature)
+    [plan] = found["plans"]
+    assert plan["of"] == "echo" and plan["costs"]["step"] > 0
+    sizes = plan["costs"]["verify"].keys()  # greedy texts keep none of the drafts
+    assert sizes >= ({"2", "3", "4"} if temperature else {"2"})
+    assert found["choice"].startswith(("ar (", "draft("))
+
+
+def test_plan_of_ones_own_drafter_of_pictures(make_tiny, tmp_path):
+    make_tiny(tokens=64, drafters=False).save_pretrained(tmp_path)
+    found = told("--load", ECHO, "plan", tmp_path, "--drafter", "echo")
+    [plan] = found["plans"]
+    assert plan["costs"]["draft"] and found["choice"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["bench"], "continues texts, give --prompt"),
+        (["plan"], "continues texts, give --prompt"),
+        (["bench", "-p", "a", "--height", "8"], "--height is for drawn pictures; leave it out"),
+        (["bench", "-p", "a", "--methods", "blok"], "unknown method 'blok'"),
+        (["bench", "-p", "a", "--methods", "lantern"], "method 'lantern' is for image tokens"),
+    ],
+)
+def test_what_cannot_be_measured(text_folder, words, said):
+    refused = run(words[0], text_folder, *words[1:])
+    assert refused.exit_code == 2 and said in refused.stderr, refused.output
+    assert refused.stderr.count("\n") == 1
+
+
+def test_questions_need_to_be_asked():
+    for words, said in (
+        ((), "answers questions, give --question"),
+        (("-q", "a", "-q", "b", "--image", "1", "--image", "2", "--image", "3"), "got 3"),
+    ):
+        refused = run("bench", "pocket/llava", *words)
+        assert refused.exit_code == 2 and said in refused.stderr, refused.output
+
+
+def test_a_method_of_another_family_is_told_so():
+    refused = run("generate", "pocket/llamagen", "--class", "heart", "--method", "msd")
+    said = "method 'msd' is for questions about pictures, not for image tokens; choose from: ar"
+    assert refused.exit_code == 2 and said in refused.stderr
