@@ -263,8 +263,8 @@ def test_bench_and_plan_of_a_size_and_of_a_prompt(tmp_path):
     assert rows.exit_code == 0, rows.output
     rows = json.loads(rows.stdout)
     assert rows[0]["height"] == 16 and rows[0]["kind"] == "images"
-    usual = run("bench", tmp_path, "--methods", "sjd", "-n", 1, "--prompt", "a tree", "--json")
-    assert rows[0]["tokens"] != json.loads(usual.stdout)[0]["tokens"]
+    half = run("bench", tmp_path, "--methods", "sjd", "-n", 1, *layout, "--width", 16)
+    assert rows[0]["tokens"] > json.loads(half.stdout)[0]["tokens"]
     planned = run("plan", tmp_path, *layout)
     assert planned.exit_code == 0 and json.loads(planned.stdout)["reason"], planned.output
     for words, said in (
