@@ -60,8 +60,8 @@ class Runner:
         self.certificates.append(out.certificate)
 
 
-def measure_speed(options: Options) -> list[Row]:
-    """Write ``speed`` (``speed_compiled``) as JSON and CSV after every repeat."""
+def measure_speed(options: Options, name: str = "speed") -> list[Row]:
+    """Write ``name`` (compiled: ``name``_compiled) as JSON and CSV after every repeat."""
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
@@ -82,7 +82,7 @@ def measure_speed(options: Options) -> list[Row]:
             runner.once(int(labels[repeat % classes]), repeat)
         drawn = labels[torch.arange(repeat + 1) % classes]
         rows = tabulate(runners, both[0], drawn)
-        write_results(options.out, "speed_compiled" if options.compile else "speed", rows, facts)
+        write_results(options.out, f"{name}_compiled" if options.compile else name, rows, facts)
     return rows
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specmm.continuous_batching import Queue, begin_anew
-from specmm.drafter import Drafter, Feedback, committed
+from specmm.drafter import Drafter, Feedback, check_rule, committed
 from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
 from specmm.processors import check_finite
@@ -206,8 +206,10 @@ def decode(
 
     Yields after each round, and once more with the run's stats. A finished row keeps nothing more,
     unless a sample of the ``queue`` takes it over (see :mod:`specmm.continuous_batching`). Raises
-    ``ValueError`` when the target's logits or the drafter's distributions are not finite.
+    ``ValueError`` when the target's logits or the drafter's distributions are not finite, and for
+    a rule that the drafter's drafts do not allow.
     """
+    check_rule(drafter, rule)
     start = time.perf_counter()
     clock = Clock(sync)
     with clock("verify"):

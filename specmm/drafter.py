@@ -19,7 +19,7 @@ from specmm.randomness import UniformSource
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.rule import VerifyResult
+from specmm.verify.rule import Rule, VerifyResult
 
 
 @dataclass
@@ -108,6 +108,17 @@ class Drafter(Protocol):
         Every node must record the distribution it was drawn from (:class:`specmm.tree.DraftTree`).
         """
         ...
+
+
+def check_rule(drafter: Drafter, rule: Rule) -> None:
+    """Raise ``ValueError`` for a ``drafter`` whose drafts are ``coupled`` with those of the round
+    before and a ``rule`` that is ``bottom_up``: when it tests a draft tells about the draft.
+    """
+    if getattr(drafter, "coupled", False) and getattr(rule, "bottom_up", False):
+        raise ValueError(
+            "coupled drafts need a rule that tests a draft before those after it, "
+            f"got {rule.name}, which tests the last first: use recursive or coupled=False"
+        )
 
 
 @runtime_checkable

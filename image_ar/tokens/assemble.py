@@ -194,8 +194,10 @@ def _eagle(
 def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """The target itself, on a chain."""
-    return JacobiDrafter(target, _chain(choice, 8), getattr(choice.method, "init", "last"))
+    """The target itself, on a chain; method ``draft`` couples drafts where its rule allows it."""
+    bottom_up = getattr(rule_kind(choice.rule).rule, "bottom_up", False)
+    method = choice.method or methods.SJD(coupled=not bottom_up)
+    return JacobiDrafter(target, _chain(choice, method.window), method.init, method.coupled)
 
 
 def _chain(choice: methods.Choice, usual: int) -> int:

@@ -16,13 +16,17 @@ class SJD(Composed):
     """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, ``window`` guesses a round.
 
     Drafts are drawn from the target's own earlier distributions at these positions; exact. Where
-    there is none yet they begin, by ``init``, from the last position's distribution, with the token
-    to the left, with the one above or at random.
+    there is none yet they begin, by ``init``, with the token above, with the one to the left, from
+    the last position's distribution or at random. ``coupled`` drafts change as rarely as they can
+    from round to round (MC-SJD, arXiv 2510.24211), which rules "block" and "traversal" do not
+    allow.
     """
 
     name: ClassVar[str] = "sjd"
-    window: int = 8
-    init: Init = "last"
+    window: int = 11
+    init: Init = "above"
+    coupled: bool = True
+    rule: str = "recursive"
 
     def __post_init__(self) -> None:
         check_init(self.init)
@@ -30,7 +34,7 @@ class SJD(Composed):
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        return Choice("jacobi", f"chain({self.window})", "recursive", method=self)
+        return Choice("jacobi", f"chain({self.window})", self.rule, method=self)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class GSD(Composed):
 
     A draft shares the mass of the tokens up to ``span`` ranks above and below it that are likelier
     or less likely by less than ``gap``; with ``k``, only of those among its k nearest codes.
-    ``window`` and ``init`` are SJD's.
+    ``window``, ``init`` and ``coupled`` are SJD's.
     """
 
     name: ClassVar[str] = "gsd"
@@ -49,6 +53,7 @@ class GSD(Composed):
     k: int = 0
     window: int = 8
     init: Init = "last"
+    coupled: bool = False
 
     def __post_init__(self) -> None:
         check_init(self.init)

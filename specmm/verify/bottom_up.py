@@ -9,6 +9,7 @@ Shape letters: B batch, N nodes, M nodes but the root, P families of one level, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Block:
     path, and the next token is drawn from norm((p_i p - q)+), after the last draft from p.
     """
 
+    bottom_up: ClassVar[bool] = True
     name: str = "block"
     exact: bool = True
 
@@ -100,6 +102,7 @@ class Traversal:
     children were rejected; an r that was updated is never computed again from the parent.
     """
 
+    bottom_up: ClassVar[bool] = True
     name: str = "traversal"
     exact: bool = True
 

@@ -95,7 +95,8 @@ def written(method: Any, temperature: float) -> list[Any]:
 IMAGES: dict[str, Any] = {
     "ar": "ar",
     "sjd": "sjd",
-    "sjd, above": SJD(init="above"),
+    "sjd, last": SJD(window=8, init="last"),
+    "sjd, drawn afresh": SJD(window=8, init="last", coupled=False),
     "gsd": GSD(gap=0.3),
     "zipar": ZipAR(window=4),
     "speculative": "speculative",

@@ -24,6 +24,7 @@ OPTIONS = {  # method, guidance, top k
     "lantern++": (methods.LanternPP(lambda_=5.0, k=10), 1.0, 0),
     "sjd": (methods.SJD(window=4), 1.0, 20),
     "sjd, left": (methods.SJD(window=4, init="left"), 1.0, 20),
+    "sjd, drawn afresh": (methods.SJD(window=4, init="last", coupled=False), 1.0, 20),
 }
 
 

@@ -18,7 +18,7 @@ METHODS = {
     "ar": methods.AR(),
     "speculative": methods.Speculative(tree=(2, 1)),
     "sjd": methods.SJD(window=4),
-    "sjd, above": methods.SJD(window=4, init="above"),
+    "sjd, last": methods.SJD(window=4, init="last"),
     "lantern++": methods.LanternPP(tree=(2, 1), k=3),  # which reads no greedy distributions
 }
 FOLDERS = {}

@@ -30,7 +30,8 @@ CONTINUOUS = (
     methods.LanternPP(),
     methods.LanternPP(residual="release"),
     methods.SJD(window=5),
-    methods.SJD(window=5, init="above"),
+    methods.SJD(window=5, init="last"),
+    methods.SJD(window=5, coupled=False),
 )
 
 

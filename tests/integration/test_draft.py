@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import specmm
 from specmm.cli import app
-from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, TEXT, VQA, Draft, LanternPP
+from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, SJD, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
 from specmm.verify.rule import is_exact
 from tests.cases import some
@@ -20,6 +20,8 @@ PICTURES = [
     Draft("block", "delayed(1, 2, 1)", "recursive"),
     Draft("block", "chain(3)", "block"),
     Draft("jacobi", "chain(3)", "block"),
+    Draft("jacobi", "chain(3)"),
+    SJD(rule="traversal", coupled=False),
     Draft("eagle", "spine(2, 1)", "k-seq"),
     Draft("eagle", "dynamic(total=6, depth=2, top_k=3)", "point-mass"),
 ]
@@ -99,6 +101,8 @@ def test_texts(texts, method, rule):
         (Draft("jacobi", (2, 1)), "jacobi needs a chain"),
         (Draft("block", (2, 1), "block"), "must be a chain"),
         (Draft("block", "dynamic(total=6)", "point-mass"), "fixed shape"),
+        (SJD(rule="block"), "coupled drafts need a rule that tests a draft before those after it"),
+        (SJD(rule="traversal"), "tests the last first: use recursive or coupled=False"),
     ],
 )
 def test_what_does_not_go_together(pictures, method, said):

@@ -13,7 +13,7 @@ from specmm import methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.drafters.jacobi import NEWEST, JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
@@ -146,6 +146,35 @@ def test_drafts_have_the_recorded_distributions():
     assert float((together / rows - independent).abs().max()) < 0.02
 
 
+def test_coupled_drafts_stay_as_often_as_they_can():
+    """Ten thousand rows whose first draft was rejected: at each place the next drafts have the
+    recorded distribution, and are the last round's with the overlap of both. The newest is
+    recorded, but at the first place, where it is mixed with the last round's.
+    """
+    drafter, rows = JacobiDrafter(target(), 3, coupled=True), 10000
+    dist = probs(1, 0)[:1].expand(rows, -1, -1)
+    feedback = Feedback(TargetOutput(dist, torch.empty(0)), torch.zeros(rows, dtype=torch.int64))
+    generator = torch.Generator().manual_seed(1)
+    uniforms = SimpleNamespace(draw=lambda n: torch.rand(rows, n, generator=generator))
+    drafter.begin(feedback, Clock())
+    tree = drafter.propose(feedback, uniforms)
+    newest = probs(4, 2)[:1].expand(rows, -1, -1)
+    path = torch.tensor([0, -1, -1, -1]).expand(rows, -1)
+    result = VerifyResult(path, torch.ones(rows, dtype=torch.int64), feedback.token)
+    feedback = Feedback(TargetOutput(newest, torch.empty(0)), feedback.token, tree, result)
+    after = drafter.propose(feedback, uniforms)
+    mixed = NEWEST * newest[0, 1] + (1 - NEWEST) * dist[0, 0]
+    recorded = torch.stack([mixed, newest[0, 2], newest[0, 3]])
+    torch.testing.assert_close(after.probs[0, 1:], recorded)
+    for place in (1, 2, 3):
+        found = after.tokens[:, place].bincount(minlength=7) / rows
+        assert float((found - recorded[place - 1]).abs().max()) < 0.02
+    for place in (1, 2):  # the third has just entered
+        stayed = (after.tokens[:, place] == tree.tokens[:, place + 1]).double().mean()
+        overlap = torch.minimum(recorded[place - 1], dist[0, 0]).sum()
+        assert float(overlap) < 0.95 and abs(float(stayed - overlap)) < 0.02
+
+
 def test_greedy_needs_few_rounds_for_a_constant_picture():
     model = target().model
     with torch.no_grad():
@@ -168,5 +197,6 @@ def test_options_out_of_range_are_named():
         JacobiDrafter(target(), 16)
     with pytest.raises(ValueError, match="init must be one of last, left, above, random, got 'up'"):
         JacobiDrafter(target(), 5, "up")
-    with pytest.raises(ValueError, match="init must be one of last, left, above, random, got 'up'"):
-        methods.SJD(init="up")
+    for method in (methods.SJD, methods.GSD):
+        with pytest.raises(ValueError, match="init must be one of last, left, above, random, got"):
+            method(init="up")

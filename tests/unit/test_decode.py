@@ -82,6 +82,10 @@ DRAFTERS = {
         f"jacobi, {init}": partial(JacobiDrafter, window=7, init=init)
         for init in ("left", "above", "random")
     },
+    **{
+        f"jacobi, {init}, coupled": partial(JacobiDrafter, window=7, init=init, coupled=True)
+        for init in ("last", "above")
+    },
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
@@ -233,6 +237,10 @@ DRAWN = {
         f"jacobi, {init}": partial(JacobiDrafter, window=4, init=init)
         for init in ("left", "above", "random")
     },
+    **{
+        f"jacobi, {init}, coupled": partial(JacobiDrafter, window=4, init=init, coupled=True)
+        for init in ("last", "left", "above", "random")
+    },
 }
 WAYS = {
     "plain": (Processor(), Guidance()),
@@ -288,6 +296,16 @@ def test_a_wrong_recorded_distribution_is_noticed(make, lie):
 def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
     target = target_of(TINY, Processor())
     assert p_value(target, JacobiDrafter(target, 3), rule) > 1e-3
+
+
+@pytest.mark.parametrize("rule", [Block(), Traversal()], ids=lambda rule: rule.name)
+def test_coupled_drafts_and_rules_that_look_ahead_are_refused(rule):
+    """For what they would draw: see tests/unit/verify/test_jacobi.py."""
+    target = target_of(TINY, Processor())
+    drafter = JacobiDrafter(target, 3, coupled=True)
+    steps = decode(target, drafter, rule, Prompt(torch.tensor([1])), LENGTH, Stream(1, 0))
+    with pytest.raises(ValueError, match=rf"^coupled drafts need a rule .*, got {rule.name}, .*$"):
+        next(steps)
 
 
 def test_rejected_weight_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():

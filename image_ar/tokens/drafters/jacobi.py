@@ -1,14 +1,23 @@
 """Speculative Jacobi decoding: drafts without a drafter (SJD, Teng et al. 2024, arXiv 2410.01699).
 
 The window after the root is a chain. A round's forward gives the target's distribution at every
-place of the window under the drafts before it; whatever is not kept is drawn afresh from these
-newest distributions, and the next round verifies it.
+place of the window under the drafts before it; from these newest distributions the next round's
+drafts are drawn.
 
-Why that is exact: the distribution of every draft is settled before its uniform is drawn, as a
-function of what earlier rounds revealed (kept tokens, all drafts, the recovered token), and no
-uniform is used twice; so given all that was revealed the draft has the distribution the tree
-records, under any exact rule. A draft kept over a round would not: rules that work bottom-up look
-at every draft of a round, so the round's outcome tells about it.
+Drawn afresh, the distribution of every draft is settled before its uniform is drawn, as a function
+of what earlier rounds revealed (kept tokens, all drafts, the recovered token), and no uniform is
+used twice; so given all that was revealed the draft has the distribution the tree records, under
+any exact rule.
+
+``coupled`` drafts change as rarely as they can (MC-SJD, So et al. 2025, arXiv 2510.24211, and the
+adaptive continuation of SJD-PAC, arXiv 2603.18599): a draft x of distribution q stays with
+min(1, p(x) / q(x)) under the newest p, else is drawn from norm((p - q)+), so that it has the
+distribution p and the tokens before the next ones are mostly those that these were drawn under.
+That is exact for rules that test a draft without looking at those after it. Given all drafts at
+all places before, in all rounds, every p of a place and the round that tests it are settled, and
+its drafts are a chain of such couplings, of which the rule's is the last. Rules that work
+bottom-up look at later drafts, so that when a place is tested tells about its draft: see the
+enumeration in tests/unit/verify/test_jacobi.py.
 
 A place that enters the window has no such distribution yet. ``init`` says what it begins with
 (the paper's section 4.3): the distribution of the last place scored (``"last"``), the token to the
@@ -30,22 +39,32 @@ from specmm.methods.images import Init, check_init
 from specmm.randomness import UniformSource, categorical
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.exact import one_hot
+from specmm.verify.exact import Trial, one_hot, strict_step
+
+# Share of the newest distribution at the first place of a coupled window. The token before it has
+# just been replaced, so that the newest distribution is as much out of date as the one before, and
+# what both agree on is kept more often: tau 2.54 instead of 2.41 on pocket/llamagen (window 11).
+NEWEST = 0.6
 
 
 class JacobiDrafter:
     """Drafts a chain of ``window`` tokens from the target's distributions of the round before.
 
-    Places that enter the window begin with what ``init`` says. Raises ``ValueError`` for a window
-    that does not fit into a picture and for an unknown ``init``.
+    Places that enter the window begin with what ``init`` says. ``coupled`` needs a rule that works
+    from the root down. Raises ``ValueError`` for a window that does not fit into a picture and for
+    an unknown ``init``.
     """
 
-    def __init__(self, target: DrawingTarget, window: int = 16, init: Init = "last") -> None:
+    def __init__(
+        self, target: DrawingTarget, window: int = 16, init: Init = "last", coupled: bool = False
+    ) -> None:
         if not 1 <= window < target.length:
             raise ValueError(f"window must be in [1, {target.length - 1}], got {window}")
         self.target = target
         check_init(init)
         self.init = init
+        self.coupled = coupled
+        self.steadied = coupled and not target.processor.greedy
         self.shape = TreeShape.chain(window, target.device)
         self.window = window
         self.max_nodes = window + 1
@@ -65,16 +84,19 @@ class JacobiDrafter:
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """Draw the window after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        probs = self._newest(feedback)
-        if self.init == "last":
+        probs = self.newest(feedback)
+        if not self.coupled:
             drafts = categorical(probs[:, 1:], uniforms.draw(self.window))
         else:
-            self._read(feedback)
-            drafts = self._guessed(feedback, probs, uniforms.draw(self.window))
-        return DraftTree(torch.cat([feedback.token[:, None], drafts], dim=1), self.shape, probs)
+            stay, draw = uniforms.draw(2 * self.window).chunk(2, dim=1)
+            old, chance, rest = self.coupling(feedback, probs)
+            drafts = torch.where(stay < chance, old, categorical(rest, draw))
+        return self.begun(feedback, probs, drafts)
 
-    def _newest(self, feedback: Feedback) -> Tensor:
-        """The window's newest distributions [B, N, V]: the last place's where there is none."""
+    def newest(self, feedback: Feedback) -> Tensor:
+        """What the window is drawn from [B, N, V]: the target's newest distributions, and where
+        there is none the last place's, or any token.
+        """
         newest = feedback.output.probs
         probs = newest.new_zeros(len(newest), self.window + 1, newest.shape[-1])
         probs[:, 1:] = newest[:, -1:]
@@ -83,7 +105,58 @@ class JacobiDrafter:
             source = feedback.result.kept[:, None] + self.order  # [B, W]
             place = source.clamp(max=self.window)[..., None].expand(-1, -1, newest.shape[-1])
             probs[:, 1:] = newest.gather(1, place)
+        if self.init != "last":
+            self._read(feedback)
+        if self.init == "random":
+            places = self.root[:, None] + 1 + self.order
+            flat = _anything(self.target, places, probs)
+            probs[:, 1:] = torch.where(self._enters(feedback)[..., None], flat, probs[:, 1:])
+        if self.steadied and feedback.result is not None:
+            _, before, there = self._before(feedback, 1)
+            mixed = torch.lerp(before, probs[:, 1:2], NEWEST)
+            probs[:, 1:2] = torch.where(there[..., None], mixed, probs[:, 1:2])
         return probs
+
+    def _before(self, feedback: Feedback, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What the last round drafted at the window's first ``count`` places [B, count], from what
+        distributions [B, count, V], and where it drafted anything [B, count].
+        """
+        tree, result = feedback.drafted
+        assert tree.probs is not None, "of this drafter's own tree"
+        node = result.kept[:, None] + 1 + self.order[:count]
+        there = node <= self.window
+        if feedback.fresh is not None:
+            there = there & ~feedback.fresh[:, None]
+        node = node.clamp(max=self.window)
+        wide = node[..., None].expand(-1, -1, tree.probs.shape[-1])
+        return tree.tokens.gather(1, node), tree.probs.gather(1, wide), there
+
+    def coupling(self, feedback: Feedback, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each place's draft of the last round [B, W], the chance that it stays, and what is drawn
+        from else [B, W, V], of any positive total, so that together they give ``probs`` [B, N, V].
+        """
+        now = probs[:, 1:]
+        if feedback.result is None:
+            never = torch.zeros_like(now[..., 0])
+            return never.long(), never, now
+        old, before, there = self._before(feedback, self.window)
+        chance, rest = strict_step(now, Trial(old, before * there[..., None], 0, old))
+        return old, chance * there, rest
+
+    def begun(self, feedback: Feedback, probs: Tensor, drafts: Tensor) -> DraftTree:
+        """The tree of ``drafts`` [B, W] from ``probs`` [B, N, V]; where places enter the window,
+        neighbours' tokens take the place of both.
+        """
+        if self.init in NEIGHBOURS:
+            places = self.root[:, None] + 1 + self.order
+            known = self.root + self._scored(feedback)
+            self.tokens.scatter_(1, places, drafts)
+            source = NEIGHBOURS[self.init](places, known, self.target)
+            guesses = self.tokens.gather(1, source.clamp(min=0))
+            guessed = self._enters(feedback) & (source >= 0)
+            probs[:, 1:] = torch.where(guessed[..., None], one_hot(guesses, probs), probs[:, 1:])
+            drafts = torch.where(guessed, guesses, drafts)
+        return DraftTree(torch.cat([feedback.token[:, None], drafts], dim=1), self.shape, probs)
 
     def _read(self, feedback: Feedback) -> None:
         """Note what the last round drew."""
@@ -104,24 +177,9 @@ class JacobiDrafter:
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
         return scored if feedback.fresh is None else scored.masked_fill(feedback.fresh, 0)
 
-    def _guessed(self, feedback: Feedback, probs: Tensor, uniforms: Tensor) -> Tensor:
-        """Drafts [B, W] by ``uniforms`` from ``probs`` [B, N, V], which are changed to what the
-        places that enter the window are drawn from.
-        """
-        places = self.root[:, None] + 1 + self.order
-        known = self.root + self._scored(feedback)
-        enters = places > known[:, None]
-        if self.init == "random":
-            flat = _anything(self.target, places, probs)
-            probs[:, 1:] = torch.where(enters[..., None], flat, probs[:, 1:])
-            return categorical(probs[:, 1:], uniforms)
-        drafts = categorical(probs[:, 1:], uniforms)
-        self.tokens.scatter_(1, places, drafts)
-        source = NEIGHBOURS[self.init](places, known, self.target)
-        guesses = self.tokens.gather(1, source.clamp(min=0))
-        guessed = enters & (source >= 0)
-        probs[:, 1:] = torch.where(guessed[..., None], one_hot(guesses, probs), probs[:, 1:])
-        return torch.where(guessed, guesses, drafts)
+    def _enters(self, feedback: Feedback) -> Tensor:
+        """Which places of the window [B, W] have no distribution from the last round."""
+        return self.order >= self._scored(feedback)[:, None]
 
 
 NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}
