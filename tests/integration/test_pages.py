@@ -17,7 +17,7 @@ from tests.integration.page_snippets import ROOT, blocks, run_page
 DOCS = ROOT / "docs"
 GENERATED = {"models.md", "janus.md"}  # a benchmark's table; the card of a model that is not here
 PAGES = sorted(p for p in DOCS.rglob("*.md") if p.name not in GENERATED)
-QUICK = {"certificates.md", "rule.md", "target.md"}  # the others train, or answer at length
+QUICK = {"certificates.md", "drafter.md", "rule.md", "target.md"}  # the others train, or answer at length
 NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 
 
@@ -31,7 +31,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_snippets_of_the_readme_run(workplace: Path, make_tiny: Maker) -> None:
     write_files(pages.README.read_text(), make_tiny)
     assert run_page(ROOT / "README.md") > 3
