@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.pages`` writes the README's table and the picture of the gain; a test fails
 where they are older than the results. MkDocs takes this file as its hook: in a page, a line
-``<!-- results: NAME -->`` becomes a table of :data:`TABLES`, so no page holds a copied number.
+``<!-- results: NAME -->`` becomes a table of :data:`TABLES`, so no page holds a copied number, and
+``<!-- file: PATH -->`` the file.
 Nothing but the standard library is needed.
 """
 
@@ -25,6 +26,7 @@ SOURCES = ROOT / "build" / "api"
 PICTURE = ROOT / "docs" / "images" / "gain.svg"
 MARKS = ("<!-- speed: written by python -m benchmarks.pages -->\n\n", "\n<!-- end -->")
 EXAMPLE = re.compile(r"(?:^ *>>> .*\n)+", re.M)
+FILE = re.compile(r"^<!-- file: (\S+) -->$", re.M)
 MARKER = re.compile(r"^<!-- results: ([\w-]+) -->$", re.M)
 
 Row = Mapping[str, Any]
@@ -246,14 +248,18 @@ def zoo_table() -> str:
 
 
 def filled(page: str) -> str:
-    """A page with its tables in place of their markers."""
+    """A page with its tables, and the files it shows, in place of their markers."""
 
     def table(found: re.Match[str]) -> str:
         if found[1] == "zoo":
             return zoo_table()
         return TABLES[found[1]].markdown()
 
-    return MARKER.sub(table, page)
+    return FILE.sub(_source, MARKER.sub(table, page))
+
+
+def _source(found: re.Match[str]) -> str:
+    return f"```python\n{(ROOT / found[1]).read_text(encoding='utf-8')}```"
 
 
 # ---- MkDocs' hooks

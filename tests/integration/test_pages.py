@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
+from specmm.registry import REGISTERED
 from tests.integration.page_files import Maker, write_files
 from tests.integration.page_snippets import ROOT, blocks, run_page
 
@@ -23,8 +24,10 @@ NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, in which snippets run."""
+    """An empty folder, in which snippets run; what they register is forgotten."""
     monkeypatch.chdir(tmp_path)
+    for kind in REGISTERED:
+        monkeypatch.setitem(REGISTERED, kind, {})
     monkeypatch.setenv("MPLBACKEND", "Agg")
     return tmp_path
 
