@@ -6,12 +6,14 @@ Shape letters: B questions of a batch, T tokens of an answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
@@ -19,6 +21,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.hardware import choose_dtype, prepack
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
+from specmm.hf.interleaved import DRAFTING, InterleavedTarget, PictureReader
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import Options as Options
@@ -43,7 +46,7 @@ from specmm.vlm.loading import load_model, load_processor, moved
 class VQAOutput:
     """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
     ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
-    chosen.
+    chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
     """
 
     answers: list[str]
@@ -52,6 +55,7 @@ class VQAOutput:
     certificate: Certificate
     method: str
     ruling: Any = None
+    pictures: list[list[Image.Image]] = field(default_factory=list)
 
 
 class VQAPipeline(Pipeline):
@@ -141,7 +145,10 @@ class VQAPipeline(Pipeline):
             run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
-        return VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
+        output = VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
+        if given.draw:
+            output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
+        return output
 
     def stream(
         self, images: Images, questions: Texts, videos: Videos = None, **options: Any
@@ -211,8 +218,8 @@ class VQAPipeline(Pipeline):
                 "compiled=True serves text (TextPipeline), not questions about pictures; "
                 "leave it out"
             )
-        target = VLMTarget(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
+        target = self._target(method, options)
         given = Questions.of(images, questions, options.chat, videos)
 
         def prepared(some: slice) -> VLMPrompt:
@@ -226,6 +233,33 @@ class VQAPipeline(Pipeline):
         if method.drafts:
             parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, prompts)
+
+    def _target(self, method: methods.VQAMethod, options: Options) -> VLMTarget:
+        """The model as a target; raises ``ValueError`` for pictures by methods without them."""
+        if not options.draw:
+            return VLMTarget(self.model, options.processor, self.name)
+        if method.name not in DRAFTING:
+            raise ValueError(
+                f"draw=True needs a method of {', '.join(DRAFTING)}, got {method.name!r}"
+            )
+        return InterleavedTarget(self.model, options.processor, self.name)
+
+    def _text_of(self, options: Options) -> Callable[[Tensor | list[int]], str]:
+        """With the processor's placeholder for each picture drawn."""
+        if not options.draw:
+            return self.text
+        placeholder = str(getattr(self.processor, "image_token", "<image>"))
+
+        def text(ids: Tensor | list[int]) -> str:
+            listed = ids.tolist() if isinstance(ids, Tensor) else ids
+            return self._reader.text(listed, self.text, placeholder)
+
+        return text
+
+    @cached_property
+    def _reader(self) -> PictureReader:
+        """What finds pictures in answers."""
+        return PictureReader(self.model, self.drafters.folder or Path(self.name))
 
 
 def _is_judged(method: methods.VQAMethod) -> bool:

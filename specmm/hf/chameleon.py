@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
+from specmm.hf.interleaved import Writer
 from specmm.hf.picture_tokens import (
     Decoder,
     Encoder,
@@ -40,6 +41,7 @@ from specmm.registry import named
 
 START = "<s>"
 BEGIN = "<racm3:break>"  # of a picture
+END = "<eoss>"  # of a picture among words
 END_OF_TURN = "<reserved08706>"
 END_OF_LINE = "<reserved08799>"  # Lumina-mGPT's
 SIDE = "<reserved{:05d}>"  # Lumina-mGPT's, with so many cells more than this
@@ -60,10 +62,16 @@ def _lined(model: PreTrainedModel) -> bool:
     return any(hasattr(model.config, name) for name in LUMINA)
 
 
-def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
-    """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
+def _pictures(model: PreTrainedModel) -> Tensor:
+    """Which tokens [V] are those of pictures: bool."""
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     mask[token_codes(model)[0].cpu()] = True
+    return mask
+
+
+def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
+    """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
+    mask = _pictures(model)
     factor = token_side(model)
     if not _lined(model):
         side = model.config.vq_config.resolution
@@ -127,6 +135,23 @@ def _check(model: PreTrainedModel) -> None:
             f"the model must have learned to draw picture tokens, but {reason}; use one trained "
             "for it, such as Anole or Lumina-mGPT"
         )
+
+
+def _check_writer(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` for one that cannot draw among words."""
+    _check(model)
+    if _lined(model):
+        raise ValueError(
+            "draw=True serves Chameleon and Anole, got Lumina-mGPT, which draws alone; use "
+            "ImagePipeline"
+        )
+    if END not in model.config.vocabulary_map:
+        raise ValueError(f"the model's vocabulary_map must name {END}, which ends a picture")
+
+
+def _marks(model: PreTrainedModel) -> tuple[int, int]:
+    words = model.config.vocabulary_map
+    return words[BEGIN], words[END]
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
@@ -214,4 +239,12 @@ CHAMELEON = PictureModel(
     sampling=_sampling,
     unneeded="model.vqmodel.",
     cfg=3.0,
+)
+
+INTERLEAVED = Writer(
+    marks=_marks,
+    pictures=_pictures,
+    layout=lambda model: _layout(model, None),
+    decode=_decode,
+    check=_check_writer,
 )

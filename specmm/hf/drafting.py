@@ -64,6 +64,7 @@ class DrafterKind:
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
+    "sjd": DrafterKind("specmm.hf.drafters.interleaved:make"),
     "self": DrafterKind(f"{OWN}:make", plan=f"{OWN}:choose_method", drafterless=True),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too

@@ -52,13 +52,17 @@ ROUNDINGS = 16  # of a few products and a tanh
 
 @dataclass(frozen=True)
 class AfterHead:
-    """Logits times ``scale``, then held within ``cap`` of 0 by a tanh (None: they are not)."""
+    """Logits times ``scale``, then held within ``cap`` of 0 by a tanh (None: they are not).
+
+    Those of the tokens ``hidden`` are the least number there is, whatever the head says.
+    """
 
     scale: float = 1.0
     cap: float | None = None
+    hidden: tuple[int, ...] = ()
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """``logits`` [...] of the head as the model's class gives them."""
+        """``logits`` [...] of the head as the model's class gives them, the hidden ones as well."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -274,6 +278,10 @@ class Family:
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of the decoder's ``states`` [..., C]."""
+        return _without(self.all_logits(states), self._hidden)
+
+    def all_logits(self, states: Tensor) -> Tensor:
+        """Logits [..., V] of the decoder's ``states`` [..., C], those that its class hides, too."""
         weight = getattr(self.head, "weight", states)
         return self.after_head(self.head(states.to(weight.dtype)))
 
@@ -287,12 +295,26 @@ class Family:
         if bias is not None:
             few.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
         prepack(few)
-        return lambda states: self.after_head(few(states.to(few.weight.dtype)))
+        hidden = None if self._hidden is None else self._hidden[ids]
+
+        def logits(states: Tensor) -> Tensor:
+            return _without(self.after_head(few(states.to(few.weight.dtype))), hidden)
+
+        return logits
 
     @cached_property
     def after_head(self) -> AfterHead:
         """What the model's class does to logits after the head, measured on its own forward."""
         return AfterHead() if self.foreign else after_head(self.model)
+
+    @cached_property
+    def _hidden(self) -> Tensor | None:
+        """The tokens [V] bool that the model's class hides; None where it hides none."""
+        if not self.after_head.hidden:
+            return None
+        hidden = torch.zeros(self.vocabulary, dtype=torch.bool)
+        hidden[list(self.after_head.hidden)] = True
+        return hidden.to(self.model.device)
 
     @property
     def takes_trees(self) -> bool:
@@ -439,7 +461,7 @@ def has_states(layer: Any) -> bool:
 def after_head(model: PreTrainedModel) -> AfterHead:
     """What ``model`` does after its head, by one forward over one token at the first call.
 
-    Raises ``ValueError`` when that is neither a factor nor a cap.
+    Raises ``ValueError`` when that is neither a factor nor a cap nor hidden tokens.
     """
     if model not in _after_heads:
         own_logits(model, plain_tokens(model.config, 1)[None])
@@ -455,7 +477,7 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The model's own logits [B, T, V] of ``input_ids`` [B, T].
 
     ``after_head`` and ``layer_sizes`` are read from the same forward. Raises ``ValueError`` when
-    the model does more than to scale and to cap its logits.
+    the model does more than to scale, to cap and to hide some of its logits.
     """
     cache = empty_cache(model)
     known = torch.tensor(KNOWN, dtype=torch.float64, device=model.device)
@@ -505,6 +527,11 @@ def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
     return torch.tensor((plain * count)[:count])
 
 
+def _without(logits: Tensor, hidden: Tensor | None) -> Tensor:
+    """``logits`` [..., V] with the least number there is for the tokens ``hidden`` [V]."""
+    return logits if hidden is None else logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
+
+
 def _placeholders(config: PreTrainedConfig) -> tuple[int, ...]:
     """The tokens that stand for the content of pictures, videos and sounds, in that order."""
     names = [f"{kind}_token_{end}" for kind in PLACEHOLDERS for end in ("id", "index")]
@@ -519,15 +546,23 @@ def _special(config: PreTrainedConfig) -> set[int]:
 
 
 def _fitted(known: Tensor, found: Tensor) -> AfterHead:
-    """The factor and the cap that make ``found`` [P, V] of ``known`` [P], all tokens alike."""
+    """The factor and the cap that make ``found`` [P, V] of ``known`` [P], all tokens alike but for
+    those that are hidden.
+    """
+    shut = (found == torch.finfo(found.dtype).min).all(0)
+    open_ones = found[:, ~shut]
+    hidden = tuple(shut.nonzero()[:, 0].tolist()) if open_ones.numel() else ()
+    found = open_ones if hidden else found
     values = found[:, 0].double()
     small = float(values[0])
     large = float(values[1])
     rounding = ROUNDINGS * torch.finfo(found.dtype).eps
     cap = large if abs(large) < abs(small) / SMALL * LARGE / 2 else None
     scale = (small if cap is None else cap * float(torch.atanh(values[0] / cap))) / SMALL
-    fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap)
+    fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap, hidden)
     wanted = fitted(known).to(found.dtype)[:, None].expand_as(found)
     if not torch.allclose(found, wanted, rtol=rounding, atol=rounding):
-        raise ValueError("it does more to its logits after the head than to scale and to cap them")
+        raise ValueError(
+            "it does more to its logits after the head than to scale, to cap and to hide them"
+        )
     return fitted

@@ -45,7 +45,8 @@ class Options:
     prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
     many rows are answered at a time, and one that ends takes the next prompt, by methods that can
     refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
-    ``torch.compile``, which are made at the first call of a method, batch and length.
+    ``torch.compile``, which are made at the first call of a method, batch and length. With ``draw``
+    a model that can draws pictures in its answers.
     """
 
     max_new_tokens: int = 64
@@ -60,6 +61,7 @@ class Options:
     stop: str | Sequence[str] = ()
     batch_size: int = 0
     compiled: bool = False
+    draw: bool = False
 
     @classmethod
     def of(cls, given: dict[str, Any], **defaults: Any) -> Options:
@@ -363,6 +365,12 @@ class Pipeline:
         """What method ``kind`` drafts with, loaded at first use; None where it needs nothing."""
         return self.drafters.get(kind)
 
+    def _text_of(self, options: Options) -> Callable[[Tensor | list[int]], str]:
+        """What reads the ids of answers under ``options``; raises ``ValueError`` for pictures."""
+        if options.draw:
+            raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
+        return self.text
+
     @classmethod
     def default_method(cls, drafter: object) -> str:
         """The method where none is named: that of the ``drafter``, loaded or by the name of its
@@ -429,13 +437,14 @@ class Pipeline:
         generators = options.generators(prompts.count, device)
         queue = prompts.queue(target, generators)
         uniforms = Uniforms(generators[: len(prompt.lengths)])
-        stops = StopStrings(options.stops, self.text)
+        text = self._text_of(options)
+        stops = StopStrings(options.stops, text)
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
         settings = options.processor.settings
         if parts is None and queue is None:
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, steps, None, self.text, stops, settings)
+            return Run(name, steps, None, text, stops, settings)
         drafter, rule = parts or (NoDrafts(), Recursive())
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not options.processor.greedy
@@ -444,4 +453,4 @@ class Pipeline:
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
-        return Run(name, steps, rule if parts else None, self.text, stops, settings, queue)
+        return Run(name, steps, rule if parts else None, text, stops, settings, queue)

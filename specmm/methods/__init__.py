@@ -119,6 +119,7 @@ VQAMethod: TypeAlias = (
     | Assistant
     | Block
     | PromptLookup
+    | SJD
     | SelfDraft
     | Verdict
     | Draft

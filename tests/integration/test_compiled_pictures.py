@@ -10,8 +10,9 @@ import torch
 
 from specmm import methods, randomness
 from specmm.hf.static import StaticPictureTarget
+from specmm.processors import Processor
 from tests.cases import some
-from tests.integration.picture_kinds import KINDS, PROMPTS, opened, sized
+from tests.integration.picture_kinds import KINDS, PROMPTS, opened, prompt_of, sized, target_of
 from tests.integration.test_picture_drafters import save
 
 METHODS = {
@@ -73,7 +74,9 @@ def test_greedy_tokens_are_those_of_eager_rounds(method, pipe_of, traced):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "method"), [("emu3", "speculative"), ("glm_image", "sjd")])
+@pytest.mark.parametrize(
+    ("name", "method"), [("emu3", "ar"), ("emu3", "speculative"), ("glm_image", "sjd")]
+)
 def test_lines_and_grids_are_counted_as_in_eager_rounds(name, method, pipe_of, traced):
     prompts = [[PROMPTS[1]], [PROMPTS[1]]] if name == "glm_image" else BATCHES
     same(pipe_of(name), name, method, prompts)
@@ -98,6 +101,25 @@ def test_hooks_of_a_target_are_gone_before_the_next_is_traced(pipe_of, traced):
         assert not hooks_of(pipe.transformer)
     finally:
         gc.enable()
+
+
+def test_a_target_reads_what_it_is_told_to_and_has_one_view_for_each_processor(pipe_of):
+    """Layers that are read again are read by the hooks put before."""
+    kind = KINDS["janus"]
+    pipe = pipe_of("janus")
+    eager = target_of(pipe, kind, kind.scales[-1])
+    static = StaticPictureTarget(eager)
+    prompt = prompt_of(eager, pipe, PROMPTS)
+    for layers in [(), (1,), (), (1,)]:
+        found = []
+        for target in (static, eager):
+            target.read_layers(layers)
+            found.append(target.prefill(prompt, 2).hidden)
+        assert torch.equal(*found) and found[0].shape[-1] == 32 * (1 + len(layers))
+    warm, cold = Processor(1.0, top_k=5), Processor(0)
+    for processor in (warm, cold, warm):
+        assert static.with_processor(processor).processor == processor
+        assert static.with_processor(processor) is static.with_processor(processor)
 
 
 def hooks_of(model):

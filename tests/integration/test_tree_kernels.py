@@ -32,6 +32,7 @@ from specmm.recipes.training.rollout import build_eagle3
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
 from tests.cases import some
+from tests.integration import tiny_chameleon
 from tests.integration.mtp_models import save
 
 CODE, QUESTION = "def add(a, b):", "How many?"
@@ -212,7 +213,7 @@ def test_continuous_tokens(launches, name):
 
 TEXTS = {"draft": Draft("block", tree=(2, 1)), "block, tree": Block(tree=(2, 1))}
 TEXTS |= {"eagle3": Eagle3(total=4, depth=2, top_k=2), "self": SelfDraft(exit=1, length=2)}
-ELSEWHERE = ("auto", "verdict", "mtp", "assistant")  # the last two need targets of their own
+ELSEWHERE = ("auto", "verdict", "mtp", "assistant", "sjd")  # all but two need targets of their own
 
 
 @pytest.mark.parametrize("name", [*(n for n in methods.TEXT if n not in ELSEWHERE), "block, tree"])
@@ -269,6 +270,18 @@ def test_mtp_layers(tmp_path, launches, no_dense_masks):
     assert pipe("a b c", max_new_tokens=6, method=method).texts == wanted
     for family in ("text", "questions about pictures"):
         assert launched(launches) == TABLE[family, "mtp"]
+
+
+def test_answers_with_pictures(tmp_path, launches, no_dense_masks):
+    tiny_chameleon.save_writer(tmp_path)
+    pipe = specmm.VQAPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
+    assert pipe.model.config._attn_implementation == interface.NAME
+    given = dict(max_new_tokens=18, draw=True)  # a picture and its ends
+    wanted = pipe(None, "tree on a hill", **given)
+    assert [len(shown) for shown in wanted.pictures] == [1]
+    out = pipe(None, "tree on a hill", method=methods.SJD(window=3), **given)
+    assert torch.equal(out.tokens[0], wanted.tokens[0])
+    assert launched(launches) == TABLE["questions about pictures", "sjd"]
 
 
 @pytest.mark.parametrize("place", ["Cache.tree_bias", "dense.dense_mask"])

@@ -8,13 +8,19 @@ import torch
 from diffusers import VQModel
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import ChameleonConfig, ChameleonForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import (
+    ChameleonConfig,
+    ChameleonForConditionalGeneration,
+    ChameleonImageProcessor,
+    ChameleonProcessor,
+    PreTrainedTokenizerFast,
+)
 
 CODES, SIDE, FIRST = 8, 4, 20
 PICTURE = [FIRST + 2 * i for i in range(CODES)]  # their ids, not those of words
 BEGIN, TURN, LINE = "<racm3:break>", "<reserved08706>", "<reserved08799>"
 SPECIAL = {"<pad>": 0, "<s>": 1, "</s>": 2, "<image>": 3, BEGIN: 4, "<unk>": 5, TURN: 6}
-SPECIAL |= {LINE: 7} | {f"<reserved{8800 + n:05d}>": 7 + n for n in range(1, 6)}
+SPECIAL |= {LINE: 7, "<eoss>": 13} | {f"<reserved{8800 + n:05d}>": 7 + n for n in range(1, 6)}
 WORDS = ["a", "red", "blue", "barn", "tree", "on", "hill", "Generate", "image", "of", "following"]
 WORDS += ["2", "4", "1", "6", "x"]
 IDS = SPECIAL | {word: 40 + i for i, word in enumerate(WORDS)}
@@ -32,7 +38,11 @@ def image_name(code):
 
 def model(**more):
     names = {image_name(code): id_ for code, id_ in enumerate(PICTURE)}
-    config = ChameleonConfig(vocabulary_map=SPECIAL | names, vq_config=VQ, **SIZES, **more)
+    return loud(ChameleonConfig(vocabulary_map=SPECIAL | names, vq_config=VQ, **SIZES, **more))
+
+
+def loud(config):
+    """Random weights whose next tokens depend on the text."""
     torch.manual_seed(0)
     made = ChameleonForConditionalGeneration(config).eval()
     with torch.no_grad():
@@ -53,6 +63,18 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="<unk>")
 
 
+def processor():
+    """With the marks of pictures as tokens of their own."""
+    words = tokenizer()
+    marks = ["<image>", BEGIN, "<eoss>", "</s>", "<pad>"]
+    words.add_special_tokens({"additional_special_tokens": marks, "sep_token": TURN})
+    words.pad_token = "<pad>"
+    words.padding_side = "left"
+    square = dict(height=4 * SIDE, width=4 * SIDE)
+    pictures = ChameleonImageProcessor(size={"shortest_edge": 4 * SIDE}, crop_size=square)
+    return ChameleonProcessor(pictures, words, image_seq_length=SIDE**2)
+
+
 def vq():
     torch.manual_seed(1)
     return VQModel(
@@ -68,6 +90,16 @@ def vq():
 def save(folder):
     model().save_pretrained(folder)
     tokenizer().save_pretrained(folder)
+    vq().save_pretrained(folder / "vq")
+
+
+def save_writer(folder):
+    """One that is fond of pictures among its words, with a processor."""
+    made = model()
+    with torch.no_grad():
+        made.lm_head.weight[IDS[BEGIN]] *= 3
+    made.save_pretrained(folder)
+    processor().save_pretrained(folder)
     vq().save_pretrained(folder / "vq")
 
 

@@ -107,6 +107,33 @@ def test_what_is_done_after_the_head_is_measured_in_half_precision():
     assert after_head(seeing("llama", Rounded)) == AfterHead(0.25, None)
 
 
+class Hiding(tf.LlavaForConditionalGeneration):
+    """As Chameleon, which answers without the tokens of pictures."""
+
+    def forward(self, **inputs):
+        output = super().forward(**inputs)
+        output.logits[..., [3, 5]] = torch.finfo(output.logits.dtype).min
+        return output
+
+
+@torch.no_grad()
+def test_tokens_that_a_class_hides_are_hidden():
+    """From those of its head that a drafter of fewer tokens scores, too."""
+    model = seeing("llama", Hiding)
+    assert after_head(model) == AfterHead(1.0, None, (3, 5))
+    target = VLMTarget(model, Processor(1.0))
+    found = target.prefill(VLMPrompt({"input_ids": IDS}, 4), 2)
+    wanted = model(input_ids=IDS).logits[0, -1].softmax(-1)
+    assert float(found.probs[0, 0, [3, 5]].sum()) == 0
+    assert 0.5 * (found.probs[0, 0] - wanted).abs().sum() < 1e-5
+    ids = torch.tensor([5, 7, 3, 1])
+    few = target.family.logits_of(ids)(found.hidden)
+    assert torch.equal(few.softmax(-1) > 0, torch.tensor([[[False, True, False, True]]]))
+    everything = target.family.all_logits(found.hidden)
+    torch.testing.assert_close(few[..., [1, 3]], everything[..., [7, 1]])
+    assert float(everything[..., [3, 5]].min()) > -100
+
+
 class Squared(tf.LlavaForConditionalGeneration):
     def forward(self, **inputs):
         output = super().forward(**inputs)

@@ -1,0 +1,253 @@
+"""Answers of text and pictures in turn, by models that write both (Chameleon, Anole).
+
+Such a model begins a picture with a token, draws it token by token and ends it with another. Its
+class in transformers hides the tokens of pictures from its answers; here they are drawn: between
+words whatever the class itself allows, inside a picture picture tokens alone, as many as it has,
+and then its end (as Anole, arXiv 2407.06135, masks its logits). A picture begins where all of it
+fits into the answer.
+
+How far an open picture has come is one number: -1 in text, else the picture tokens so far.
+
+Shape letters: B batch, N tree nodes, T tokens of a picture, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specmm.hf.picture_tokens import Decoder, Layout, Painting
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import ProbsProcessor, VLMTarget
+from specmm.registry import named
+from specmm.target import TargetOutput
+from specmm.tree import DraftTree
+from specmm.verify.rule import VerifyResult
+
+WRITERS = {"chameleon": "specmm.hf.chameleon:INTERLEAVED"}  # descriptions by model type
+PIXELS = "specmm.image_ar.autoencoder:to_uint8"
+DRAFTING = ("ar", "prompt-lookup", "sjd")  # the methods that serve such answers
+TEXT = -1  # no picture is open
+IN_TEXT, IN_FULL_TEXT, IN_PICTURE, AT_END = range(4)  # the masks of tokens, by where they come
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A class of transformers that writes pictures between words, by functions of a model.
+
+    ``marks`` gives the ids that begin and end a picture, ``pictures`` the mask [V] of its tokens;
+    ``layout`` and ``decode`` are those of its :class:`specmm.hf.picture_tokens.PictureModel`.
+    ``check`` raises ``ValueError`` for a model that cannot draw.
+    """
+
+    marks: Callable[[Any], tuple[int, int]]
+    pictures: Callable[[Any], Tensor]
+    layout: Callable[[Any], Layout]
+    decode: Callable[[Any, Path], Decoder]
+    check: Callable[[Any], None]
+
+
+def writer_of(model: PreTrainedModel, name: str = "the model") -> Writer:
+    """The description of ``model``; raises ``ValueError`` for one that writes text alone."""
+    kind = model.config.model_type
+    if kind not in WRITERS:
+        raise ValueError(
+            f"draw=True needs a model that writes text and pictures in turn "
+            f"({', '.join(WRITERS)}), got {name} of type {kind!r}; leave draw out"
+        )
+    found: Writer = named(WRITERS[kind])
+    found.check(model)
+    return found
+
+
+class Grammar:
+    """Which tokens may come where in answers with pictures.
+
+    ``begin`` and ``end`` are the ids around a picture of ``length`` T tokens of ``pictures`` [V].
+    """
+
+    def __init__(self, begin: int, end: int, length: int, pictures: Tensor) -> None:
+        self.begin = begin
+        self.end = end
+        self.length = length
+        self.pictures = pictures
+        masks = torch.stack([~pictures, ~pictures, pictures, torch.zeros_like(pictures)])
+        masks[IN_FULL_TEXT, begin] = False
+        masks[AT_END, end] = True
+        self.masks = masks  # [4, V]
+        self.codes = frozenset(pictures.nonzero()[:, 0].tolist())
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, writer: Writer) -> Grammar:
+        """That of ``model``, by its description."""
+        begin, end = writer.marks(model)
+        pictures = writer.pictures(model).to(model.device)
+        return cls(begin, end, writer.layout(model).length, pictures)
+
+    def after(self, opened: Tensor, tokens: Tensor) -> Tensor:
+        """How far pictures [...] have come with one of ``tokens`` [...] more."""
+        closed = (opened == TEXT) | (tokens == self.end)
+        found = torch.where(closed, TEXT, (opened + 1).clamp(max=self.length))
+        return torch.where(tokens == self.begin, 0, found)
+
+    def after_text(self, ids: Sequence[int]) -> int:
+        """The same after a prompt of ``ids``, which may hold whole pictures in any form."""
+        begins = [i for i, token in enumerate(ids) if token == self.begin]
+        if not begins or self.end in ids[begins[-1] :]:
+            return TEXT
+        return min(len(ids) - begins[-1] - 1, self.length)
+
+    def along(self, opened: Tensor, tree: DraftTree) -> Tensor:
+        """The same [B, N] after each node of ``tree``, whose root follows ``opened`` [B]."""
+        root = self.after(opened, tree.tokens[:, 0])[:, None]
+        parents = tree.shape.parents.clamp(min=0).expand_as(tree.tokens)
+        found = root.expand_as(tree.tokens)
+        for _ in range(tree.shape.depth):  # level by level
+            found = self.after(found.gather(1, parents), tree.tokens)
+            found = torch.cat([root, found[:, 1:]], dim=1)
+        return found
+
+    def masked(self, logits: Tensor, opened: Tensor, left: Tensor) -> Tensor:
+        """``logits`` [B, N, V] of what follows ``opened`` [B, N], ``-inf`` for what may not.
+
+        ``left`` [B or 1, N] tokens may still come.
+        """
+        fits = left >= self.length + 2
+        place = torch.where(fits, IN_TEXT, IN_FULL_TEXT)
+        place = torch.where(opened == TEXT, place, IN_PICTURE)
+        place = place.masked_fill(opened == self.length, AT_END)
+        return logits.masked_fill(~self.masks[place], float("-inf"))
+
+    def parts(self, ids: Sequence[int]) -> list[tuple[bool, list[int]]]:
+        """The ``ids`` of an answer as runs of text and pictures, and whether each is a picture.
+
+        The tokens around pictures belong to neither.
+        """
+        found: list[tuple[bool, list[int]]] = []
+        apart = True
+        for token in ids:
+            if token in (self.begin, self.end):
+                apart = True
+                continue
+            drawn = token in self.codes
+            if apart or drawn != found[-1][0]:
+                found.append((drawn, []))
+            found[-1][1].append(token)
+            apart = False
+        return found
+
+
+class InterleavedTarget(VLMTarget):
+    """A model whose answers hold pictures, by its :class:`Grammar`."""
+
+    def __init__(
+        self, model: PreTrainedModel, processor: ProbsProcessor, name: str = "vlm"
+    ) -> None:
+        writer = writer_of(model, name)
+        super().__init__(model, processor, name)
+        self.grammar = Grammar.of(model, writer)
+        self.opened: Tensor  # [B], after what is in the cache
+        self.at: Tensor  # [B, N], after each token that is being scored
+
+    @property
+    def length(self) -> int:
+        """T."""
+        return self.grammar.length
+
+    def head(self, states: Tensor) -> Tensor:
+        """Logits [..., V] with those of pictures, which the model's class hides."""
+        return self.family.all_logits(states)
+
+    def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
+        """See :class:`specmm.hf.target.VLMTarget`; a prompt may end with what begins a picture.
+
+        Raises ``ValueError`` for a prompt that ends within one, and an answer that none fits into.
+        """
+        if prompt.max_new_tokens < self.length + 2:
+            raise ValueError(
+                f"max_new_tokens must be at least {self.length + 2} for answers with pictures, "
+                f"each {self.length} tokens between two, got {prompt.max_new_tokens}"
+            )
+        begun = [self.grammar.after_text(row) for row in prompt.rows()]
+        if max(begun) > 0:
+            raise ValueError(
+                f"a prompt must hold whole pictures, got one that ends after {max(begun)} tokens "
+                "of one; leave them out"
+            )
+        self.opened = torch.tensor(begun, device=self.device)
+        self.at = self.opened[:, None]
+        return super().prefill(prompt, scratch)
+
+    def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
+        """See :class:`specmm.target.BatchingTarget`."""
+        output = super().start_row(row, prompt)
+        alone: Any = self.started
+        self.opened[row] = alone.opened[0]
+        return output
+
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """See :class:`specmm.target.Target`."""
+        self.at = self.grammar.along(self.opened, tree)
+        return super().score(tree)
+
+    def commit(self, result: VerifyResult) -> None:
+        """Keep the accepted nodes."""
+        super().commit(result)
+        last = result.path.gather(1, (result.kept[:, None] - 1).clamp(min=0))
+        kept = self.at.gather(1, last)[:, 0]
+        self.opened = torch.where(result.kept > 0, kept, self.opened)  # 0: a row that has ended
+
+    def step(self, tokens: Tensor) -> TargetOutput:
+        """See :class:`specmm.target.Target`."""
+        self.opened = self.grammar.after(self.opened, tokens)
+        self.at = self.opened[:, None]
+        return super().step(tokens)
+
+    def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Logits [B, N, V], ``-inf`` for what may not follow tokens at ``positions`` [B, N]."""
+        drawn = positions - self.begins[:, None] + 1
+        left = self.prompt.max_new_tokens - drawn
+        return self.grammar.masked(super().guided(logits, positions), self.at, left)
+
+
+class PictureReader:
+    """What is in answers with pictures of ``model``, whose files are in ``folder``."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
+        self.writer = writer_of(model)
+        self.model = model
+        self.folder = folder
+        self.grammar = Grammar.of(model, self.writer)
+
+    def text(self, ids: Sequence[int], said: Callable[[list[int]], str], placeholder: str) -> str:
+        """The text of ``ids`` with a ``placeholder`` for each picture."""
+        parts = self.grammar.parts(ids)
+        return "".join(placeholder if drawn else said(run) for drawn, run in parts)
+
+    @torch.inference_mode()
+    def pictures(self, answers: Sequence[Sequence[int]]) -> list[list[Image.Image]]:
+        """The pictures of each of ``answers``, in order.
+
+        Raises ``ValueError`` where the folder has no decoder for them.
+        """
+        spans = [[run for drawn, run in self.grammar.parts(row) if drawn] for row in answers]
+        whole = [[run for run in row if len(run) == self.grammar.length] for row in spans]
+        if not any(whole):
+            return [[] for _ in answers]
+        decode = self.writer.decode(self.model, self.folder)
+        layout = self.writer.layout(self.model)
+        painting = Painting("", torch.Generator(), {})
+
+        def picture(run: list[int]) -> Image.Image:
+            tokens = torch.tensor([run], device=self.model.device)
+            pixels = named(PIXELS)(decode(tokens, layout, painting))
+            return Image.fromarray(pixels[0].cpu().numpy())
+
+        return [[picture(run) for run in row] for row in whole]
