@@ -16,7 +16,8 @@ from tests.integration.page_snippets import ROOT, blocks, run_page
 DOCS = ROOT / "docs"
 GENERATED = {"models.md", "janus.md"}  # a benchmark's table; the card of a model that is not here
 PAGES = sorted(p for p in DOCS.rglob("*.md") if p.name not in GENERATED)
-QUICK = {"certificates.md", "drafter.md", "rule.md", "target.md"}  # the others train, or answer at length
+# the others train, time, or answer at length
+QUICK = {"certificates.md", "drafter.md", "rule.md", "target.md"}
 NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 
 
