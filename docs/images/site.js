@@ -1,7 +1,12 @@
-// Names for what the theme leaves without one, for screen readers.
+// For screen readers and keyboards: names where the theme gives none, and wide tables in the tab order.
 document$.subscribe(() => {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
   document
     .querySelectorAll(".md-code__nav")
     .forEach((nav, i) => nav.setAttribute("aria-label", `Code ${i + 1}`));
+  const reachTables = () =>
+    document
+      .querySelectorAll(".md-typeset__scrollwrap")
+      .forEach((table) => table.setAttribute("tabindex", "0"));
+  setTimeout(reachTables, 300); // the theme wraps tables after this
 });
