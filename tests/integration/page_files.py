@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 from PIL import Image
+from transformers import JanusForConditionalGeneration
 
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from tests.integration import tiny_chameleon
-from tests.integration.picture_kinds import KINDS
+from tests.integration.picture_kinds import TEMPLATE, janus, loud, tokenizer
 
 SIDES = (1, 2, 3)
 Maker = Callable[..., LlamaGenPipeline]
@@ -57,8 +58,14 @@ def _vae_file(place: Path, make_tiny: Maker) -> None:
 
 
 def _janus(place: Path, make_tiny: Maker) -> None:
-    place.mkdir()
-    KINDS["janus"].save(place)
+    """With pictures of 16 tokens, more than a usual window of drafts."""
+    small = janus()
+    small.config.vision_config.image_size = 16
+    small.config.vision_config.num_image_tokens = 16
+    model = loud(JanusForConditionalGeneration(small.config))
+    model.generation_config = small.generation_config
+    model.save_pretrained(place)
+    tokenizer(TEMPLATE).save_pretrained(place)
 
 
 def _anole(place: Path, make_tiny: Maker) -> None:
