@@ -29,7 +29,11 @@ def branched(x: Tensor, branches: int) -> Tensor:
 
 
 class Memory:
-    """One layer's slots: where new keys and values go and how many slots are attended."""
+    """One layer's slots: where new keys and values go and how many slots are attended.
+
+    Rounds of a run write and attend the same slots. The views of them are made once: at batch 1
+    they would be a tenth of what PyTorch is asked for.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys = keys  # [R, S, H, D]
@@ -37,23 +41,47 @@ class Memory:
         self.first = 0
         self.stop = 0
         self.places: Tensor | None = None  # slots [T] to write to that need not follow one another
+        self._viewed: tuple[int, ...] = ()  # what the views below are of
+        self._fresh: tuple[Tensor, Tensor]
+        self._attended: tuple[Tensor, Tensor]
 
     def before(self) -> tuple[Tensor, Tensor]:
         """Keys and values [R, ``first``, H, D] of the slots before the one that is written next."""
         return self.keys[:, : self.first], self.values[:, : self.first]
 
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, k: Tensor, v: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
         """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on, or in ``places``; return the
-        first ``stop``.
+        first ``stop``. With ``axis`` 2 all are [R, H, T, D].
         """
         if self.places is not None:
-            self.keys.index_copy_(1, self.places, k)
-            self.values.index_copy_(1, self.places, v)
+            return self._write_to_places(self.places, k, v, axis)
+        asked = (self.first, self.stop, k.shape[axis], axis)
+        if torch.compiler.is_compiling():  # a program has views of its own
+            fresh, attended = self._views(*asked)
         else:
-            last = self.first + k.shape[1]
-            self.keys[:, self.first : last] = k
-            self.values[:, self.first : last] = v
-        return self.keys[:, : self.stop], self.values[:, : self.stop]
+            if asked != self._viewed:
+                self._fresh, self._attended = self._views(*asked)
+                self._viewed = asked
+            fresh, attended = self._fresh, self._attended
+        fresh[0].copy_(k)
+        fresh[1].copy_(v)
+        return attended
+
+    def _write_to_places(
+        self, places: Tensor, k: Tensor, v: Tensor, axis: int
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = along(self.keys, axis), along(self.values, axis)
+        keys.index_copy_(axis, places, k)
+        values.index_copy_(axis, places, v)
+        return keys.narrow(axis, 0, self.stop), values.narrow(axis, 0, self.stop)
+
+    def _views(
+        self, first: int, stop: int, count: int, axis: int
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Keys and values of ``count`` slots from ``first`` on, and of those before ``stop``."""
+        keys, values = along(self.keys, axis), along(self.values, axis)
+        fresh = keys.narrow(axis, first, count), values.narrow(axis, first, count)
+        return fresh, (keys.narrow(axis, 0, stop), values.narrow(axis, 0, stop))
 
 
 class StaticMemory:
@@ -66,11 +94,19 @@ class StaticMemory:
         self.first = 0
         self.stop = keys.shape[1]
 
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots."""
-        self.keys.index_copy_(1, self.place, k)
-        self.values.index_copy_(1, self.place, v)
-        return self.keys, self.values
+    def write(self, k: Tensor, v: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
+        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots. With ``axis`` 2 all are [R, H, 1 or
+        S, D].
+        """
+        keys, values = along(self.keys, axis), along(self.values, axis)
+        keys.index_copy_(axis, self.place, k)
+        values.index_copy_(axis, self.place, v)
+        return keys, values
+
+
+def along(x: Tensor, axis: int) -> Tensor:
+    """``x`` [R, S, H, D] with its slots along ``axis`` 1 or 2."""
+    return x if axis == 1 else x.transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class DFlash(nn.Module):
     def _write(self, context: Tensor, positions: Tensor) -> None:
         pairs = context_keys(self, context, positions)
         for (keys, values), memory in zip(pairs, self.cache.layers, strict=True):
-            memory.write(keys.transpose(1, 2), values.transpose(1, 2))
+            memory.write(keys, values, axis=2)
 
 
 def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tensor:

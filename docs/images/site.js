@@ -4,9 +4,10 @@ document$.subscribe(() => {
   document
     .querySelectorAll(".md-code__nav")
     .forEach((nav, i) => nav.setAttribute("aria-label", `Code ${i + 1}`));
-  const reachTables = () =>
-    document
-      .querySelectorAll(".md-typeset__scrollwrap")
-      .forEach((table) => table.setAttribute("tabindex", "0"));
-  setTimeout(reachTables, 300); // the theme wraps tables after this
 });
+// the theme wraps tables later, one after the other
+new MutationObserver(() =>
+  document
+    .querySelectorAll(".md-typeset__scrollwrap:not([tabindex])")
+    .forEach((table) => table.setAttribute("tabindex", "0")),
+).observe(document.documentElement, { childList: true, subtree: true });

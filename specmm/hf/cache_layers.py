@@ -51,8 +51,7 @@ class _SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        keys, values = self.memory.write(key_states.transpose(1, 2), value_states.transpose(1, 2))
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        return self.memory.write(key_states, value_states, axis=2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.memory.stop, 0
