@@ -12,6 +12,7 @@ from transformers import JanusForConditionalGeneration
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from tests.integration import tiny_chameleon
 from tests.integration.picture_kinds import TEMPLATE, janus, loud, tokenizer
 
 SIDES = (1, 2, 3)
@@ -67,6 +68,11 @@ def _janus(place: Path, make_tiny: Maker) -> None:
     tokenizer(TEMPLATE).save_pretrained(place)
 
 
+def _anole(place: Path, make_tiny: Maker) -> None:
+    place.mkdir()
+    tiny_chameleon.save_writer(place)
+
+
 def _prompts(place: Path, make_tiny: Maker) -> None:
     place.write_text("a red barn\nblue tree\n")
 
@@ -79,5 +85,6 @@ FILES: dict[str, Callable[[Path, Maker], None]] = {
     "var_d16.pth": _var_file(1),
     "vae_ch160v4096z32.pth": _vae_file,
     "janus-folder": _janus,
+    "anole-folder": _anole,
     "prompts.txt": _prompts,
 }
