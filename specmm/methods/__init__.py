@@ -40,6 +40,7 @@ from specmm.methods.language import (
     DEER,
     MSD,
     MTP,
+    AnswerSJD,
     Assistant,
     Block,
     DiffuSpec,
@@ -66,6 +67,7 @@ __all__ = [
     "TEXT",
     "TRANSFORMERS_IMAGES",
     "VQA",
+    "AnswerSJD",
     "Assistant",
     "Auto",
     "Block",
@@ -122,7 +124,7 @@ VQAMethod: TypeAlias = (
     | Assistant
     | Block
     | PromptLookup
-    | SJD
+    | AnswerSJD
     | SelfDraft
     | Verdict
     | Draft

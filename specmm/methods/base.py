@@ -273,6 +273,8 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
         )
     own = isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
     kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
+    if not isinstance(method, (str, kind)):
+        raise ValueError(f"method {kind.name!r} must be {kind.__name__} here, got {method}")
     options = current_options(kind, options)
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:

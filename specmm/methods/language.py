@@ -116,6 +116,17 @@ class PromptLookup(Declared):
 
 
 @dataclass(frozen=True)
+class AnswerSJD(Declared):
+    """Speculative Jacobi decoding (arXiv 2410.01699) of pictures in an answer, and prompt lookup of
+    the words between: up to ``window`` drafts a round, those of pictures drawn afresh.
+    """
+
+    name: ClassVar[str] = "sjd"
+    can_refill: ClassVar[bool] = True
+    window: int = 8
+
+
+@dataclass(frozen=True)
 class Verdict(Declared):
     """Speculative Verdict (arXiv 2510.20812): several models answer, a judge decides.
 

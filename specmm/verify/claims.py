@@ -84,7 +84,7 @@ def _with(found: Certificate, more: str) -> Certificate:
 def _of_others(rule: Any, maker: str) -> Certificate:
     """Of a ``rule`` that calls itself exact, by ``maker``."""
     try:
-        furthest, trees = enumerated(rule)  # type: ignore[arg-type]  # or it cannot be enumerated
+        furthest, trees = enumerated(rule)
     except Exception as error:  # whatever a rule of others raises, its claim is not shown
         reason = f"the {rule.name} rule calls itself exact, by {maker}; it could not be enumerated"
         return Certificate("heuristic", f"{reason} ({type(error).__name__}: {error})")

@@ -35,7 +35,7 @@ END = IDS["<eoss>"]
 BEGIN = IDS[tiny_chameleon.BEGIN]
 COUNT = 70
 ASKED = ["blue tree", "tree on a hill", "a red barn"]
-METHODS = {"ar": "ar", "prompt-lookup": "prompt-lookup", "sjd": methods.SJD(window=5)}
+METHODS = {"ar": "ar", "prompt-lookup": "prompt-lookup", "sjd": methods.AnswerSJD(window=5)}
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_said(pipe):
 
     refused(f"max_new_tokens must be at least {T + 2} for answers with", max_new_tokens=T + 1)
     refused("draw=True needs a method of ar, prompt-lookup, sjd, got 'self'", method="self")
-    refused("init must be 'last' for answers", method=methods.SJD(init="above"))
+    refused("method 'sjd' must be AnswerSJD here, got SJD", method=methods.SJD())
     refused("give draw=True to a model that writes", method="sjd", draw=False)
     ids = {"input_ids": torch.tensor([[1, BEGIN, PICTURE[0]]])}
     with pytest.raises(ValueError, match="ends after 1 tokens of one"):
@@ -302,7 +302,7 @@ def p_value(prompt, method, break_it=None):
     ids = PROMPTS[prompt]
     length = LENGTH if prompt == "in a picture" else 3
     given = VLMPrompt(padded([ids] * ROWS), LENGTH)
-    made = methods.SJD(window=3) if method == "sjd" else methods.resolve_vqa(method)
+    made = methods.AnswerSJD(window=3) if method == "sjd" else methods.resolve_vqa(method)
     parts = None if method == "ar" else assemble(made, target)
     if break_it is not None:
         break_it(parts[0])

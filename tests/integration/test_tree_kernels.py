@@ -279,7 +279,7 @@ def test_answers_with_pictures(tmp_path, launches, no_dense_masks):
     given = dict(max_new_tokens=18, draw=True)  # a picture and its ends
     wanted = pipe(None, "tree on a hill", **given)
     assert [len(shown) for shown in wanted.pictures] == [1]
-    out = pipe(None, "tree on a hill", method=methods.SJD(window=3), **given)
+    out = pipe(None, "tree on a hill", method=methods.AnswerSJD(window=3), **given)
     assert torch.equal(out.tokens[0], wanted.tokens[0])
     assert launched(launches) == TABLE["questions about pictures", "sjd"]
 

@@ -75,13 +75,11 @@ class InterleavedDrafter:
         return tokens.to(feedback.token.device), known.to(feedback.token.device)
 
 
-def make(method: methods.SJD, target: object, drafter: object, tokenizer: object) -> Assembly:
+def make(method: methods.AnswerSJD, target: object, drafter: object, tokenizer: object) -> Assembly:
     """The parts of method ``sjd``; raises ``ValueError`` for targets that write text alone."""
     if not isinstance(target, InterleavedTarget):
         raise ValueError(
             "method 'sjd' drafts pictures within answers: give draw=True to a model that writes "
             "them, or use prompt-lookup"
         )
-    if method.init != "last":
-        raise ValueError(f"init must be 'last' for answers with pictures, got {method.init!r}")
     return Assembly(InterleavedDrafter(target, method.window), Recursive())
