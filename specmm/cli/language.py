@@ -12,6 +12,7 @@ import typer
 
 from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
 from specmm.cli.output import emit, say, stdout_reserved
+from specmm.files import writable
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +71,10 @@ def ask(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     repetition_penalty: RepetitionPenalty = 1.0,
+    draw: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the pictures in the answer of a model that draws some."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = None,
@@ -84,10 +89,13 @@ def ask(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
     )
     options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
+    if draw is not None:
+        options["draw"] = bool(writable(draw, "--draw"))
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
-        return pipe(list(images), question, Echo(pipe), list(video) or None, **options)
+        echo = None if draw else Echo(pipe)
+        return pipe(list(images), question, echo, list(video) or None, **options)
 
     with stdout_reserved():
         place = Place.named(device, dtype)
@@ -97,6 +105,8 @@ def ask(
     record |= {"seed": options["seed"], "sampling": sampling, **found, "outputs": out.answers}
     if out.ruling is not None:
         record["ruling"] = out.ruling.as_dict()
+    if draw is not None:
+        record["pictures"] = _save_pictures(out.pictures[0], draw, options["seed"])
     if as_json:
         return emit(record)
     _show(record, out, _said(out, label(chosen)))
@@ -174,14 +184,22 @@ def complete(
         plot_drafting(out.stats, out.trace, plot)
 
 
+def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str]:
+    """The files in ``folder`` of an answer's ``pictures``, in order."""
+    files = [folder / f"seed-{seed}-{i + 1}.png" for i in range(len(pictures))]
+    for file, picture in zip(files, pictures, strict=True):
+        picture.save(file)
+    return [str(file) for file in files]
+
+
 def _said(out: Any, name: str) -> str:
     """What ran: of method auto what it chose, and why."""
     return str(out.method) if str(out.method).startswith("auto:") else name
 
 
 def _show(record: dict[str, Any], out: Any, method: str) -> None:
-    """Print texts, and what they took."""
-    for text in record["outputs"]:
+    """Print texts and where pictures are, and what they took."""
+    for text in (*record["outputs"], *record.get("pictures", ())):
         typer.echo(text)
     tokens = f"{record['tokens']} tokens by {method} in {record['seconds']:.2f} s"
     say(f"{tokens}, tau {out.stats.tau:.2f}, seed {record['seed']}")

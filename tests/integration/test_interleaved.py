@@ -3,14 +3,18 @@ once its pictures are not hidden and a plain grammar says what may come.
 """
 
 import itertools
+import json
 
 import pytest
 import torch
 import transformers as tf
+from PIL import Image
 from scipy.stats import chisquare
+from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
+from specmm.cli import app
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
 from specmm.hf.drafters.interleaved import InterleavedDrafter
@@ -126,6 +130,17 @@ def test_pictures_are_those_of_their_tokens_and_have_a_place_in_the_text(pipe):
         assert words == pipe.text([i for i in ids.tolist() if i not in PICTURE]).split()
     streamed = list(pipe.stream(None, ASKED[0], max_new_tokens=COUNT, method="sjd", draw=True))
     assert "".join(new for [new] in streamed).strip() == out.answers[0]
+
+
+def test_the_command_line_saves_pictures(folder, pipe, tmp_path):
+    words = ["ask", folder, "-q", ASKED[0], "--max-new-tokens", COUNT, "--method", "sjd"]
+    found = CliRunner().invoke(app, [*map(str, words), "--draw", str(tmp_path), "--json"])
+    assert found.exit_code == 0, found.output
+    record = json.loads(found.stdout)
+    out = pipe(None, ASKED[0], max_new_tokens=COUNT, method="sjd", draw=True)
+    assert record["outputs"] == out.answers and len(record["pictures"]) == len(out.pictures[0]) > 0
+    for file, picture in zip(record["pictures"], out.pictures[0], strict=True):
+        assert Image.open(file).tobytes() == picture.tobytes()
 
 
 def test_rows_that_begin_anew_are_answers_of_their_own(pipe):
