@@ -60,7 +60,7 @@ TEN = "msd(sampled=True, tree=(1, 1, 1, 1, 1, 1, 1, 1, 1, 1))"
 GAINS = (
     Gain("pictures, LlamaGen", "`speculative`", "speed", f"speculative(tree={(1,) * 6})", FLOAT),
     Gain("pictures, LlamaGen", "`lantern++`, the authors' rule", "speed", LANTERN, FLOAT),
-    Gain("pictures, LlamaGen", "`sjd`, no drafter", "draft_free_speed", "sjd", FLOAT),
+    Gain("pictures, LlamaGen", "`sjd`", "draft_free_speed", "sjd", FLOAT),
     Gain("pictures, Janus", "`sjd`, uncoupled", "words_to_pictures_janus", "sjd"),
     Gain("pictures, MAR", "`cspd`", "mar", "exact"),
     Gain("pictures, VAR", "`code`, batch 16", "var", "code, N = 5", (("batch", 16),)),
