@@ -48,6 +48,28 @@ def metric_bars(cifar: Sequence[Row], frechet: Sequence[Row]) -> list[Bar]:
     return [_cifar(cifar), _frechet(frechet)]
 
 
+def jacobi_bar(rows: Sequence[Row]) -> Bar:
+    """That of exact decoding without a drafter."""
+    what, wanted = "sjd as it is by default over plain decoding", "≥ 1.5×, certificate exact"
+    row = next((r for r in rows if r["method"] == "sjd"), None)
+    if row is None:
+        return Bar(what, wanted, "", None)
+    low, high = row["speedup_low"], row["speedup_high"]
+    found = f"{row['speedup']:.2f}× (quartiles {low:.2f} to {high:.2f})"
+    return Bar(what, wanted, found, row["speedup"] >= 1.5 and row["certificate"] == "exact")
+
+
+def loading_bar(rows: Sequence[Row]) -> Bar:
+    """That of published files, opened and converted; of the models that were measured."""
+    what, wanted = "peak memory of opening published files over their size", "≤ 1.2"
+    if not rows:
+        return Bar(what, wanted, "", None)
+    worst = max(rows, key=lambda r: r["over file"])
+    models = ", ".join(dict.fromkeys(r["model"] for r in rows))
+    found = f"{worst['over file']:.2f} at most ({models})"
+    return Bar(what, wanted, found, worst["over file"] <= 1.2)
+
+
 def mar_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of continuous tokens."""
     exact = next((r for r in rows if r["method"] == "exact"), None)

@@ -10,7 +10,9 @@ from typing import Any
 from benchmarks.bars import (
     bars,
     ideal_bars,
+    jacobi_bar,
     job_bars,
+    loading_bar,
     loop_bars,
     mar_bars,
     metric_bars,
@@ -35,6 +37,7 @@ NAMES = (
         "vqa_accuracy_smollava",
     ),
     *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs", "assisted"),
+    *("draft_free_speed", "loading"),
 )
 COMPILED = (
     " A round is one compiled program here, all of it under verify; host is what is left outside. "
@@ -78,6 +81,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
                 replace(b, what=f"{b.what}, compiled")
                 for b in round_bars(rows["speed_compiled"], rows["quality"])
             ),
+            jacobi_bar(rows["draft_free_speed"]),
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
             *loop_bars(rows["var_loop"]),
@@ -98,6 +102,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             ),
             *drafter_bars(rows),
             *job_bars(rows["jobs"]),
+            loading_bar(rows["loading"]),
         ]
     ]
     parts += ["## Bars", table(held)]

@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from benchmarks.bars import Bar, bars, ideal_bars, job_bars, loop_bars, metric_bars, var_bars
+from benchmarks.bars import (
+    Bar,
+    bars,
+    ideal_bars,
+    jacobi_bar,
+    job_bars,
+    loading_bar,
+    loop_bars,
+    metric_bars,
+    var_bars,
+)
 from benchmarks.drafter_bars import assisted_bars, drafter_bars
 from benchmarks.language_bars import ALONE, VERDICT, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
@@ -222,6 +232,16 @@ def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
         ]
     )
     assert [b.met for b in more] == [True, False] and [b.what[-2:] for b in more] == [" 1", "16"]
+
+
+def test_bars_of_guesses_and_of_loading():
+    row = dict(method="sjd", speedup=1.5, speedup_low=1.4, speedup_high=1.6, certificate="exact")
+    assert jacobi_bar([row]).met and not jacobi_bar([row | {"speedup": 1.49}]).met
+    assert not jacobi_bar([row | {"certificate": "bounded"}]).met and jacobi_bar([]).met is None
+    rows = [{"model": "a", "over file": 1.0}, {"model": "b", "over file": 1.2}]
+    assert loading_bar(rows).met and "1.20 at most (a, b)" in loading_bar(rows).found
+    assert not loading_bar([*rows, {"model": "b", "over file": 1.21}]).met
+    assert loading_bar([]).met is None
 
 
 def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():
