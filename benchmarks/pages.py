@@ -55,16 +55,17 @@ class Gain:
 GREEDY = (("questions", "describe"), ("temperature", 0.0), ("batch", 1))
 CODE = (("questions", "code"), ("temperature", 0.0), ("batch", 1))
 FLOAT = (("dtype", "float32"),)
+WARM = (("temperature", 0.8),)
 LANTERN = "lantern++(lambda_=20.0, k=60, residual='release')"
 TEN = "msd(sampled=True, tree=(1, 1, 1, 1, 1, 1, 1, 1, 1, 1))"
 GAINS = (
     Gain("pictures, LlamaGen", "`speculative`", "speed", f"speculative(tree={(1,) * 6})", FLOAT),
     Gain("pictures, LlamaGen", "`lantern++`, the authors' rule", "speed", LANTERN, FLOAT),
     Gain("pictures, LlamaGen", "`sjd`", "draft_free_speed", "sjd", FLOAT),
-    Gain("pictures, Janus", "`sjd`, uncoupled", "words_to_pictures_janus", "sjd"),
+    Gain("pictures, Janus", "`sjd`, uncoupled", "words_to_pictures_janus", "sjd", WARM),
     Gain("pictures, MAR", "`cspd`", "mar", "exact"),
     Gain("pictures, VAR", "`code`, batch 16", "var", "code, N = 5", (("batch", 16),)),
-    Gain("answers, LLaVA", "`msd`, greedy", "vlm_speed_llava", TEN, GREEDY),
+    Gain("answers, LLaVA", "`msd`, chain of 10, greedy", "vlm_speed_llava", TEN, GREEDY),
     Gain("text, Qwen2", "`block`, greedy", "text_speed_coder", "block(length=8)", CODE),
 )
 
@@ -187,7 +188,7 @@ class Table:
         commit = where.get("git", where.get("commit", "?"))
         told = (
             f"`benchmarks/results/{self.file}.csv`: {where['machine']}, {where['cores']} cores, "
-            f"{where['date'][:10]}, commit `{commit}`."
+            f"load {where.get('load', 0):.0f}, {where['date'][:10]}, commit `{commit}`."
         )
         return markdown([title for title, _ in self.columns], lines) + f"\n\n{told}"
 
@@ -221,7 +222,8 @@ QUALITY = (
     ("certificate", "certificate"),
 )
 TABLES = {
-    "llamagen": Table("speed", LLAMAGEN),
+    "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),
+    "llamagen-drafterless": Table("draft_free_speed", LLAMAGEN),
     "llamagen-compiled": Table("speed_compiled", LLAMAGEN),
     "llamagen-quality": Table("quality", QUALITY),
     "lantern-quality": Table("lantern_quality", QUALITY),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmm.cache import branched
 from specmm.randomness import UniformSource
+from specmm.registry import maker_of
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
@@ -92,7 +93,8 @@ class DrafterVocabulary:
 class Drafter(Protocol):
     """Proposes trees of at most ``max_nodes`` nodes and ``max_depth`` levels of drafts.
 
-    It keeps its own state of the batch, which ``begin`` resets.
+    It keeps its own state of the batch, which ``begin`` resets. One whose drafts depend on those of
+    an earlier round at the same places must have ``coupled`` true: see :func:`check_rule`.
     """
 
     max_nodes: int
@@ -110,14 +112,22 @@ class Drafter(Protocol):
         ...
 
 
+def looks_ahead(rule: object) -> bool:
+    """Whether ``rule`` may decide about a draft by those after it: as its ``bottom_up`` says, and
+    of a rule of others that does not say.
+    """
+    return bool(getattr(rule, "bottom_up", bool(maker_of(rule))))
+
+
 def check_rule(drafter: Drafter, rule: Rule) -> None:
     """Raise ``ValueError`` for a ``drafter`` whose drafts are ``coupled`` with those of the round
-    before and a ``rule`` that is ``bottom_up``: when it tests a draft tells about the draft.
+    before and a ``rule`` that :func:`looks_ahead`: when it tests a draft tells about the draft.
     """
-    if getattr(drafter, "coupled", False) and getattr(rule, "bottom_up", False):
+    if getattr(drafter, "coupled", False) and looks_ahead(rule):
         raise ValueError(
-            "coupled drafts need a rule that tests a draft before those after it, "
-            f"got {rule.name}, which tests the last first: use recursive or coupled=False"
+            "coupled drafts need a rule that tests a draft before those after it, got "
+            f"{rule.name}, which may look ahead: use recursive, coupled=False or, for a rule of "
+            "your own that does not, its bottom_up = False"
         )
 
 

@@ -120,6 +120,7 @@ class OutsideDrafter:
         self.maker = maker
         self.max_nodes = int(inner.max_nodes)
         self.max_depth = int(inner.max_depth)
+        self.coupled = bool(getattr(inner, "coupled", False))
         self.recorded = False
 
     def __str__(self) -> str:

@@ -8,13 +8,15 @@ walk from the root down are a *step*: from the target [B, F, V] and one draft of
 to the chance of keeping it [B, F] and to the target once it is rejected [B, F, V].
 
 ``exact = True`` is a claim. specmm enumerates it on small trees before a certificate says so, and
-names this file as its author. A relaxed rule measures by how much it differs: ``top_down_measured``
-runs it beside the strict step on the same numbers.
+names this file as its author. ``bottom_up = False`` says that no decision about a draft looks at
+those after it, which drafts that stay from round to round (``sjd``) need. A relaxed rule measures
+by how much it differs: ``top_down_measured`` runs it beside the strict step on the same numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class PlainRatio:
 
     name: str = "plain-ratio"
     exact: bool = True
+    bottom_up: ClassVar[bool] = False
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`; ``p`` is [B, N, V]."""
@@ -53,6 +56,7 @@ class Generous:
     factor: float = 1.5
     name: str = "generous"
     exact: bool = False
+    bottom_up: ClassVar[bool] = False
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from specmm import autotune, methods
 from specmm.autotune import Plan
 from specmm.decode import decode, decode_plain
-from specmm.drafter import Drafter
+from specmm.drafter import Drafter, looks_ahead
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
@@ -197,8 +197,8 @@ def _jacobi(
     """The target itself, on a chain of at most a picture; method ``draft`` couples its drafts where
     the rule allows it.
     """
-    bottom_up = getattr(rule_kind(choice.rule).rule, "bottom_up", False)
-    method = choice.method or methods.SJD(coupled=not bottom_up)
+    coupled = not looks_ahead(rule_kind(choice.rule).rule)
+    method = choice.method or methods.SJD(coupled=coupled)
     window = min(_chain(choice, method.window), target.length - 1)
     return JacobiDrafter(target, window, method.init, method.coupled)
 

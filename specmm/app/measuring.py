@@ -69,8 +69,8 @@ def measured(
         raise ValueError(
             f"choose one method at least and 1 to {MOST_RUNS} runs, got {len(names)} and {runs}"
         )
+    pipe = models.get("images", model)  # first: it refuses what is not listed
     contenders = [method_of(models, "images", model, name) for name in names]
-    pipe = models.get("images", model)
     prompts = [prompt] if pipe.takes == "prompt" else []
     rows = measure(pipe, model, contenders, 1, runs, 0, prompts)
     cells = [

@@ -51,9 +51,11 @@ def restricted(head: Any, may_come: Tensor) -> Any:
     Calls with the same weights share the rows.
     """
     count = int(may_come.sum())
-    if not isinstance(head, nn.Linear) or head.out_features - count < max(LEAST, count):
-        return head
+    if type(head) is not nn.Linear or head.out_features - count < max(LEAST, count):
+        return head  # a quantised one packs its rows
     weight = head.weight
+    if weight.is_meta:  # accelerate brings the weight when the head runs
+        return head
     version = 0 if weight.is_inference() else weight._version
     ids = may_come.nonzero()[:, 0].to(weight.device)
     key = (weight.data_ptr(), version, weight.device, weight.dtype, tuple(ids.tolist()))

@@ -102,7 +102,7 @@ def test_texts(texts, method, rule):
         (Draft("block", (2, 1), "block"), "must be a chain"),
         (Draft("block", "dynamic(total=6)", "point-mass"), "fixed shape"),
         (SJD(rule="block"), "coupled drafts need a rule that tests a draft before those after it"),
-        (SJD(rule="traversal"), "tests the last first: use recursive or coupled=False"),
+        (SJD(rule="traversal"), "which may look ahead: use recursive, coupled=False"),
     ],
 )
 def test_what_does_not_go_together(pictures, method, said):

@@ -16,13 +16,14 @@ from scipy.stats import chi2
 from torch import nn
 
 from specmm.decode import decode, decode_plain, first_token
-from specmm.drafter import Feedback
+from specmm.drafter import Feedback, check_rule
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.outside import OutsideDrafter
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
@@ -298,14 +299,31 @@ def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
     assert p_value(target, JacobiDrafter(target, 3), rule) > 1e-3
 
 
-@pytest.mark.parametrize("rule", [Block(), Traversal()], ids=lambda rule: rule.name)
-def test_coupled_drafts_and_rules_that_look_ahead_are_refused(rule):
+class Silent(Recursive):
+    """A rule of others, which does not say whether it looks ahead."""
+
+    name = "silent"
+
+
+class Outspoken(Silent):
+    """One that says it does not."""
+
+    bottom_up = False
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["ours", "of others"])
+@pytest.mark.parametrize("rule", [Block(), Traversal(), Silent()], ids=lambda rule: rule.name)
+def test_coupled_drafts_and_rules_that_look_ahead_are_refused(rule, outside):
     """For what they would draw: see tests/unit/verify/test_jacobi.py."""
     target = target_of(TINY, Processor())
     drafter = JacobiDrafter(target, 3, coupled=True)
+    if outside:
+        drafter = OutsideDrafter(drafter, "mine", "somebody")
     steps = decode(target, drafter, rule, Prompt(torch.tensor([1])), LENGTH, Stream(1, 0))
     with pytest.raises(ValueError, match=rf"^coupled drafts need a rule .*, got {rule.name}, .*$"):
         next(steps)
+    check_rule(drafter, Recursive())
+    check_rule(drafter, Outspoken())
 
 
 def test_rejected_weight_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():
