@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from specmm.kinds import check_whole, shown
+from specmm.kinds import check_whole, shown, texts_of
 from specmm.registry import unknown
 
 Classes: TypeAlias = str | int | Sequence[str | int] | Tensor | npt.NDArray[np.integer[Any]]
@@ -53,6 +53,7 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
             f"tokens so far and a dict, got {shown(callback)}"
         )
     chosen = getattr(callback, "tensor_inputs", TENSOR_INPUTS) if inputs is None else inputs
+    chosen = texts_of("callback_on_step_end_tensor_inputs", chosen)
     for name in chosen:
         if name not in TENSOR_INPUTS:
             raise unknown("callback_on_step_end_tensor_inputs", name, TENSOR_INPUTS)

@@ -113,8 +113,11 @@ class ImagePipeline:
         )
         options = {option: value for option, value in given.items() if value is not None}
         source = zoo.Source(file, revision, cache_dir, download)
-        if source != zoo.USUAL:
-            name = zoo.find(name, source=source)
+        here = Path(str(name)).exists() or str(name) in zoo.pocket_models()
+        if here and (file or revision):
+            raise ValueError(f"{name} is here: leave file and revision out, which are a hub's")
+        if source != zoo.USUAL and not here:
+            name = zoo.fetched(str(name), source)
         family = family_of(name)
         pipeline = getattr(import_module(family.module), family.pipeline)
         taken = signature(pipeline.from_pretrained).parameters
@@ -138,6 +141,8 @@ def family_of(name: str | Path) -> ImageFamily:
     if picture_type(folder) is not None:  # fetched from the hub
         return TRANSFORMERS_FAMILY
     file = folder / zoo.PIPELINE
+    if not file.is_file():
+        raise ValueError(f"{name} draws no pictures; run: specmm complete, or specmm ask")
     family = read_json(file).get("family", "llamagen")
     if family not in FAMILIES:
         raise unknown(f"family in {file}", family, FAMILIES)

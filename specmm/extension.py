@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -69,6 +69,8 @@ def load(place: str) -> None:
     Raises ``ValueError`` where there is none and where it fails.
     """
     file = Path(place)
+    if file.suffix == ".py":
+        _check_name(file)
     try:
         if file.suffix != ".py":
             import_module(place)
@@ -78,7 +80,18 @@ def load(place: str) -> None:
         module = module_from_spec(spec)
         sys.modules[file.stem] = module  # as import does: dataclasses look their module up
         spec.loader.exec_module(module)
-    except (ImportError, OSError, SyntaxError) as error:
+    except Exception as error:  # whatever a file of others raises
+        if file.suffix == ".py":
+            sys.modules.pop(file.stem, None)
         raise ValueError(
             f"what is loaded must be a Python file or a module, got {place}: {error}"
         ) from error
+
+
+def _check_name(file: Path) -> None:
+    """Raise ``ValueError`` for a file that would take the place of an installed module."""
+    loaded = sys.modules.get(file.stem)
+    if Path(getattr(loaded, "__file__", None) or "").resolve() == file.resolve():
+        return  # again
+    if loaded is not None or find_spec(file.stem) is not None:
+        raise ValueError(f"there is a module {file.stem}; rename the file")

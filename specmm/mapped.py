@@ -65,7 +65,7 @@ def mark(tensors: Iterable[Tensor], file: Path) -> None:
         first = tensor.untyped_storage().data_ptr()
         last = first + tensor.untyped_storage().nbytes()
         if any(start <= first and last <= end for start, end in ranges):
-            setattr(tensor, MAPPED, True)
+            setattr(tensor, MAPPED, None if tensor.is_inference() else tensor._version)
 
 
 def _mappings(file: Path) -> list[tuple[int, int]]:
@@ -82,14 +82,18 @@ def _mappings(file: Path) -> list[tuple[int, int]]:
 
 
 def give_back(tensor: Tensor) -> None:
-    """Let the system take back the pages of ``tensor`` if they are a file's; its values stay."""
-    if not getattr(tensor, MAPPED, False):
+    """Let the system take back the pages of ``tensor`` if they are a file's; its values stay.
+
+    One that was changed in place stays in memory, where alone it is what it is, and so do pages
+    that it shares with others.
+    """
+    version = getattr(tensor, MAPPED, None)
+    if version is None or version != tensor._version or not tensor.is_contiguous():
         return
-    if not tensor.is_contiguous():
-        return
-    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    length = tensor.data_ptr() + tensor.nbytes - start
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), UNUSED)
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), UNUSED)
 
 
 def owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:

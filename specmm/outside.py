@@ -169,6 +169,8 @@ class OutsideDrafter:
             raise ValueError(
                 f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"
             )
+        if not bool((probs >= 0).all()):
+            raise ValueError(f"{self} must record probabilities, got {_range(probs)}")
         sums = probs.sum(-1)
         if bool(((sums - 1).abs() > SUMS).any()):
             raise ValueError(

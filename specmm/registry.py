@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -111,7 +112,7 @@ def _entry_points(kind: str) -> dict[str, EntryPoint]:
 
 def whole(thing: Any) -> Any:
     """``thing``, or of a ``functools.partial`` what it is a part of."""
-    return getattr(thing, "func", thing)
+    return thing.func if isinstance(thing, functools.partial) else thing
 
 
 def maker_of(thing: object) -> str:

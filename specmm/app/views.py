@@ -4,7 +4,10 @@ a line about it.
 
 from __future__ import annotations
 
+import functools
+import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -24,6 +27,7 @@ from specmm.jobs.items import Item
 
 CELL = 16  # pixels of a token
 SIDE = 336  # pixels of a picture shown
+KEPT = 3600  # seconds that a saved picture is kept
 WAITING = "#e2e8f0"
 OWN = "#2563eb"
 DRAFTED = "#16a34a"
@@ -172,10 +176,22 @@ def counted(lane: PictureLane | TextLane) -> str:
 
 
 def saved(out: Any, model: str, name: str, seed: int) -> str:
-    """The path of the picture of ``out``, a PNG with its description inside, in a new folder."""
+    """The path of the picture of ``out``, a PNG with its description inside, in a new folder.
+
+    The page copies it; older ones are removed, or an app that runs for long would fill the disk.
+    """
     facts = {"method": out.method, "certificate": out.certificate.as_dict()}
     item = Item(f"{name}-{seed}", "class", name, seed)
     data = encode(Result(item, facts, image=out.images[0]), "png", model)
-    file = Path(tempfile.mkdtemp(prefix="specmm-")) / f"{slug(name)}-{seed}.png"
+    folder = Path(_pictures().name)
+    for old in folder.iterdir():
+        if time.time() - old.stat().st_mtime > KEPT:
+            shutil.rmtree(old, ignore_errors=True)
+    file = Path(tempfile.mkdtemp(dir=folder)) / f"{slug(name)}-{seed}.png"
     file.write_bytes(data)
     return str(file)
+
+
+@functools.cache
+def _pictures() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="specmm-")

@@ -90,6 +90,8 @@ def zoo(
     as_json: Json = False,
 ) -> None:
     """List the shipped models, or print the card of one: data, licence, what was measured."""
+    if published and name is not None:
+        raise ValueError(f"give {name} or --published, not both")
     if published:
         return list_published(as_json)
     from specmm.zoo import pocket_models

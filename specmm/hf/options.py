@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from specmm import methods
-from specmm.kinds import check_whole, shown
+from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
@@ -107,9 +107,9 @@ class Options:
             raise ValueError("give seed or generator, not both")
         many = isinstance(self.seed, Sequence) and not isinstance(self.seed, str)
         seeds: Any = self.seed if many else [self.seed]
-        if not all(isinstance(seed, Integral | None) for seed in seeds):
+        if not all(_is_seed(seed) for seed in seeds):
             raise ValueError(
-                f"seed must be a whole number or a list of them, got {shown(self.seed)}"
+                f"seed must be a whole number below 2^63 or a list of them, got {shown(self.seed)}"
             )
         if isinstance(self.seed, Sequence):
             if len(self.seed) != count:
@@ -121,9 +121,15 @@ class Options:
         return sample_generators(seeded or self.generator, count, device)
 
 
+def _is_seed(seed: object) -> bool:
+    if seed is None:
+        return True
+    return isinstance(seed, Integral) and not isinstance(seed, bool) and abs(int(seed)) < 2**63
+
+
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """One text or several as several; raises ``ValueError`` for an empty one."""
-    found = (stop,) if isinstance(stop, str) else tuple(stop)
+    found = tuple(texts_of("stop", stop))
     if not all(found):
         raise ValueError(
             "stop must be texts of one letter at least, got an empty one; leave it out"

@@ -57,14 +57,10 @@ def convert(
         raise ValueError(f"{out} must be a new folder, it is there already; choose another")
     entry, files = _files(source, like, _named(others))
     writable(out.parent, "another OUT")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        with TemporaryDirectory(prefix="specmm-", dir=out.parent) as made:
-            _write(entry, linked_folder(entry, files, Path(made) / "links"), part, dtype)
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with TemporaryDirectory(prefix="specmm-", dir=out.parent) as made:
+        whole = Path(made) / "whole"
+        _write(entry, linked_folder(entry, files, Path(made) / "links"), whole, dtype, files)
+        whole.rename(out)
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     return {"name": entry.name, "folder": str(out), "family": entry.family, "bytes": size}
 
@@ -91,18 +87,29 @@ def _files(
         entry = zoo.entry_of(str(source))
         _check(entry, source)
         assert entry is not None
-        return entry, {**zoo.files_of(entry), **others}
+        return entry, _with_others(entry, {}, others)
     if like is not None and like not in published_models():
         raise unknown("published model", like, published_models())
     entry = published_models()[like] if like is not None else entry_of_file(file)
     _check(entry, source)
     assert entry is not None
-    strange = others.keys() - entry.parts.keys()
-    if strange:
-        raise unknown(f"part of {entry.name}", min(strange), entry.parts)
-    given = {TRANSFORMER: file, **others}
+    return entry, _with_others(entry, {TRANSFORMER: file}, others)
+
+
+def _with_others(
+    entry: Published, files: Mapping[str, Path], others: Mapping[str, Path]
+) -> dict[str, Path]:
+    """The file of each part of ``entry``: of ``files``, of ``others``, or fetched."""
+    for place, file in others.items():
+        if place not in entry.parts:
+            raise unknown(f"part of {entry.name}", place, entry.parts)
+        if place in files:
+            raise ValueError(f"{place} must be given once, got {files[place]} and {file}")
+        if not file.is_file():
+            raise ValueError(f"{place} must be a file of weights, got {file}, which is not there")
+    given = {**files, **others}
     rest = {place: part for place, part in entry.parts.items() if place not in given}
-    return entry, given | zoo.files_of(entry, parts=rest)
+    return given | zoo.files_of(entry, parts=rest)
 
 
 def _check(entry: Published | None, source: str | Path) -> None:
@@ -116,7 +123,21 @@ def _check(entry: Published | None, source: str | Path) -> None:
         raise ValueError(f"{entry.name} needs no conversion, it opens as it is published")
 
 
-def _write(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:
+def _write(
+    entry: Published, links: Path, out: Path, dtype: torch.dtype | None, files: Mapping[str, Path]
+) -> None:
+    """The folder ``out`` of the folder of ``links`` to ``files``, by which mistakes are told."""
+    try:
+        _write_parts(entry, links, out, dtype)
+    except ValueError as error:
+        said = str(error)
+        for place, file in files.items():
+            for link in (*(links / place).glob("*"), links / place):
+                said = said.replace(str(link), str(file))
+        raise ValueError(said) from error
+
+
+def _write_parts(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:
     """The folder ``out`` of the folder of ``links``."""
     target: tuple[GPTConfig, str] | None = None  # that of the EAGLE head
     for place in entry.parts:

@@ -9,7 +9,6 @@ Shape letters: V vocabulary, D deepest level.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -100,7 +99,6 @@ def _of_others(rule: Any, maker: str) -> Certificate:
     return Certificate("exact", reason, 0.0)
 
 
-@lru_cache(maxsize=64)
 def enumerated(rule: Any) -> tuple[float, int]:
     """The largest total variation of what ``rule`` emits from the target, and of how many cases.
 

@@ -67,6 +67,13 @@ def fetched(name: str, source: Source = USUAL) -> Path:
     """The folder of a published model or a hub's, fetched unless it is in the cache; see
     :func:`find`.
     """
+    if name.startswith("pocket/"):
+        shipped = pocket_models()
+        if name not in shipped:
+            raise unknown("pocket model", name, shipped)
+        return shipped[name]
+    if not name:
+        raise ValueError("a model's name must not be empty; see specmm zoo --published")
     key = (name, source)
     if key not in LOCATED or not LOCATED[key].is_dir():
         entry = entry_of(name, source.file)

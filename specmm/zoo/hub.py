@@ -40,7 +40,7 @@ class Source:
     @property
     def agreed(self) -> bool:
         """Whether large files may be fetched."""
-        return self.download or os.environ.get(AGREED, "") not in ("", "0")
+        return self.download or os.environ.get(AGREED, "").lower() in ("1", "true", "yes")
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,8 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
         if file is not None:
             raise ValueError(f"file must be left out for {name}, which names its files, got {file}")
         return models[name]
+    if not name:
+        return None
     whole = next((one for one in models.values() if one.repository == name), None)
     if whole is not None and file is None:
         return whole

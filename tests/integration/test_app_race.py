@@ -1,8 +1,10 @@
 """The app shows what the pipelines make, on a clock that counts the methods' seconds alone."""
 
+import os
 import re
 import time
 from html import unescape
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from specmm.app.views import (
     marked,
     preview,
     raster,
+    saved,
     tokens_of,
 )
 from specmm.watching import watched
@@ -220,6 +223,14 @@ def test_vars_scales_are_told_apart_and_previewed():
     assert first is not None and lane.out.images
     assert counted(lane) == "scales: 2 by the large model, 5 by the small model"
     assert "heuristic" in line(lane, "code", 7)
+
+
+def test_saved_pictures_do_not_pile_up(pipe):
+    out = pipe(classes=["heart"], generator=generator(pipe, 3))
+    old, new = (Path(saved(out, "m", "heart", seed)) for seed in (3, 4))
+    os.utime(old.parent, (0, 0))
+    last = Path(saved(out, "m", "heart", 5))
+    assert not old.parent.exists() and new.is_file() and last.is_file()
 
 
 def test_a_picture_made_of_all_scales_is_the_picture():

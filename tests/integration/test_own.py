@@ -3,7 +3,7 @@ of them.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -193,6 +193,25 @@ def test_a_rules_claim_is_enumerated_before_it_is_printed(own, make_tiny):
     assert "its author" not in claim(Recursive(), None).reason
 
 
+def test_a_claim_is_of_the_rule_at_hand():
+    """Not of one that is equal to it, nor of one that it holds."""
+
+    class Slack(Recursive):
+        lax = False
+
+        def decisions(self, tree, p, *, measure=False):
+            found = super().decisions(tree, p, measure=measure)
+            return replace(found, accept=torch.ones_like(found.accept)) if self.lax else found
+
+    lax = Slack()
+    lax.__dict__["lax"] = True
+    assert lax == Slack() and claim(Slack(), None).kind == "exact"
+    assert claim(lax, None).kind == "heuristic"
+    holder = Broken()
+    holder.__dict__["func"] = Recursive()
+    assert claim(holder, None).kind == "heuristic"
+
+
 def test_no_kernel_of_ours_stands_for_a_rule_of_others():
     """One that inherits from ours may decide otherwise."""
     tree = DraftTree(torch.zeros(1, 2, dtype=torch.int64), TreeShape.chain(1))
@@ -348,6 +367,7 @@ def proposing(echo, **changes):
     ("changes", "said"),
     [
         (dict(tokens=lambda t: t.tokens + 1), "must put feedback.token at node 0"),
+        (dict(probs=lambda t: 1.5 * t.probs - 0.5 / 64), "must record probabilities, got -0"),
         (dict(probs=lambda t: 2 * t.probs), "whose sums are 1, got 2 to 2"),
         (dict(probs=lambda t: t.probs[..., :-1]), "distributions over 64 tokens, got 63"),
         (
@@ -396,3 +416,11 @@ def test_files_are_loaded_by_the_command_line(tmp_path):
     for place in (broken, tmp_path / "none.py", "no_such_module_here"):
         with pytest.raises(ValueError, match="must be a Python file or a module, got"):
             extension.load(str(place))
+    failing, named = tmp_path / "failing.py", tmp_path / "json.py"
+    failing.write_text("nobody")
+    named.write_text("")
+    with pytest.raises(ValueError, match=r"got .*failing.py: name 'nobody' is not defined"):
+        extension.load(str(failing))
+    with pytest.raises(ValueError, match="there is a module json; rename the file"):
+        extension.load(str(named))
+    assert json.loads("1") == 1
