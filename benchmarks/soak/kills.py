@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
@@ -51,7 +53,12 @@ def struck(work: Callable[[], None], delay: float) -> bool:
 
     Raises ChildProcessError when the work itself failed: its traceback is on stderr.
     """
-    child = multiprocessing.get_context("fork").Process(target=work)
+
+    def alone() -> None:
+        tqdm.set_lock(RLock())  # all forks share tqdm's own, which would die with one that holds it
+        work()
+
+    child = multiprocessing.get_context("fork").Process(target=alone)
     child.start()
     time.sleep(delay)
     child.kill()
