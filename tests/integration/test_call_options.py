@@ -149,6 +149,7 @@ def test_a_vqa_pipeline_in_another_folder_and_dtype(llava_pipe, tmp_path):
 
 
 def test_a_map_of_one_device(text_folder):
+    pytest.importorskip("accelerate")
     pipe = specmm.TextPipeline.from_pretrained(text_folder, dtype="float32", device_map="cpu")
     plain = specmm.TextPipeline.from_pretrained(text_folder, dtype="float32")
     given = dict(method="text-draft", max_new_tokens=6)
