@@ -109,8 +109,10 @@ class Options:
         seeds: Any = self.seed if many else [self.seed]
         if not all(_is_seed(seed) for seed in seeds):
             raise ValueError(
-                f"seed must be a whole number below 2^63 or a list of them, got {shown(self.seed)}"
+                f"seed must be a whole number or a list of them, got {shown(self.seed)}"
             )
+        if any(seed is not None and abs(seed) >= 2**63 for seed in seeds):
+            raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
         if isinstance(self.seed, Sequence):
             if len(self.seed) != count:
                 raise ValueError(
@@ -122,9 +124,7 @@ class Options:
 
 
 def _is_seed(seed: object) -> bool:
-    if seed is None:
-        return True
-    return isinstance(seed, Integral) and not isinstance(seed, bool) and abs(int(seed)) < 2**63
+    return seed is None or (isinstance(seed, Integral) and not isinstance(seed, bool))
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
