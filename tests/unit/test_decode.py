@@ -302,8 +302,6 @@ def test_other_exact_rules_keep_the_distribution_of_a_chain(rule):
 class Silent(Recursive):
     """A rule of others, which does not say whether it looks ahead."""
 
-    name = "silent"
-
 
 class Outspoken(Silent):
     """One that says it does not."""
