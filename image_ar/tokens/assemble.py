@@ -124,8 +124,13 @@ def assemble(
         target = target.with_processor(Processor())
     sampled = kind.siblings is not None and not greedy
     drafter = make(choice, method.name, target, parts, sampled)
-    key = (choice.rule, greedy)
-    return target, drafter, parts.once(key, lambda: _rule(choice.rule, kind, target, parts, greedy))
+
+    def rule() -> Rule:
+        return _rule(choice.rule, kind, target, parts, greedy)
+
+    if not isinstance(choice.rule, str):  # of others, where equal objects may decide otherwise
+        return target, drafter, rule()
+    return target, drafter, parts.once((choice.rule, greedy), rule)
 
 
 def _rule(
