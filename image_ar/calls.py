@@ -67,7 +67,8 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
 def listed(classes: Classes) -> list[Any]:
     """One class or several as a list, of whatever they are."""
     if isinstance(classes, Tensor | np.ndarray):
-        return list(np.atleast_1d(np.asarray(classes.tolist())).tolist())
+        found = classes.tolist()  # a number where there are no dimensions
+        return found if isinstance(found, list) else [found]
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes]
     return list(classes)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 # A dtype, or which one suits a model of so many parameters
 DtypeChoice = torch.dtype | Callable[[int], torch.dtype]
-MAPPED = "_specmm_mapped"  # on tensors whose memory is a file's
+MAPPED = "_specmm_mapped"  # on tensors whose memory is a file's: the version that is its own
 MAPS = Path("/proc/self/maps")
 UNUSED = 4  # MADV_DONTNEED: private pages that were only read are the file's again
 META = torch.device("meta")
@@ -64,8 +64,9 @@ def mark(tensors: Iterable[Tensor], file: Path) -> None:
     for tensor in tensors:
         first = tensor.untyped_storage().data_ptr()
         last = first + tensor.untyped_storage().nbytes()
-        if any(start <= first and last <= end for start, end in ranges):
-            setattr(tensor, MAPPED, None if tensor.is_inference() else tensor._version)
+        there = any(start <= first and last <= end for start, end in ranges)
+        if there and not tensor.is_inference():  # whose changes nobody counts
+            setattr(tensor, MAPPED, tensor._version)
 
 
 def _mappings(file: Path) -> list[tuple[int, int]]:

@@ -23,8 +23,6 @@ Prompt = Annotated[
     list[str],
     typer.Option("--prompt", "-p", help="To draw, or a text to continue; may be repeated."),
 ]
-
-
 Question = Annotated[
     list[str], typer.Option("--question", "-q", help="What to ask; may be repeated.")
 ]

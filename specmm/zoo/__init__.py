@@ -12,13 +12,13 @@ from specmm.kinds import shown
 from specmm.registry import unknown
 from specmm.zoo.hub import Source as Source
 from specmm.zoo.hub import Wanted, check_release, fetch
+from specmm.zoo.published import PIPELINE as PIPELINE
+from specmm.zoo.published import SETTINGS as SETTINGS
+from specmm.zoo.published import TRANSFORMERS as TRANSFORMERS
 from specmm.zoo.published import Part, Published, linked_folder, published_models
 from specmm.zoo.published import entry_of as entry_of
 
 POCKET = Path(__file__).parent / "pocket"
-PIPELINE = "model_index.json"  # in the folder of an image model
-TRANSFORMERS = "config.json"  # in the folder of a transformers model
-SETTINGS = "settings.json"  # beside an image model, how it is usually run
 PACKAGE = "package.json"  # in the folder of a model whose weights come in a separate package
 
 

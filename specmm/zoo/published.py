@@ -25,9 +25,9 @@ CLASSES = {"imagenet": HERE / "imagenet.json"}
 FOLDERS = Path("~/.cache/specmm/published")
 PIPELINES = {"llamagen": "LlamaGenPipeline", "var": "VARPipeline", "mar": "MARPipeline"}
 TRANSFORMER = "transformer"  # the part that names a model of several files
-INDEX = "model_index.json"
-CONFIG = "config.json"
-SETTINGS = "settings.json"
+PIPELINE = "model_index.json"  # in the folder of an image model
+TRANSFORMERS = "config.json"  # in the folder of a transformers model, and beside weights
+SETTINGS = "settings.json"  # beside an image model, how it is usually run
 
 
 @dataclass(frozen=True)
@@ -147,14 +147,14 @@ def linked_folder(entry: Published, files: Mapping[str, Path], into: Path | None
     It lies in the cache, under a name that tells what it holds, or is ``into``.
     """
     facts = {
-        INDEX: {"_class_name": PIPELINES[entry.family], "family": entry.family},
+        PIPELINE: {"_class_name": PIPELINES[entry.family], "family": entry.family},
         SETTINGS: {**entry.settings, **_classes(entry)},
-        **{f"{place}/{CONFIG}": dict(sizes) for place, sizes in entry.configs.items()},
+        **{f"{place}/{TRANSFORMERS}": dict(sizes) for place, sizes in entry.configs.items()},
     }
     held = json.dumps([facts, {place: str(file) for place, file in files.items()}])
     name = f"{entry.name}-{hashlib.sha256(held.encode()).hexdigest()[:12]}"
     folder = into or FOLDERS.expanduser() / name
-    if (folder / INDEX).is_file() and into is None:
+    if (folder / PIPELINE).is_file() and into is None:
         return folder
     part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)

@@ -51,13 +51,17 @@ class Tied(nn.Module):
         self.head.weight = self.tokens.weight
 
 
+def saved(state, folder, suffix):
+    file = folder / f"model{suffix}"
+    save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
+    return file
+
+
 def written(folder, suffix=".pt"):
     torch.manual_seed(0)
     state = {k: torch.randn_like(v) for k, v in Tied().state_dict().items()}
     state["head.weight"] = state["tokens.weight"].clone()
-    file = folder / f"model{suffix}"
-    save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
-    return file, state
+    return saved(state, folder, suffix), state
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -88,10 +92,8 @@ def test_the_file_may_be_overwritten_once_it_is_loaded(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_what_was_changed_in_place_is_kept(tmp_path, suffix):
-    file = tmp_path / f"model{suffix}"
     wanted = {"weight": torch.ones(300, 700), "bias": torch.zeros(300)}
-    save_file(wanted, file) if suffix == ".safetensors" else torch.save(wanted, file)
-    state = read_checkpoint(file)
+    state = read_checkpoint(saved(wanted, tmp_path, suffix))
     state["weight"].mul_(3)
     linear = torch.nn.Linear(700, 300)
     load_strict(linear, state)
@@ -100,10 +102,8 @@ def test_what_was_changed_in_place_is_kept(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_pages_that_are_given_back_are_read_again(tmp_path, suffix):
-    file = tmp_path / f"model{suffix}"
     wanted = {"a": torch.randn(300, 700), "b": torch.randn(3)}
-    save_file(wanted, file) if suffix == ".safetensors" else torch.save(wanted, file)
-    state = read_checkpoint(file)
+    state = read_checkpoint(saved(wanted, tmp_path, suffix))
     if sys.platform == "linux":
         assert all(getattr(x, mapped.MAPPED) is not None for x in state.values())
     for _ in range(2):
@@ -128,9 +128,8 @@ def test_memory_that_is_no_files_is_never_given_back(tmp_path):
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_loading_takes_the_memory_of_the_weights(tmp_path, suffix, dtype, bytes_each):
-    file = tmp_path / f"model{suffix}"
     state = {f"layers.{i}.weight": torch.randn(2048, 2048) for i in range(24)}
-    save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
+    file = saved(state, tmp_path, suffix)
     del state
     run = subprocess.run(
         [sys.executable, "-c", MEASURED, str(file), dtype], capture_output=True, text=True
