@@ -129,13 +129,18 @@ def environment(**facts: Any) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "load": load(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "git": git_sha(),
         **facts,
     }
+
+
+def load() -> float | None:
+    """Processes that want to run, over the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def cpu_model() -> str:

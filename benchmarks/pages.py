@@ -221,7 +221,22 @@ QUALITY = (
     ("TV a token", "tv"),
     ("certificate", "certificate"),
 )
+OFFICIAL = (
+    ("release", "release"),
+    ("model", "model"),
+    ("method", "method"),
+    ("batch", "batch"),
+    ("threads", "threads"),
+    ("theirs, s", "theirs"),
+    ("ours, s", "ours"),
+    ("theirs / ours", "speedup"),
+    *SPEED[2:],
+    ("theirs, MiB", "theirs_mib"),
+    ("ours, MiB", "ours_mib"),
+    ("load", "load"),
+)
 TABLES = {
+    "official": Table("official", OFFICIAL),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),
     "llamagen-drafterless": Table("draft_free_speed", LLAMAGEN),
     "llamagen-compiled": Table("speed_compiled", LLAMAGEN),

@@ -1,0 +1,114 @@
+"""Two programs that draw the same pictures, timed in turn: the release's and ours."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.arithmetic import quartiles, speedup
+from benchmarks.common import Budget, Row, load
+from benchmarks.memory import measured_peak
+from benchmarks.official.releases import running
+from specmm.runs.race import in_turn
+
+
+class Made(NamedTuple):
+    """Pictures uint8 [B, R, R, 3], and their tokens [B, L]."""
+
+    pictures: Tensor
+    tokens: Tensor
+
+
+Draw = Callable[[Sequence[int], int], Made]  # of classes and a seed
+
+
+@dataclass
+class Program:
+    """``draw`` as it is timed, and ``greedy``, whose tokens do not depend on random numbers."""
+
+    draw: Draw
+    greedy: Draw
+    seconds: list[float] = field(default_factory=list)  # a picture
+
+    def fresh(self) -> Program:
+        """The same without times."""
+        return Program(self.draw, self.greedy)
+
+    def once(self, classes: Sequence[int], seed: int) -> None:
+        """Draw a batch and record its seconds."""
+        start = time.perf_counter()
+        with torch.inference_mode(), running():
+            self.draw(classes, seed)
+        self.seconds.append((time.perf_counter() - start) / len(classes))
+
+
+@dataclass
+class Duel:
+    """``theirs`` and ``ours`` drawing ``batch`` pictures at once of a model with ``classes``."""
+
+    method: str
+    theirs: Program
+    ours: Program
+    batch: int
+    classes: int
+
+    def chosen(self, repeat: int) -> list[int]:
+        """The classes of a batch."""
+        generator = torch.Generator().manual_seed(repeat)
+        return torch.randint(self.classes, (self.batch,), generator=generator).tolist()
+
+    def agreement(self) -> Row:
+        """The share of equal tokens of greedy pictures, and the largest difference of pixels."""
+        with torch.inference_mode(), running():
+            theirs, ours = (p.greedy(self.chosen(0), 0) for p in (self.theirs, self.ours))
+        equal = theirs.tokens == ours.tokens
+        same = equal.all(1)
+        gap = (theirs.pictures[same].int() - ours.pictures[same].int()).abs()
+        return {
+            "token_equal": float(equal.float().mean()),
+            "pixel_gap": int(gap.max()) if len(gap) else None,
+        }
+
+    def race(self, repeats: int, budget: Budget) -> None:
+        """Run both ``repeats`` times, in turn, after one round that is not counted."""
+        programs = [self.theirs, self.ours]
+        for repeat in tqdm(range(-1, repeats), desc=f"{self.method}, batch {self.batch}"):
+            if budget.spent and repeat > 0:
+                break
+            for program in in_turn(programs, repeat + 1):
+                program.once(self.chosen(repeat + 1), repeat + 1)
+        for program in programs:
+            del program.seconds[0]
+
+    def peaks(self) -> Row:
+        """The most MiB of tensors that each holds beside its weights."""
+        classes = self.chosen(0)
+        found = {}
+        for name, program in (("theirs", self.theirs), ("ours", self.ours)):
+            with torch.inference_mode(), running():
+                peak = measured_peak(lambda p=program: p.draw(classes, 0), torch.device("cpu"))
+            found[f"{name}_mib"] = peak / 2**20
+        return found
+
+    def row(self) -> Row:
+        """What was measured so far."""
+        theirs, ours = self.theirs.seconds, self.ours.seconds
+        low, high = quartiles(theirs, ours)
+        return {
+            "method": self.method,
+            "batch": self.batch,
+            "theirs": statistics.median(theirs),
+            "ours": statistics.median(ours),
+            "speedup": speedup(theirs, ours),
+            "speedup_low": low,
+            "speedup_high": high,
+            "repeats": len(ours),
+            "load": load(),
+        }

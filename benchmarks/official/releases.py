@@ -1,0 +1,103 @@
+"""The released code of others, imported from a folder of the user's and left as it is.
+
+Three things keep releases from running here, and are set aside at run time:
+
+- they give their packages the same names (``models``, ``utils``): each is imported with its folder
+  first on the path, and its modules are taken out of ``sys.modules`` afterwards;
+- they call ``.cuda()``: where there is no GPU that is the identity while they run;
+- sizes of the published models stand in their functions: ``with_constant`` exchanges one.
+
+flash-attn, xformers and apex are optional in all of them and are not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Source:
+    """A release: its option here, where it is, the files that tell it, and what is imported."""
+
+    name: str
+    url: str
+    files: tuple[str, ...]
+    modules: tuple[str, ...]
+
+    def load(self, folder: Path) -> dict[str, ModuleType]:
+        """The modules of the clone in ``folder``; raises ``ValueError`` for any other folder."""
+        missing = [file for file in self.files if not (folder / file).is_file()]
+        if missing:
+            raise ValueError(
+                f"--{self.name} must be a clone of {self.url}, got {folder} without {missing[0]}"
+            )
+        try:
+            return imported(folder, self.modules)
+        except ImportError as error:
+            raise ValueError(f"{self.url} must be importable, got: {error}; install it") from error
+
+
+def imported(folder: Path, modules: Sequence[str]) -> dict[str, ModuleType]:
+    """``modules`` of ``folder`` by name, imported apart from modules of the same names.
+
+    ``sys.modules`` and ``sys.path`` are as before afterwards, and no bytecode is written.
+    """
+    own = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in own}
+    bytecode = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(folder))
+    try:
+        for name in before:
+            del sys.modules[name]
+        with running():
+            return {name: importlib.import_module(name) for name in modules}
+    finally:
+        sys.path.remove(str(folder))
+        sys.dont_write_bytecode = bytecode
+        for name in [name for name in sys.modules if name.split(".")[0] in own]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+@contextlib.contextmanager
+def running() -> Iterator[None]:
+    """Within it ``.cuda()`` leaves tensors where they are, if there is no GPU; prints are kept."""
+    kept: Any = torch.Tensor.cuda
+    if not torch.cuda.is_available():
+        torch.Tensor.cuda = lambda self, *_, **__: self
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        torch.Tensor.cuda = kept
+
+
+def with_constant(function: Callable[..., Any], old: object, new: object) -> FunctionType:
+    """A copy of ``function``, without decorators, that holds ``new`` where it holds ``old``.
+
+    Raises ``ValueError`` unless it holds ``old`` exactly once.
+    """
+    plain = function
+    while hasattr(plain, "__wrapped__"):
+        plain = plain.__wrapped__
+    assert isinstance(plain, FunctionType)
+    code = plain.__code__
+    if code.co_consts.count(old) != 1:
+        raise ValueError(
+            f"{plain.__qualname__} must hold the constant {old} once, got "
+            f"{code.co_consts.count(old)} of it: the release is another one than this was made for"
+        )
+    changed = code.replace(co_consts=tuple(new if c == old else c for c in code.co_consts))
+    name = plain.__name__
+    return FunctionType(changed, plain.__globals__, name, plain.__defaults__, plain.__closure__)

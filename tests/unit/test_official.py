@@ -1,0 +1,93 @@
+"""Others' code beside ours: how it is imported, and that only equal pictures are compared."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.common import Budget, write_results
+from benchmarks.official import releases, scales
+from benchmarks.official.__main__ import NAME, compare, main, merged, scale_pipeline
+from benchmarks.official.duel import Duel
+from specmm import methods
+
+
+def clone(folder, body):
+    """A folder with a package ``models`` that has the files of VAR's release."""
+    for file in scales.FILES:
+        path = folder / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(body)
+    return folder
+
+
+def test_releases_with_modules_of_the_same_names_are_imported_apart(tmp_path):
+    kept = sys.modules.get("models")
+    path = list(sys.path)
+    first = clone(tmp_path / "a", "import torch\nprint('loud')\nAT = torch.ones(1).cuda()\n")
+    second = clone(tmp_path / "b", "from models import vqvae\nAT = 'b'\n")
+    one, two = (scales.VAR_SOURCE.load(folder) for folder in (first, second))
+    assert one["models.var"].AT.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert two["models.var"].AT == "b" and two["models.var"].vqvae is two["models.vqvae"]
+    assert sys.modules.get("models") is kept and "models.var" not in sys.modules
+    assert sys.path == path and not list(tmp_path.rglob("*.pyc"))
+
+
+def test_what_is_set_aside_is_put_back(capsys):
+    before = torch.Tensor.cuda
+    with pytest.raises(RuntimeError), releases.running():
+        sys.stdout.write("theirs")
+        raise RuntimeError
+    assert torch.Tensor.cuda is before and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "body, said", [(None, "without models/var.py"), ("import not_there_at_all", "not_there_at_all")]
+)
+def test_a_wrong_folder_is_named_in_one_sentence(tmp_path, body, said):
+    if body is not None:
+        clone(tmp_path, body)
+    with pytest.raises(ValueError, match=said) as caught:
+        scales.VAR_SOURCE.load(tmp_path)
+    assert "FoundationVision/VAR" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_size_that_stands_in_a_function_is_exchanged_once():
+    def sizes(k=1):
+        return [1, 5, 14, 30][k]
+
+    decorated = torch.no_grad()(sizes)
+    assert releases.with_constant(decorated, (1, 5, 14, 30), (1, 5, 14, 66))(3) == 66
+    assert decorated(3) == 30 and releases.with_constant(sizes, (1, 5, 14, 30), (7, 9))() == 9
+    with pytest.raises(ValueError, match=r"must hold the constant \(2, 3\) once, got 0 of it"):
+        releases.with_constant(sizes, (2, 3), (4, 5))
+
+
+def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
+    pipe = scale_pipeline("pocket/var")
+    sampling = pipe.target(temperature=1.0)
+    plain, coarse = (
+        scales.ours(pipe, method, sampling) for method in (methods.AR(), methods.CoDe(7))
+    )
+    duel = Duel("ar", plain, coarse, 2, 32)
+    row = compare(duel, 2, Budget())
+    assert row["token_equal"] == 1 and row["pixel_gap"] == 0 and row["repeats"] == 2
+    assert row["speedup_low"] <= row["speedup_high"] and min(row["theirs"], row["ours_mib"]) > 0
+    other = scales.ours(pipe, methods.CoDe(0), replace(sampling, cfg=0.0))
+    with pytest.raises(ValueError, match="must draw the release's greedy tokens, got"):
+        compare(Duel("ar", plain.fresh(), other, 2, 32), 1, Budget())
+
+
+def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
+    def row(batch, seconds):
+        names = {"release": "VAR", "model": "m", "method": "ar"}
+        return names | {"batch": batch, "threads": 2, "ours": seconds}
+
+    write_results(tmp_path, NAME, [row(1, 5.0), row(16, 6.0)], {})
+    assert merged(tmp_path, [row(1, 4.0)]) == [row(16, 6.0), row(1, 4.0)]
+
+
+def test_a_release_must_be_given(tmp_path):
+    with pytest.raises(ValueError, match="at least one release must be given"):
+        main(out=tmp_path)
