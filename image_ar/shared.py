@@ -27,6 +27,7 @@ from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 from specmm.turns import turns_of
+from specmm.when_compiled import Works
 from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class PicturePipeline(Generic[M]):
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
     call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
     compiles: ClassVar[bool] = False  # whether calls take ``compiled``
+    works: Works  # what is known of its seconds, of those that do
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     called_on: torch.device | None = None  # where calls run whose networks rest on the CPU

@@ -53,6 +53,7 @@ from specmm.kinds import check_numbers, check_whole, either, texts_of
 from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import further, sample_generators
+from specmm.when_compiled import Compiled, Turn, Works
 
 EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
@@ -93,6 +94,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.facts = facts
         self.folder = folder
         self.name = name
+        self.works = Works(transformer.config.model_type)
         given = (folder / SETTINGS).exists()
         usual = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
         self.settings = read_settings(LlamaGenSettings, folder) if given else usual
@@ -192,7 +194,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
-        compiled: bool = False,
+        compiled: Compiled = False,
         *,
         callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
         return_dict: bool = True,
@@ -209,7 +211,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         ``generator`` is one for all or one a picture; what a picture draws at random depends on its
         own seed only. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and
         rounds as programs of ``torch.compile``, made at the first call of a method, its options, a
-        size and a number of pictures at a time. Raises ``ValueError`` for an empty list of prompts,
+        size and a number of pictures at a time; "auto" does so once it pays
+        (:mod:`specmm.when_compiled`). Raises ``ValueError`` for an empty list of prompts,
         an unknown method, options out of range, a size that the model does not draw, pixels where
         the folder has nothing to decode tokens with, and what cannot be compiled.
         """
@@ -246,13 +249,14 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         seeds = [further(one) for one in generators]
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
         count = min(batch_size, len(rows))
-        static = self._static(target, chosen, count) if compiled else target
+        turn = self._turn(compiled, target, chosen, count)
 
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
+            now = len(batch.generators)
             # the last pictures may be too few for the program, and another would not pay
-            fitting = static if len(batch.generators) == count else target
-            drawn = draw_tokens(fitting, self.parts, batch, chosen, tell)
+            with turn.batch(now, len(rows) - part.start, now == count) as fitting:
+                drawn = draw_tokens(fitting, self.parts, batch, chosen, tell)
             if decoder is not None:
                 drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
             return drawn
@@ -290,16 +294,20 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
-    def _static(
-        self, target: PictureTarget, method: methods.Method, batch: int
-    ) -> StaticPictureTarget:
-        """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same
-        options share it.
+    def _turn(
+        self, compiled: Compiled, target: PictureTarget, method: methods.Method, batch: int
+    ) -> Turn[PictureTarget]:
+        """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled
+        steps and rounds, which calls with the same options share.
         """
         size = (target.layout.rows, target.layout.columns)
         key = (target.guidance, target.processor, size, batch)
-        make = partial(StaticPictureTarget, target)
-        return static_target(method, self.parts, key, make, self.device)
+
+        def static() -> PictureTarget:
+            make = partial(StaticPictureTarget, target)
+            return static_target(method, self.parts, key, make, self.device)
+
+        return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture, with those that end a row."""
@@ -321,6 +329,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         super().to(*args, **kwargs)
         self.parts.made.clear()
         self.parts.plans.clear()
+        self.works.clear()
         self._read_codebook()
         self._decoder = None
         return self

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm import program_cache
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, UniformSource
@@ -56,14 +57,53 @@ def compiled(
     step, twice the time to compile.
     """
     if not same_parts:
-        return torch.compile(function, dynamic=False)
+        return Program(function, torch.compile(function, dynamic=False))
     gc.collect()  # hooks of targets that nobody holds go now, not while PyTorch counts a layer's
     # a copy, since PyTorch files programs by their code object
     own = types.FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__
     own.__defaults__ = function.__defaults__
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
-    return torch.compile(own, dynamic=False, options=options)
+    return Program(function, torch.compile(own, dynamic=False, options=options))
+
+
+class Program:
+    """``function`` as ``built`` by PyTorch, which compiles it when it is called.
+
+    Where files of programs are damaged or the disk is full it is compiled in another folder, and
+    where that fails, too, run as it is: compiling saves time and must not end a run. Nothing has
+    run when compiling fails, so that a call can begin again.
+    """
+
+    def __init__(self, function: Callable[..., Any], built: Callable[..., Any]) -> None:
+        self.function = function
+        self.built = built
+
+    def __call__(self, *args: Any) -> Any:
+        """What ``function`` returns."""
+        try:
+            return self.built(*args)
+        except Exception as error:
+            if not _of_compiling(error):
+                raise
+            program_cache.leave(error)
+        try:
+            return self.built(*args)
+        except Exception as error:
+            if not _of_compiling(error):
+                raise
+            why = str(error).strip().splitlines()[0]
+            warnings.warn(f"runs uncompiled, since compiling failed: {why}", stacklevel=2)
+        self.built = self.function
+        return self.built(*args)
+
+
+def _of_compiling(error: Exception) -> bool:
+    """Whether ``error`` is of building or loading a program, and not of what it computes."""
+    # imported here, since it takes a second
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return isinstance(error, BackendCompilerFailed | OSError | ImportError)
 
 
 def _watched(guards: Any) -> list[bool]:
@@ -148,7 +188,8 @@ class CompiledRound:
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Make room for a program a method, its options and a batch size.
+    """Make room for a program a method, its options and a batch size, and keep them for later
+    processes (:mod:`specmm.program_cache`).
 
     Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
     """
@@ -164,6 +205,7 @@ def prepare_compiler(device: torch.device) -> None:
                 f"compiled programs need a C++ compiler, {wanted} is none: "
                 "install one, or run without"
             ) from error
+    program_cache.use()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
     # only a look-up of complex numbers is left to PyTorch
     warnings.filterwarnings("ignore", "Torchinductor does not support code generation for complex")

@@ -7,10 +7,14 @@ Tests run in two processes (``make test``): with one thread each they do not wai
 import functools
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# programs of tests are not those of whoever runs them
+os.environ.setdefault("SPECMM_PROGRAMS", f"{tempfile.gettempdir()}/specmm-programs-{os.getuid()}")
 
 import pytest
 import torch

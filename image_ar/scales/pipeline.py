@@ -16,6 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
+from specmm.compiled import prepare_compiler
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
@@ -60,6 +61,7 @@ from specmm.kinds import either
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Certificate, Clock, Stats
 from specmm.turns import in_its_turn
+from specmm.when_compiled import Compiled, Works
 
 SPECULATION = Certificate("exact", "scales kept are the target's own draws", 0.0)
 SOFT_CODES = Certificate(
@@ -114,6 +116,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.register_modules(transformer=transformer, vae=vae, small=small)
         self.settings = settings or VARSettings()
         self.name = name
+        self.works = Works("var")
         self.method = methods.resolve_scales(method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
         self.programs: dict[VAR, CompiledVAR] = {}
@@ -220,6 +223,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.vae.quantize.float()
         self.chooser.clear()
         self.programs.clear()
+        self.works.clear()
         return self
 
     @call_of_pipeline
@@ -237,7 +241,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
-        compiled: bool = False,
+        compiled: Compiled = False,
         *,
         class_labels: Classes | None = None,
         guidance_scale: float | None = None,
@@ -253,7 +257,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         ``specmm.batch_invariant.batch_invariant()``, which takes a quarter to a half longer).
         ``compiled`` runs scales of few rows (up to 320, batches of one or a few) as programs of
         ``torch.compile``: pocket/var draws one picture in four fifths of the time, after a quarter
-        of a minute a scale at the first call for a batch size. Raises ``ValueError`` for an unknown
+        of a minute a scale at the first call for a batch size; "auto" does so once it pays
+        (:mod:`specmm.when_compiled`). Raises ``ValueError`` for an unknown
         class or method, for options out of range, for a method without the small model it needs,
         for ``release`` with several generators or batches, and where there is no compiler.
         """
@@ -271,16 +276,23 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
             state = release_state(generator, self.device, len(labels), batch_size)
             generator = None
         generators = sample_generators(generator, len(labels), self.device)
-        if compiled:
+
+        def programs() -> bool:
             check_method(chosen)
+            prepare_compiler(self.device)
+            return True
+
+        key = (chosen, sampling, at_once)
+        turn = self.works.begin(compiled, False, programs, self.transformer, key)
         decided, reason = self.chooser.settle(chosen, at_once, sampling)
         name = f"{chosen.name}: {reason}" if reason else chosen.name
 
         def draw(rows: slice) -> Drawn:
             own = labels[rows]
-            quick = compiled and len(own) == at_once  # programs for the rest would not pay
-            batch = VARBatch(own, sampling, Uniforms(generators[rows]), quick, state)
-            return self._batch(batch, decided, name, output_type, tell)
+            fits = len(own) == at_once  # programs for the rest would not pay
+            with turn.batch(len(own), len(labels) - rows.start, fits) as quick:
+                batch = VARBatch(own, sampling, Uniforms(generators[rows]), quick, state)
+                return self._batch(batch, decided, name, output_type, tell)
 
         bar = self.progress_bar(total=len(labels))
         claimed = sampling.settings

@@ -54,6 +54,7 @@ from specmm.kinds import either, texts_of
 from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
+from specmm.when_compiled import Compiled, Turn, Works
 
 # With continuous batching one loop draws as many pictures as so many batches
 TURNS = 8
@@ -130,6 +131,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         self.settings = settings or LlamaGenSettings()
         self.text_encoder = text_encoder
         self.name = name
+        self.works = Works("llamagen")
         self.parts = PictureParts(
             heads,
             vq.quantize.embedding.weight.detach(),
@@ -219,6 +221,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
         self.parts.made.clear()
         self.parts.plans.clear()
+        self.works.clear()
         return self
 
     @call_of_pipeline
@@ -240,7 +243,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
-        compiled: bool = False,
+        compiled: Compiled = False,
         *,
         class_labels: Classes | None = None,
         guidance_scale: float | None = None,
@@ -256,8 +259,9 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
         on the batch. ``compiled`` runs steps and rounds as programs of ``torch.compile``, about
         twice as fast on a CPU after some tens of seconds at the first call for a method, its
-        options and a batch size. Raises ``ValueError`` for an unknown class or method, for options
-        out of range and where there is no compiler.
+        options and a batch size; "auto" does so once it pays (:mod:`specmm.when_compiled`), and
+        draws other tokens then where numbers are near to a tie. Raises ``ValueError`` for an
+        unknown class or method, for options out of range and where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
@@ -268,20 +272,21 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         method = self.method if method is None else method
         chosen = methods.by_hand(methods.IMAGE_TOKENS, method, drafter, tree, rule)
         generators = sample_generators(generator, len(prompts.condition), self.device)
-        rows = min(batch_size, len(generators))
-        static = self._static(target, chosen, rows) if compiled else target
+        count = len(generators)
+        rows = min(batch_size, count)
+        turn = self._turn(compiled, target, chosen, rows)
 
         def draw(part: slice) -> Drawn:
             what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
+            now = len(what.generators)
             # the last pictures may be too few for the program, and another would not pay
-            fitting = static if len(what.generators) >= rows else target
-            return self._draw(fitting, what, chosen, output_type, tell)
+            with turn.batch(now, count - part.start, now >= rows) as fitting:
+                return self._draw(fitting, what, chosen, output_type, tell)
 
-        bar = self.progress_bar(total=len(generators))
+        bar = self.progress_bar(total=count)
         continuous = chosen.drafts and chosen.can_refill and tell is None
         at_once = batch_size * (TURNS if continuous else 1)
         settings = target.processor.settings | target.guidance.settings
-        count = len(generators)
         return draw_batches(draw, count, at_once, output_type, bar, settings, return_dict)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
@@ -332,12 +337,19 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             drawn.images = self.decode_tokens(drawn.tokens)
         return drawn
 
-    def _static(self, target: LlamaGenTarget, method: methods.Method, batch: int) -> StaticTarget:
-        """``target`` for compiled steps and rounds of ``batch`` pictures; calls with the same
-        options share it.
+    def _turn(
+        self, compiled: Compiled, target: LlamaGenTarget, method: methods.Method, batch: int
+    ) -> Turn[LlamaGenTarget]:
+        """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled
+        steps and rounds, which calls with the same options share.
         """
         key = (target.guidance, target.processor, batch)
-        return static_target(method, self.parts, key, lambda: StaticTarget(target), self.device)
+
+        def static() -> LlamaGenTarget:
+            make = partial(StaticTarget, target)
+            return static_target(method, self.parts, key, make, self.device)
+
+        return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 
     def _prompts(
         self, classes: Classes | None, prompt: str | Sequence[str] | None, repeats: int

@@ -86,9 +86,10 @@ def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
         return one_round
     if target.programs is None:
         return parts.once("round", CompiledRound)
-    if method not in target.programs:
-        target.programs[method] = CompiledRound(True, target.device)
-    return target.programs[method]
+    key = methods.filed(method)
+    if key not in target.programs:
+        target.programs[key] = CompiledRound(True, target.device)
+    return target.programs[key]
 
 
 def static_target(

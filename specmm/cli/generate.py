@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Height, Json, Model, Options, Seed, Width
+from specmm.cli.options import (
+    Compile,
+    Compiled,
+    Device,
+    Drafter,
+    Dtype,
+    Height,
+    Json,
+    Model,
+    Options,
+    Seed,
+    Width,
+    compiled_as,
+)
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -56,10 +69,8 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
     device: Device = "auto",
-    compiled: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile rounds: about twice as fast, after half a minute."),
-    ] = False,
+    compile_all: Compile = False,
+    compiled: Compiled = "false",
     batch_invariant: Annotated[
         bool,
         typer.Option(
@@ -102,7 +113,7 @@ def generate(
         {name: value for name, value in sampling.items() if value is not None},
         batch_size,
         writable(out or Path("out") / f"{method}-{seed}"),
-        compiled,
+        compiled_as(compiled, compile_all),
         batch_invariant or steady,
         {name: value for name, value in wanted.items() if value is not None},
     )

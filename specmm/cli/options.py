@@ -31,3 +31,23 @@ Dtype = Annotated[
     str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile", help="Compile rounds: about twice as fast, after a minute; --compiled true."
+    ),
+]
+Compiled = Annotated[
+    str,
+    typer.Option(
+        help="true, false, or auto: once the time saved exceeds the time that compiling takes."
+    ),
+]
+
+
+def compiled_as(text: str, always: bool) -> bool | str:
+    """What --compiled says, or --compile (``always``); raises ``ValueError`` for anything else."""
+    found: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
+    if text not in found:
+        raise ValueError(f"--compiled must be true, false or auto, got {text}")
+    return always or found[text]

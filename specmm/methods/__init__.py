@@ -22,6 +22,7 @@ from specmm.methods.base import (
     by_hand,
     check_rejected_weight,
     current_option,
+    filed,
     make,
 )
 from specmm.methods.images import (
@@ -104,6 +105,7 @@ __all__ = [
     "by_hand",
     "check_rejected_weight",
     "current_option",
+    "filed",
     "make",
     "resolve",
     "resolve_continuous",

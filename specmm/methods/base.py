@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from specmm.kinds import check_numbers, check_whole, shown
@@ -141,6 +141,28 @@ class Composed(Declared):
     def static_shapes(self) -> bool:
         """Of a block drafter or none."""
         return self.choice.drafter in ("block", "jacobi")
+
+
+class Itself:
+    """``value``, equal to nothing but itself."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def filed(method: Any) -> Hashable:
+    """What programs and the like of ``method``, a dataclass, are filed by: its options, and objects
+    of others themselves, since equal ones may do otherwise.
+    """
+    found = [getattr(method, one.name) for one in fields(method)]
+    plain = (str, int, float, bool, tuple, type(None))
+    return type(method), *(x if type(x) in plain else Itself(x) for x in found)
 
 
 @dataclass(frozen=True)

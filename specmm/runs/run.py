@@ -31,6 +31,7 @@ from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
+from specmm.when_compiled import Compiled
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
     from specmm.image_ar.shared import PicturePipeline
@@ -294,7 +295,7 @@ class PictureRun:
     sampling: dict[str, Any]
     batch_size: int
     out: Path
-    compiled: bool = False
+    compiled: Compiled = False
     batch_invariant: bool = False
     wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
     outputs: list[str] = field(default_factory=list)
@@ -332,6 +333,7 @@ class PictureRun:
             **self.stats.as_dict(),
             "certificate": certificate.as_dict() if certificate else None,
             "sampling": self.sampling,
+            "compiled": self.compiled,
             **self.wanted,
             self.kind: self.inputs,
             "outputs": self.outputs,
@@ -358,14 +360,14 @@ def check(pipe: Images, run: PictureRun) -> None:
         option = {"num_inference_steps": "steps"}.get(name, name.replace("_", "-"))
         raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")
     if run.compiled and not pipe.compiles:
-        raise ValueError(f"--compile does not serve models such as {run.model}; leave it out")
+        raise ValueError(f"--compiled does not serve models such as {run.model}; leave it out")
     if run.batch_invariant and not pipe.batch_invariant:
         raise ValueError(f"--batch-invariant does not hold for {run.model}; leave it out")
     exact = pipe.transformer.dtype == torch.float32 and pipe.device.type == "cpu"
     if run.batch_invariant and (run.compiled or not exact):
         raise ValueError(
             "--batch-invariant needs float32 on a CPU, uncompiled; "
-            "give --dtype float32 and leave --compile out"
+            "give --dtype float32 and leave --compiled out"
         )
     check_sampling(pipe, run.model, run.sampling)
     settings = with_options(pipe.settings, **run.sampling)
@@ -390,7 +392,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
     count = len(run.inputs)
     if old := sum(1 for _ in run.out.glob("*.png")):
         tell(f"note: {run.out} already holds {old} pictures; those of other names stay there")
-    if run.compiled:
+    if run.compiled is True:
         tell("note: rounds, or scales, are compiled first, which takes half a minute to two")
     method, run.reason = pipe.settle(run.method, run.rows, pipe.target(**run.sampling))
     run.ran = label(method)
@@ -438,7 +440,8 @@ def _draw_batch(
     inputs = [run.inputs[i] for i in rows]
     options: dict[str, Any] = {run.kind: inputs, **run.sampling, **run.wanted}
     if run.compiled and len(rows) == run.rows:  # programs for a smaller last batch would not pay
-        options["compiled"] = True
+        options["compiled"] = run.compiled
+        pipe.works.coming = len(run.inputs) - rows.stop
     with batch_invariant() if run.batch_invariant else nullcontext():
         out = pipe(
             generator=generator,

@@ -5,7 +5,7 @@ Shape letters: B prompts of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -109,7 +109,7 @@ class TextPipeline(Pipeline):
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
-        self.made: dict[tuple[methods.TextMethod, Processor], CompiledMethod] = {}
+        self.made: dict[tuple[Hashable, Processor], CompiledMethod] = {}
 
     @classmethod
     def from_pretrained(
@@ -267,7 +267,7 @@ class TextPipeline(Pipeline):
         check_compiled(method, options)
         prepare_compiler(self.model.device)
         drafter = self.drafter(method.name) if method.drafts else None
-        key = (method, options.processor)
+        key = (methods.filed(method), options.processor)
         made = self.made.get(key)
         if made is None or made.target.model is not self.model or made.drafter is not drafter:
             target = StaticVLMTarget(self.model, options.processor, self.name)

@@ -17,6 +17,7 @@ from specmm import extension, methods
 from specmm.cli import app
 from specmm.decode import decode
 from specmm.drafter import Feedback
+from specmm.hf.options import Options
 from specmm.kernels.acceptance import fused_options
 from specmm.outside import DraftRequest, OutsideDrafter
 from specmm.randomness import Uniforms
@@ -216,6 +217,18 @@ def test_the_rule_at_hand_runs(make_tiny):
     strict, lax = (draw(pipe, rule=rule, tree="chain(4)") for rule in (Slack(), lax_rule()))
     assert strict.certificate.kind == "exact" and lax.certificate.kind == "heuristic"
     assert strict.stats.tau < lax.stats.tau
+
+
+def test_compiled_texts_take_the_rule_at_hand():
+    """Equal ones before it have left their programs."""
+    pipe = specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    rules = [Slack(), lax_rule()]
+    chains = [methods.by_hand(methods.TEXT, "block", None, "chain(3)", rule) for rule in rules]
+    assert chains[0] == chains[1]
+    for _ in range(2):
+        made = [pipe._compiled(chain, Options(temperature=1.0)) for chain in chains]
+        assert all(one.parts.rule is rule for one, rule in zip(made, rules, strict=True))
+    assert len(pipe.made) == 2
 
 
 def test_a_claim_is_of_the_rule_at_hand():

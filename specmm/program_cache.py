@@ -1,0 +1,94 @@
+"""The folder in which compiled programs are kept from one process to the next.
+
+It is ``$SPECMM_PROGRAMS``, or ``specmm/programs`` in the user's cache; within it each version of
+PyTorch, kind of processor and number of threads has a folder of its own. PyTorch finds programs
+there by their operators, shapes and options, so that nothing stale is ever run. Whoever sets
+``TORCHINDUCTOR_CACHE_DIR`` keeps that folder. A folder that cannot be used never ends a run:
+another one, which is empty, takes its place in this process, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from specmm.files import writable
+
+ROOM = 256 * 2**20  # bytes that must be free: a program of ours takes some 20 MB
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def root() -> Path:
+    """The folder of all machines' programs; raises ``RuntimeError`` where nobody has a home."""
+    own = os.environ.get("SPECMM_PROGRAMS")
+    if own:
+        return Path(own).expanduser()
+    cached = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cached) if cached else Path.home() / ".cache") / "specmm" / "programs"
+
+
+@cache
+def machine() -> str:
+    """A name for what programs depend on: PyTorch, the processor and its flags."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    about = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
+    found = [platform.machine(), platform.processor(), *sorted(set(about))]
+    if torch.cuda.is_available():
+        found.append(torch.cuda.get_device_name())
+    return f"torch{torch.__version__}-{hashlib.sha256(repr(found).encode()).hexdigest()[:12]}"
+
+
+def folder() -> Path | None:
+    """This machine's folder, made; None (and one warning) where it cannot be written."""
+    try:
+        place = root() / f"{machine()}-{torch.get_num_threads()}"
+        writable(place, "SPECMM_PROGRAMS")
+        free = shutil.disk_usage(place).free
+    except (ValueError, OSError, RuntimeError) as error:
+        _warn(str(error))
+        return None
+    if free < ROOM:
+        _warn(f"{place} has {free >> 20} MB left and needs {ROOM >> 20}")
+        return None
+    return place
+
+
+def use() -> None:
+    """From now on PyTorch keeps programs in :func:`folder`, if it can be used."""
+    # imported here, since it takes a moment
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    given = os.environ.get(VARIABLE)
+    if given and given != default_cache_dir():  # PyTorch sets the variable to its default
+        return
+    place = folder()
+    if place is not None:
+        os.environ[VARIABLE] = str(place)
+
+
+def leave(error: BaseException) -> None:
+    """A program could not be read or written because of ``error``: PyTorch goes on in a new folder
+    of this process.
+    """
+    _warn(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
+    os.environ[VARIABLE] = tempfile.mkdtemp(prefix="specmm-programs-")
+
+
+@cache
+def _warn(why: str) -> None:
+    warnings.warn(
+        f"compiled programs are not kept for later runs ({why}); give a folder that can be written "
+        "with SPECMM_PROGRAMS, or empty the one there is",
+        stacklevel=3,
+    )

@@ -1,0 +1,206 @@
+"""``compiled="auto"``: programs are made when they save more time than they take.
+
+A call's kind of work (model, method, options, batch size) has three numbers, in seconds: a picture
+uncompiled, a picture compiled, and what the first compiled pictures took beyond that. They are kept
+in the folder of programs (:mod:`specmm.program_cache`), so that later processes know them, and know
+that programs lie there which need only be loaded.
+
+The rule is that of renting or buying: a batch is compiled if the seconds that programs would have
+saved so far in this process, and will save in the rest of the call, exceed the seconds that they
+take. With nothing to come it takes at most twice the time of the best choice made in hindsight.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import torch
+
+from specmm import program_cache
+from specmm.files import write_whole
+
+T = TypeVar("T")
+Compiled: TypeAlias = bool | Literal["auto"]
+# Of this machine's programs until one has been timed on it: half a minute to two (the CPU).
+BUILD = 90.0
+LOAD = 0.25  # of the seconds to build: programs that lie in the folder, measured 0.2
+SHARE = 0.35  # of uncompiled seconds saved until both are measured: LlamaGen 0.3 to 0.45
+
+
+@dataclass
+class Seconds:
+    """What a kind of work takes on this machine; None where it has not been measured.
+
+    ``plain`` and ``quick`` are a picture's, uncompiled and compiled; ``build`` and ``load`` are
+    what the first compiled ones of a process took beyond that, without programs in the folder and
+    with them.
+    """
+
+    plain: float | None = None
+    quick: float | None = None
+    build: float | None = None
+    load: float | None = None
+
+    @property
+    def saved(self) -> float:
+        """By a compiled picture."""
+        if self.plain is None:
+            return 0.0
+        return self.plain * SHARE if self.quick is None else self.plain - self.quick
+
+    @property
+    def cost(self) -> float:
+        """Of the first compiled pictures of a process."""
+        if self.load is not None:
+            return self.load
+        return BUILD if self.build is None else self.build * LOAD
+
+
+@dataclass
+class Work:
+    """One kind of work of this process: what is known of it, and which way it went so far.
+
+    ``file`` is where the numbers are kept, None nowhere.
+    """
+
+    seconds: Seconds = field(default_factory=Seconds)
+    file: Path | None = None
+    missed: float = 0.0  # seconds that programs would have saved in this process
+    ready: bool = False  # programs have run in this process
+    able: bool = True  # there are programs for it
+
+    @classmethod
+    def of(cls, key: object) -> Work:
+        """The work called ``key``, a value whose ``repr`` says all that its seconds depend on."""
+        place = program_cache.folder()
+        if place is None:
+            return cls()
+        file = place / "seconds" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
+        return cls(_read(file), file)
+
+    def pays(self, pictures: int) -> bool:
+        """Whether programs pay for ``pictures`` to come, after those of this process so far."""
+        if self.ready:
+            return self.seconds.saved > 0
+        return self.missed + pictures * self.seconds.saved > self.seconds.cost
+
+    def observe(self, seconds: float, pictures: int, quick: bool) -> None:
+        """``pictures`` took ``seconds``, compiled if ``quick``."""
+        known = self.seconds
+        each = seconds / pictures
+        if not quick:
+            known.plain = each if known.plain is None else min(each, known.plain)
+            self.missed += pictures * max(known.saved, 0.0)
+        elif self.ready:
+            known.quick = each if known.quick is None else min(each, known.quick)
+        else:
+            usual = known.quick or (known.plain or 0.0) * (1 - SHARE)
+            beyond = max(seconds - pictures * usual, 0.0)
+            if known.build is None:
+                known.build = beyond
+            else:
+                known.load = beyond
+            self.ready = True
+        self._save()
+
+    def _save(self) -> None:
+        if self.file is None:
+            return
+        try:
+            self.file.parent.mkdir(exist_ok=True)
+            write_whole(self.file, json.dumps(asdict(self.seconds)).encode())
+        except OSError:  # said by program_cache when programs are made; numbers are only a help
+            self.file = None
+
+
+def _read(file: Path) -> Seconds:
+    """What ``file`` says; nothing known where it is damaged or not there."""
+    try:
+        found = json.loads(file.read_text())
+        known = {
+            name: float(found[name])
+            for name in Seconds.__dataclass_fields__
+            if found.get(name) is not None
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return Seconds()
+    return Seconds(**known)
+
+
+class Works:
+    """Those of a pipeline, by what their seconds depend on.
+
+    ``coming`` counts the pictures of the same kind that later calls will draw, where a run knows.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.all: dict[str, Work] = {}
+        self.coming = 0
+
+    def clear(self) -> None:
+        """Programs of this process no longer serve: the networks have moved."""
+        self.all.clear()
+
+    def begin(
+        self,
+        compiled: Compiled,
+        plain: T,
+        make: Callable[[], T],
+        network: torch.nn.Module,
+        key: object,
+    ) -> Turn[T]:
+        """The decisions of a call of ``network``, on ``plain`` or compiled, on what ``make`` gives.
+
+        ``key`` is its method, options and batch size. Raises ``ValueError`` as ``make`` does for
+        True, and for what is no such choice.
+        """
+        if not isinstance(compiled, bool) and compiled != "auto":
+            raise ValueError(f'compiled must be True, False or "auto", got {compiled!r}')
+        if compiled is True:
+            return Turn(plain, make(), make)
+        if compiled is False:
+            return Turn(plain, plain, make)
+        weight = next(network.parameters())
+        size = sum(x.numel() for x in network.parameters())
+        own = repr((self.name, size, weight.dtype, weight.device, key))
+        if own not in self.all:
+            self.all[own] = Work.of(own)
+        return Turn(plain, plain, make, self.all[own], self.coming)
+
+
+@dataclass
+class Turn(Generic[T]):
+    """A call's decisions, batch by batch, where ``work`` is to decide; else all is ``chosen``."""
+
+    plain: T
+    chosen: T
+    make: Callable[[], T]
+    work: Work | None = None
+    coming: int = 0  # pictures of later calls
+
+    @contextmanager
+    def batch(self, pictures: int, left: int, fits: bool) -> Iterator[T]:
+        """What ``pictures`` are drawn on, which are timed; ``left`` counts those of this batch and
+        of later ones, and only a batch that ``fits`` is compiled.
+        """
+        if self.work is None:
+            yield self.chosen if fits else self.plain
+            return
+        target = self.plain
+        quick = fits and self.work.able and self.work.pays(left + self.coming)
+        if quick:
+            try:
+                target = self.make()
+            except ValueError:  # this model or method has no programs, or there is no compiler
+                self.work.able = quick = False
+        start = time.perf_counter()
+        yield target
+        self.work.observe(time.perf_counter() - start, pictures, quick)

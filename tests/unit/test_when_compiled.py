@@ -1,0 +1,85 @@
+"""When ``compiled="auto"`` compiles: once the seconds saved exceed the seconds it takes."""
+
+import json
+
+import pytest
+
+from specmm import program_cache
+from specmm.when_compiled import BUILD, LOAD, SHARE, Seconds, Work
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    """A folder of programs of our own."""
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))
+    program_cache._warn.cache_clear()
+    return tmp_path / "programs"
+
+
+def test_nothing_is_compiled_before_anything_was_timed(kept):
+    assert not Work.of("a").pays(10**6)
+
+
+def test_a_long_call_pays_and_a_short_one_does_not(kept):
+    work = Work.of("a")
+    work.observe(1.0, 1, quick=False)
+    few = BUILD / SHARE
+    assert not work.pays(int(few) - 2)
+    assert work.pays(int(few) + 1)
+
+
+def test_what_was_missed_counts_until_it_has_reached_what_programs_take(kept):
+    """As who rents until the rent has come to the price: at most twice the best in hindsight."""
+    work = Work(Seconds(plain=2.0, quick=1.0, build=40.0, load=10.0))
+    pictures = 0
+    while not work.pays(1):
+        work.observe(2.0, 1, quick=False)
+        pictures += 1
+    assert pictures == 10  # of a second each, with the one to come
+
+
+def test_programs_that_save_nothing_are_not_used():
+    work = Work(Seconds(plain=1.0, quick=1.2, build=40.0), ready=True)
+    assert not work.pays(100)
+    work.ready = False
+    assert not work.pays(10**9)
+
+
+def test_the_next_process_knows_the_seconds(kept):
+    first = Work.of("a")
+    first.observe(2.0, 1, quick=False)
+    first.observe(31.0, 1, quick=True)
+    assert first.seconds.build == pytest.approx(31 - 2 * (1 - SHARE))
+    first.observe(1.0, 1, quick=True)
+    second = Work.of("a")
+    assert second.seconds == first.seconds and not second.ready
+    assert second.seconds.cost == pytest.approx(second.seconds.build * LOAD)
+    second.observe(6.0, 1, quick=True)
+    assert Work.of("a").seconds.load == 5.0 and Work.of("b").seconds == Seconds()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"plain": "x"}', '{"plain": [1]}', "{", "\0"])
+def test_damaged_numbers_are_forgotten(kept, text):
+    work = Work.of("a")
+    work.observe(1.0, 1, quick=False)
+    work.file.write_text(text)
+    again = Work.of("a")
+    assert again.seconds == Seconds()
+    again.observe(3.0, 1, quick=False)
+    assert json.loads(work.file.read_text())["plain"] == 3.0
+
+
+def test_a_folder_that_cannot_be_made_is_one_warning(kept):
+    kept.write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="are not kept for later runs .*SPECMM_PROGRAMS") as said:
+        work = Work.of("a")
+        Work.of("b")
+    assert len(said) == 1
+    work.observe(1.0, 1, quick=False)
+    assert work.seconds.plain == 1.0
+
+
+def test_a_full_disk_is_one_warning(kept, monkeypatch):
+    monkeypatch.setattr(program_cache, "ROOM", 2**62)
+    with pytest.warns(UserWarning, match="MB left"):
+        assert program_cache.folder() is None
