@@ -136,6 +136,7 @@ TransformersImageMethod: TypeAlias = (  # models that draw picture tokens
     | GSD
     | ZipAR
     | Speculative
+    | Eagle
     | Lantern
     | LanternPP
     | SelfDraft
