@@ -45,10 +45,16 @@ from specmm.image_ar.shared import (
     write_settings,
 )
 from specmm.image_ar.tokens.assemble import PictureParts
-from specmm.image_ar.tokens.loading import DrafterHead, DrafterHeads, Owner, save_drafters_of
+from specmm.image_ar.tokens.loading import (
+    DrafterHead,
+    DrafterHeads,
+    Owner,
+    load_drafters,
+    save_drafters_of,
+)
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
-from specmm.image_ar.tokens.transformers_drafters import load_drafters, owner_of
+from specmm.image_ar.tokens.transformers_drafters import owner_of
 from specmm.kinds import check_numbers, check_whole, either, texts_of
 from specmm.outside import with_own
 from specmm.processors import Processor

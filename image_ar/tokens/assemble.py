@@ -27,7 +27,6 @@ from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
-from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.layered import Layered, Skip, skipped
 from specmm.methods.base import DRAFTERS as PLACES
 from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
@@ -191,9 +190,7 @@ def _eagle(
     """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    head = parts.head("eagle")
-    assert isinstance(target, LlamaGenTarget), "no other target has such a head"
-    return EagleDrafter(head, target, tree, sampled, siblings)
+    return EagleDrafter(parts.head("eagle"), target, tree, sampled, siblings)
 
 
 def _jacobi(
@@ -267,7 +264,7 @@ def choose_method(target: DrawingTarget, parts: PictureParts, batch: int) -> Met
     """The speculative method with the planned tree, or plain decoding where that should be as fast.
 
     Where the block drafter's acceptance is not known, or there is none, all that serve are
-    measured: SJD, the model without some layers, a lookup where prompts are tokens, a drafter.
+    measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters.
     """
     planned = planned_for(target, parts, batch)
     if planned.shape is None:
@@ -338,7 +335,8 @@ def _raced(target: DrawingTarget, parts: PictureParts, prompt: Any, batch: int) 
 def _unplanned(target: DrawingTarget, parts: PictureParts) -> list[Method]:
     """The exact methods that serve ``target`` without a plan."""
     found: list[Method] = []
-    for method in (*WITHOUT_DRAFTER, methods.PromptLookup(), methods.Speculative()):
+    drafted = (methods.Speculative(), methods.Eagle())
+    for method in (*WITHOUT_DRAFTER, methods.PromptLookup(), *drafted):
         try:
             assemble(method, target, parts)
         except ValueError:  # a small picture, layers that cannot be left out, no drafter

@@ -260,17 +260,20 @@ class Owner:
         return cls(target.config, target_fingerprint(target), weight.device, weight.dtype)
 
 
-def load_drafters(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
-    """Every drafter in ``folder``, at ``<kind>/{model.safetensors, config.json}``, in the target's
-    dtype; raises ``ValueError`` for another target's.
+def load_drafters(
+    owner: Owner, model: Path, drafter: str | Path | None = None
+) -> dict[str, DrafterHead]:
+    """Every drafter in the folder of a ``model``, at ``drafters/<kind>/{model.safetensors,
+    config.json}``, and a ``drafter`` in a folder of its own, by kind and in the target's dtype.
+
+    Raises ``ValueError`` for a ``drafter`` that is none, and for one of another target.
     """
-    return {k: load(folder / k, target) for k, load in READERS.items() if (folder / k).is_dir()}
+    own = model / "drafters"
+    found = {k: load(owner, own / k) for k, load in READERS.items() if (own / k).is_dir()}
+    return found if drafter is None else found | _load_drafter(owner, Path(drafter))
 
 
-def load_drafter(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
-    """The drafter in ``folder`` itself by its kind; raises ``ValueError`` for none and for another
-    target's.
-    """
+def _load_drafter(owner: Owner, folder: Path) -> dict[str, DrafterHead]:
     file = folder / "config.json"
     kinds = {"BlockHead": "block", "EagleHead": "eagle"}
     kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
@@ -279,7 +282,7 @@ def load_drafter(folder: Path, target: Transformer) -> dict[str, DrafterHead]:
             f"drafter must be a folder with a block drafter or an EAGLE head, got {folder}; "
             "specmm train drafter makes one"
         )
-    return {kind: READERS[kind](folder, target)}
+    return {kind: READERS[kind](owner, folder)}
 
 
 def save_drafters(
@@ -346,7 +349,7 @@ def load_block_for(owner: Owner, folder: Path) -> BlockHead:
 
 def load_eagle(
     path: str | Path,
-    target: GPTConfig,
+    target: Sizes,
     *,
     fingerprint: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -368,10 +371,10 @@ def load_eagle(
     return head.to(dtype).eval()
 
 
-def _load_own_eagle(folder: Path, target: Transformer) -> EagleHead:
-    own = target_fingerprint(target)
-    head = load_eagle(folder, target.config, fingerprint=own, dtype=target.dtype)
-    return head.to(target.output.weight.device)
+def load_eagle_for(owner: Owner, folder: Path) -> EagleHead:
+    """As :func:`load_eagle`, for a target of any class, where and as that runs."""
+    head = load_eagle(folder, owner.sizes, fingerprint=owner.fingerprint, dtype=owner.dtype)
+    return head.to(owner.device)
 
 
 def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
@@ -387,7 +390,7 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
             )
 
 
-READERS: Mapping[str, Callable[[Path, Transformer], DrafterHead]] = {
-    "block": load_block,
-    "eagle": _load_own_eagle,
+READERS: Mapping[str, Callable[[Owner, Path], DrafterHead]] = {
+    "block": load_block_for,
+    "eagle": load_eagle_for,
 }

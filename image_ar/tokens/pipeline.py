@@ -40,7 +40,7 @@ from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
     DrafterHeads,
-    load_drafter,
+    Owner,
     load_drafters,
     load_gpt,
     load_vq,
@@ -169,9 +169,9 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         chosen = place.dtype or partial(choose_dtype, device=place.where)
         transformer = load_gpt(folder / "transformer", dtype=chosen)
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
-        drafters = load_drafters(folder / "drafters", transformer)
-        if drafter is not None:
-            drafters |= load_drafter(Path(drafter), transformer)
+        drafters = {}
+        if drafter is not None or (folder / "drafters").is_dir():
+            drafters = load_drafters(Owner.of(transformer), folder, drafter)
         for module in (transformer, *drafters.values()):
             prepack(module.to(place.where))
         vq = load_vq(folder / "vq").to(place.where)

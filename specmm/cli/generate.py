@@ -36,7 +36,7 @@ MethodName = Annotated[
     str,
     typer.Option(
         help="LlamaGen: ar, sjd, gsd, zipar, speculative, eagle, lantern, lantern++, self, draft, "
-        "auto; models of transformers: these without eagle, and prompt-lookup; "
+        "auto; models of transformers: these and prompt-lookup; "
         "VAR: ar, code, speculative, auto; MAR: ar, cspd."
     ),
 ]

@@ -144,7 +144,7 @@ class _Reader:
             if not (self.folder.path / "drafters" / "block").is_dir():
                 self.notes.append(
                     "speculative, lantern and lantern++ need a block drafter, and there is none in "
-                    "drafters/block; specmm train drafter makes one"
+                    "drafters/block; specmm train drafter makes one, or an EAGLE head for eagle"
                 )
         else:
             self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")

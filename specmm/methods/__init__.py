@@ -138,6 +138,7 @@ TransformersImageMethod: TypeAlias = (  # models that draw picture tokens
     | GSD
     | ZipAR
     | Speculative
+    | Eagle
     | Lantern
     | LanternPP
     | SelfDraft

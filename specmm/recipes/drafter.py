@@ -86,13 +86,13 @@ def drafter(
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
     if prompted is not None:
-        sources = _sources(prompts, data, kind, drawn, only_drawn)
+        sources = _sources(prompts, data, drawn, only_drawn)
         request = Request(*sources, drawn, cfg, (height, width), seed, folder)
         config = load_config(prompted.folders(place)[0]).get_text_config()
         read = _layers(aux_layers, config.num_hidden_layers, 1)
         sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
-        options["overlap_weight"] = overlap_weight
-        train_prompted(place, request, Training(sizes, start, temperature, options))
+        options |= {"noise": noise} if kind == "eagle" else {"overlap_weight": overlap_weight}
+        train_prompted(place, request, Training(kind, sizes, start, temperature, options))
         return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
     if (prompts, height, width) != (None, None, None):
         raise ValueError(f"{model} draws no prompts: leave prompts, height and width out")
@@ -124,15 +124,15 @@ def _dropout(model: Path, cfg: float | None) -> float:
 
 
 def _sources(
-    prompts: Path | None, data: Any, kind: str, drawn: int, only_drawn: bool
+    prompts: Path | None, data: Any, drawn: int, only_drawn: bool
 ) -> tuple[Path | None, Path | None]:
     """The folder of pictures with texts and the file of prompts; raises ``ValueError`` for neither,
     and for settings of other models.
     """
-    if kind != "block" or only_drawn:
+    if only_drawn:
         raise ValueError(
-            f"a model that draws from prompts takes kind=block, got kind={kind} and "
-            f"only_drawn={str(only_drawn).lower()}; leave data out for what it draws alone"
+            "only_drawn is of models that draw classes, got true: leave data out for what a model "
+            "draws from prompts alone"
         )
     place = data.args[0]  # as the recipe's setting has it
     if prompts is not None and not prompts.is_file():
@@ -169,7 +169,7 @@ def _train_drafter(
     """A head trained on ``examples`` (target, tokens, labels); ``sizes`` are those of a block."""
     target, tokens, labels = examples
     if kind == "eagle":
-        return train_eagle(target, tokens, labels, out, **options)
+        return train_eagle(target, tokens, labels, out, ffn_dim=sizes["inner"] or None, **options)
     return train_block(
         target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options
     )

@@ -1,4 +1,4 @@
-"""Block drafters of models of transformers that draw pictures from prompts.
+"""Block and EAGLE drafters of models of transformers that draw pictures from prompts.
 
 Shape letters: M pictures, T tokens a picture.
 """
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from specmm.files import writable
-from specmm.hf.picture_tokens import Layout, picture_prompt
+from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
 from specmm.image_ar.shared import write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.loading import load_block_for, save_drafters_of
 from specmm.image_ar.transformers_pipeline import TransformersImagePipeline
 from specmm.recipes.pictures import captioned
@@ -30,9 +31,10 @@ from specmm.recipes.training.block_drafter import (
     start_from,
 )
 from specmm.recipes.training.drawn_pictures import draw_all
+from specmm.recipes.training.eagle_drafter import eagle_loss, fit_eagle
 from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
-from specmm.training import batch_rows, seeded
+from specmm.training import Losses, batch_rows, seeded
 
 AT_ONCE = 16  # pictures that are encoded
 HELD = 32  # pictures at most that acceptance is measured on
@@ -72,10 +74,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Training:
-    """``sizes`` are those of a :class:`BlockConfig`, ``start`` is a drafter's folder to go on from,
-    ``options`` are those of ``fit_block``.
+    """``sizes`` are those of a :class:`BlockConfig`, of which an EAGLE head has ``inner`` alone,
+    ``start`` is a block drafter's folder to go on from, ``options`` are those of ``fit_block`` or
+    ``fit_eagle``.
     """
 
+    kind: str  # block or eagle
     sizes: dict[str, Any]
     start: Path | None
     temperature: float
@@ -97,29 +101,59 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
         shown, own = _encoded(pipe, request.data, layout)
         texts = texts + own
         parts.append(shown)
-    tokens = torch.cat(parts)
     head = _begun(pipe, training, request.seed)
-    seen = _seen(pipe, texts, tokens, head.config.aux_layers, layout)
+    layers = head.config.aux_layers if isinstance(head, BlockHead) else ()
+    seen = _seen(pipe, texts, torch.cat(parts), layers, layout)
     guided = (pipe.settings.cfg if request.cfg is None else request.cfg) > 1
     # more than a model's own training, for both guidance branches draft
     options = training.options | {"dropout": 3 * CLASS_DROPOUT if guided else 0.0}
+    if isinstance(head, BlockHead):
+        _fit_block(head, seen, training.temperature, request.out, options)
+    else:
+        _fit_eagle(head, seen, request.out, options)
+    made = {training.kind: head}
+    save_drafters_of(pipe.owner.fingerprint, made, model / "drafters", torch.bfloat16)
+    if isinstance(head, BlockHead):
+        table = _accepted(head.eval(), pipe.target(cfg=request.cfg, layout=layout), seen)
+        write_settings(dataclasses.replace(pipe.settings, acceptance=table), model)
+
+
+def _fit_block(
+    head: BlockHead, seen: SeenPictures, temperature: float, out: Path, options: dict[str, Any]
+) -> None:
     logits, rotary = seen.logits, head.rotary_for(seen.target.sizes)
 
     @torch.compile
     def loss_of(read: Any, at: Tensor) -> tuple[Tensor, Tensor]:
-        return block_loss(head, read, logits, at, rotary, training.temperature)
+        return block_loss(head, read, logits, at, rotary, temperature)
 
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
         return loss_of(seen.batch(batch.rows, batch.dropped), batch.at)
 
-    fit_block(head, (len(tokens), tokens.shape[1]), loss, request.out, **options)
-    save_drafters_of(pipe.owner.fingerprint, {"block": head}, model / "drafters", torch.bfloat16)
-    held = range(0, len(texts), -(-len(texts) // HELD))
+    fit_block(head, tuple(seen.tokens.shape), loss, out, **options)
+
+
+def _fit_eagle(head: EagleHead, seen: SeenPictures, out: Path, options: dict[str, Any]) -> None:
+    logits, rotary = seen.logits, head.rotary_for(seen.target.sizes)
+
+    @torch.compile
+    def loss_of(read: Any, shift: Tensor) -> Losses:
+        return eagle_loss(head, read, logits, shift, rotary)
+
+    def loss(rows: Tensor, mirrored: Tensor, dropped: Tensor, shift: Tensor) -> Losses:
+        return loss_of(seen.batch(rows, dropped), shift)
+
+    fit_eagle(head, tuple(seen.tokens.shape), loss, out, **options)
+
+
+def _accepted(
+    head: BlockHead, judge: PictureTarget, seen: SeenPictures
+) -> tuple[tuple[float, ...], ...]:
+    """The acceptance by level and rank over pictures of some of the prompts."""
+    count = len(seen.tokens)
+    held = range(0, count, -(-count // HELD))
     ids, away = ([rows[i] for i in held] for rows in seen.rows)
-    judge = pipe.target(cfg=request.cfg, layout=layout)
-    asked = picture_prompt(judge, ids, away)
-    table = measure_acceptance(head.eval(), judge, asked, range(len(ids)))
-    write_settings(dataclasses.replace(pipe.settings, acceptance=table), model)
+    return measure_acceptance(head, judge, picture_prompt(judge, ids, away), range(len(ids)))
 
 
 def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:
@@ -146,11 +180,14 @@ def _encoded(
     return torch.cat([encode(to_float(part)) for part in parts]), texts
 
 
-def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> BlockHead:
+def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> BlockHead | EagleHead:
     """A head that is to be trained for the model of ``pipe``."""
     network = pipe.transformer.requires_grad_(False)
     owner = pipe.owner
     sizes = training.sizes
+    if training.kind == "eagle":
+        with seeded(seed):
+            return EagleHead(EagleConfig(owner.sizes, sizes["inner"] or None))
     before = None if training.start is None else load_block_for(owner, training.start)
     if before is not None:
         sizes = vars(before.config) | ({"inner": sizes["inner"]} if sizes["inner"] else {})

@@ -18,7 +18,8 @@ from specmm.image_ar.tokens.loading import load_eagle, save_drafter, target_fing
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.llamagen_drafters import eagle_loss, train_eagle
+from specmm.recipes.training.eagle_drafter import eagle_loss
+from specmm.recipes.training.llamagen_drafters import seen_by, train_eagle
 from specmm.shape.eagle2 import Dynamic
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
@@ -76,7 +77,8 @@ def naive_probs(target, head, classes, committed, path):
         1
     ]  # position i precedes token i
     for depth in range(len(path) + 1):
-        predicted = head(tokens[:, : len(committed) + depth], hidden)
+        embedded = head.embed_tokens(tokens[:, : len(committed) + depth])
+        predicted = head(embedded, hidden)
         hidden = torch.cat([hidden, predicted[:, -1:]], dim=1)
     return guided_probs(target, model.output(predicted[:, -1:]))[0, 0]
 
@@ -231,7 +233,8 @@ def data():
 def loss_of(model, head):
     tokens, labels = data()
     with torch.no_grad():
-        return eagle_loss(model, head, labels, tokens[:, 0], torch.zeros(12, 15, CONFIG.dim))
+        seen = seen_by(model, labels, tokens[:, 0], ())
+        return eagle_loss(head, seen, lambda x, _: model.output(x), torch.zeros(12, 15, CONFIG.dim))
 
 
 def test_training_lowers_the_loss_and_resumes(model, tmp_path):

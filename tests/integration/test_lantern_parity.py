@@ -73,7 +73,7 @@ def prompt():
 
 def test_the_head_predicts_the_recorded_states(model, head):
     with torch.no_grad():
-        predicted = head(T["in.drafter_input_ids"], T["out.base_hidden"])
+        predicted = head(head.embed_tokens(T["in.drafter_input_ids"]), T["out.base_hidden"])
     torch.testing.assert_close(predicted, T["out.drafter_hidden"], atol=2e-4, rtol=0)
 
 

@@ -16,9 +16,11 @@ from specmm.cli import app
 from specmm.drafter import Feedback
 from specmm.hf.picture_tokens import picture_prompt
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.randomness import Uniforms
 from specmm.recipes.pictures import captioned
 from specmm.recipes.training.block_drafter import block_loss
+from specmm.recipes.training.eagle_drafter import eagle_loss
 from specmm.recipes.training.encoding import to_float
 from specmm.recipes.training.seen_pictures import SeenPictures
 from specmm.stats import Clock
@@ -48,32 +50,37 @@ def run(*words):
     return CliRunner().invoke(app, [*map(str, words)])
 
 
-def test_a_drafter_is_trained_and_drafts(kind, folder, tmp_path, eager):
+DRAFTED = {"block": "speculative", "eagle": "eagle"}
+
+
+@pytest.mark.parametrize("trained", DRAFTED)
+def test_a_drafter_is_trained_and_drafts(kind, folder, trained, tmp_path, eager):
     """From prompts alone, by the command line; then it draws."""
     model = shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red barn\n\nblue tree\na hill\n")
     train = ["train", "drafter", model, "--out", tmp_path / "run"]
     settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
-    settings |= dict(drawn=5, aux_layers="1", inner=32, **sized(kind))
+    settings |= dict(kind=trained, drawn=5, aux_layers="1", inner=32, **sized(kind))
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     made = run(*train, *sets)
     assert made.exit_code == 0, made.output
     pipe = specmm.ImagePipeline.from_pretrained(model)
-    assert set(pipe.parts.drafters) == {"block"} and len(pipe.settings.acceptance) == 3
+    assert set(pipe.parts.drafters) == {trained}
+    assert len(pipe.settings.acceptance) == (3 if trained == "block" else 0)
     assert pipe.settings.cfg == pipe.facts.cfg
     out = tmp_path / "out"
-    words = ["generate", model, "--prompt", "a tree", "--method", "speculative", "--out", out]
+    words = ["generate", model, "--prompt", "a tree", "--method", DRAFTED[trained], "--out", out]
     drawn = run(*words, *sizes(kind), "--seed", 0, "--json")
     assert drawn.exit_code == 0, drawn.output
     found = json.loads(drawn.stdout)
     assert found["certificate"]["kind"] == "exact" and found["tau"] > 1
     assert Image.open(found["outputs"][0]).size == kind.size[::-1]
-    alone = shutil.move(model / "drafters/block", tmp_path / "block")
+    alone = shutil.move(model / "drafters" / trained, tmp_path / "alone")
     given = run(*words, *sizes(kind), "--seed", 0, "--json", "--drafter", alone)
     assert json.loads(given.stdout)["tau"] == found["tau"]
     refused = run(*words, *sizes(kind))
-    assert refused.exit_code == 2 and "no 'block' drafter" in refused.output
-    shutil.move(alone, model / "drafters/block")
+    assert refused.exit_code == 2 and f"no '{trained}' drafter" in refused.output
+    shutil.move(alone, model / "drafters" / trained)
     again = run(*train, *sets)
     assert again.exit_code == 2 and "replace=true" in again.output
 
@@ -87,7 +94,8 @@ def test_what_training_lacks_is_told(kind, folder, tmp_path):
         ([f"--set=data={tmp_path}"], "a folder with a metadata.jsonl"),
         ([f"--set=data={tmp_path}", "--set=drawn=2"], "drawn needs what to draw"),
         ([f"--set=prompts={tmp_path / 'empty'}"], "a prompt a line, got none"),
-        ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "takes kind=block"),
+        ([f"--set=prompts={tmp_path / 'empty'}", "--set=kind=eagle"], "a prompt a line, got none"),
+        (["--set=drawn=2", "--set=only_drawn=true"], "only_drawn is of models that draw classes"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
     ):
         refused = run(*train, *settings)
@@ -158,15 +166,8 @@ def test_what_is_learnt_is_what_is_drafted(tmp_path):
     read = seen.batch(torch.tensor([0]), torch.tensor([False]))
     torch.manual_seed(1)
     head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes))
-    drafter = BlockDrafter(head, target, TreeShape.chain(2))
     asked = picture_prompt(target, ids, ids)
-    feedback = Feedback(target.prefill(asked, drafter.max_nodes), tokens[:, 0])
-    drafter.begin(feedback, Clock())
-    uniforms = Uniforms.from_seeds([0])
-    tree = drafter.propose(feedback, uniforms)
-    result = VerifyResult(torch.tensor([[0, -1, -1]]), torch.tensor([1]), tokens[:, 1])
-    feedback = Feedback(target.score(tree), tokens[:, 1], tree, result, tokens[:, 1:4])
-    drafted = drafter.propose(feedback, uniforms).probs[0, 1]  # of the second row's token
+    drafted = after(2, target, BlockDrafter(head, target, TreeShape.chain(2)), asked, tokens)
     wanted = torch.minimum(read.logits[0, 2].softmax(-1), drafted).sum()
 
     def overlap(rotary):
@@ -174,6 +175,40 @@ def test_what_is_learnt_is_what_is_drafted(tmp_path):
 
     torch.testing.assert_close(overlap(head.rotary_for(target.sizes)), wanted)
     assert (overlap(head.rotary) - wanted).abs() > 1e-3
+    eagle = EagleHead(EagleConfig(pipe.owner.sizes))
+    for weight in eagle.layers[0].self_attn.parameters():  # the layer is to see where tokens are
+        weight.mul_(4)
+    # a row later: the places of the tokens that it reads differ from the third on
+    drafted = after(4, target, EagleDrafter(eagle, target, TreeShape.chain(2)), asked, tokens)
+
+    def learnt(rotary):
+        found = []
+
+        def output(states, drawn):
+            found.append(seen.logits(states, drawn))
+            return found[0]
+
+        eagle_loss(eagle, read, output, torch.zeros(()), rotary)
+        return found[0][0, 3].softmax(-1)
+
+    torch.testing.assert_close(learnt(eagle.rotary_for(target.sizes)), drafted)
+    assert (learnt(eagle.rotary) - drafted).abs().max() > 1e-3
+
+
+def after(count, target, drafter, asked, tokens):
+    """The distribution drafted of the token after so many of ``tokens``, kept one a round."""
+    feedback = Feedback(target.prefill(asked, drafter.max_nodes), tokens[:, 0])
+    drafter.begin(feedback, Clock())
+    uniforms = Uniforms.from_seeds([0])
+    tree = drafter.propose(feedback, uniforms)
+    for place in range(1, count):
+        token = tokens[:, place]
+        result = VerifyResult(torch.tensor([[0, -1, -1]]), torch.tensor([1]), token)
+        output = target.score(tree)
+        target.commit(result)
+        feedback = Feedback(output, token, tree, result, tokens[:, place : place + 3])
+        tree = drafter.propose(feedback, uniforms)
+    return tree.probs[0, 1]
 
 
 def sizes(kind):
@@ -239,7 +274,7 @@ def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
     KINDS[name].save(tmp_path)
     found = json.loads(run("inspect", tmp_path, "--json").stdout)
     assert found["format"] == "picture model of transformers"
-    assert {"sjd", "speculative", "gsd", "self"} <= set(found["takes"]["draws"])
+    assert {"sjd", "speculative", "eagle", "gsd", "self"} <= set(found["takes"]["draws"])
     assert list(found["takes"]) == ["draws"] and "specmm generate" in found["use"]
     assert any("need a block drafter" in note for note in found["notes"])
     said = run("inspect", tmp_path).stdout

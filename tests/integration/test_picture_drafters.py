@@ -1,10 +1,11 @@
 """Models of transformers that draw pictures, by methods that draft: tiny Janus and Emu3 with an
-untrained block drafter against plain decoding; what is wrong with a folder's.
+untrained block drafter and EAGLE head against plain decoding; what is wrong with a folder's.
 """
 
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from specmm.hf.glm_image import GLM_IMAGE
 from specmm.hf.picture_tokens import PictureTarget
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
-from specmm.image_ar.tokens.loading import save_drafters_of
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
+from specmm.image_ar.tokens.loading import save_drafter, save_drafters_of
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
@@ -39,7 +41,9 @@ from tests.integration.picture_kinds import (
 
 
 def save(kind, place):
-    """Write the model of ``kind`` with an untrained block drafter that reads two of its layers."""
+    """Write the model of ``kind`` with an untrained EAGLE head and an untrained block drafter that
+    reads two of its layers.
+    """
     kind.save(place)
     owner = opened(place).owner
     torch.manual_seed(3)
@@ -47,8 +51,19 @@ def save(kind, place):
     width = owner.sizes.dim
     with torch.no_grad():
         head.fc.weight[:, width : 2 * width] = torch.eye(width)
-    save_drafters_of(owner.fingerprint, {"block": head}, place / "drafters")
+    drafters = {"block": head, "eagle": eagle_head(owner.sizes)}
+    save_drafters_of(owner.fingerprint, drafters, place / "drafters")
     return place
+
+
+def eagle_head(sizes):
+    """An untrained head that is not sure of what it predicts, nor alike after all tokens."""
+    head = EagleHead(EagleConfig(sizes))
+    width = sizes.dim
+    with torch.no_grad():
+        head.fc.weight[:, :width] *= 3
+        head.fc.weight[:, width:] = torch.eye(width) / 4
+    return head
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])
@@ -71,6 +86,8 @@ EXACT = {
     "a tree": methods.Speculative(tree=(2, 2, 1)),
     "token by token": methods.Speculative(tree=(2, 1), rule="recursive"),
     "chosen": methods.Draft(drafter="block", tree=(2, 1), rule="point-mass"),
+    "eagle": methods.Eagle(top_k=4),
+    "eagle's tree": methods.Speculative(drafter="eagle", tree=(2, 2, 1)),
     "exit": methods.SelfDraft(exit=1),
     "self": "self",
     "auto": "auto",
@@ -90,15 +107,16 @@ def test_greedy_pictures_are_plain_decodings(kind, pipe, cfg):
         assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), name
 
 
-def test_pictures_after_a_preview_are_plain_decodings(tmp_path):
-    """GLM-Image counts positions by its two grids."""
-    kind = KINDS["glm_image"]
+@pytest.mark.parametrize("name", ["glm_image", "anole", "lumina"])
+def test_pictures_of_other_kinds_are_plain_decodings(name, tmp_path):
+    """GLM-Image counts positions by its two grids; Chameleon's are guided."""
+    kind = KINDS[name]
     pipe = opened(save(kind, tmp_path))
-    given = dict(temperature=0, output_type="latent", **sized(kind))
+    given = dict(temperature=0, cfg=kind.tested, output_type="latent", **sized(kind))
     wanted = pipe(PROMPTS[1], method="ar", **given).tokens
-    for name in ("speculative", "a tree", "exit"):
-        out = pipe(PROMPTS[1], method=EXACT[name], **given)
-        assert torch.equal(out.tokens, wanted), name
+    for method in ("speculative", "a tree", "eagle", "eagle's tree", "exit"):
+        out = pipe(PROMPTS[1], method=EXACT[method], **given)
+        assert torch.equal(out.tokens, wanted), method
 
 
 @pytest.mark.parametrize("size", [(96, 64), (1024, 1024)])
@@ -161,12 +179,12 @@ def paths_of(target, length):
 
 
 @torch.no_grad()
-def recorded_tables(pipe):
-    """What the block drafter records after a picture's first token [1, V], and after each first
-    draft [V, V].
+def recorded_tables(pipe, name):
+    """What a drafter records after a picture's first token [1, V], and after each first draft
+    [V, V].
     """
     target, prompt = small(pipe, 1)
-    drafter = BlockDrafter(pipe.parts.head("block"), target, branching([V, 1]))
+    drafter = TRAINED[name](pipe.parts.head(name), target, branching([V, 1]))
     root = torch.tensor(pictures_of(target)[:1])
     feedback = Feedback(target.prefill(prompt, drafter.max_nodes), root)
     drafter.begin(feedback, Clock())
@@ -181,12 +199,16 @@ def recorded_tables(pipe):
     return tree.probs[0, firsts[0], some][None], second
 
 
+TRAINED = {"block": BlockDrafter, "eagle": EagleDrafter}
+
+
+@pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
-def test_every_draw_together_is_the_targets_distribution(kind, shape, pipe):
+def test_every_draw_together_is_the_targets_distribution(kind, shape, name, pipe):
     """Enumerated; a twin that records the first draft's distribution for the second's is not."""
     if kind is KINDS["emu3"]:
         pytest.skip("its lines end within the drafts: see the next test")
-    q = [x.double() / x.double().sum(-1, keepdim=True) for x in recorded_tables(pipe)]
+    q = [x.double() / x.double().sum(-1, keepdim=True) for x in recorded_tables(pipe, name)]
     assert not torch.allclose(q[1], q[0].expand(V, -1), atol=1e-3)
     target, prompt = small(pipe, 1)
     root = pictures_of(target)[0]
@@ -198,13 +220,14 @@ def test_every_draw_together_is_the_targets_distribution(kind, shape, pipe):
     two_drafts.check_draws(q, p, shape)
 
 
+@pytest.mark.parametrize("name", TRAINED)
 @torch.no_grad()
-def test_drafts_are_what_may_come_where_they_are(pipe):
+def test_drafts_are_what_may_come_where_they_are(name, pipe):
     """A line's end is sure, and comes nowhere else."""
     if pipe.transformer.config.model_type == "janus":
         pytest.skip("its lines have no end")
     target, prompt = small(pipe, 1)
-    drafter = BlockDrafter(pipe.parts.head("block"), target, branching([2, 1, 1]))
+    drafter = TRAINED[name](pipe.parts.head(name), target, branching([2, 1, 1]))
     root = torch.tensor(pictures_of(target)[:1])
     feedback = Feedback(target.prefill(prompt, drafter.max_nodes), root)
     drafter.begin(feedback, Clock())
@@ -232,10 +255,27 @@ class Colder:
         self.propose = inner.propose
 
 
+class ColderHead(EagleDrafter):
+    """A broken twin: an EAGLE head's drafts are drawn from colder distributions than recorded."""
+
+    def __init__(self, inner):
+        self.__dict__.update(inner.__dict__)
+        draw = self.growth._draw
+
+        def colder(head, logits, width, uniforms):
+            return draw(head, logits * 3, width, uniforms)[0], draw(head, logits, width, uniforms)[
+                1
+            ]
+
+        self.growth._draw = colder
+
+
 METHODS = {
     "a chain": methods.Speculative(tree=(1, 1)),
     "a tree": methods.Speculative(tree=(2, 2)),
     "token by token": methods.Speculative(tree=(2, 1), rule="recursive"),
+    "eagle": methods.Eagle(total=5, depth=1, top_k=2),
+    "eagle's tree": methods.Speculative(drafter="eagle", tree=(2, 2)),
     "exit": methods.SelfDraft(exit=1, length=2),
 }
 
@@ -263,7 +303,7 @@ def p_value(kind, pipe, method, twin=None):
 
 
 # those that `make test` draws
-DRAWN = [*itertools.product(["janus"], METHODS), ("emu3", "a tree")]
+DRAWN = [*itertools.product(["janus"], METHODS), ("emu3", "a tree"), ("emu3", "eagle's tree")]
 
 
 @pytest.mark.parametrize(
@@ -276,8 +316,9 @@ def test_samples_follow_the_models_own_distribution(kind, pipe, method):
     assert p_value(kind, pipe, METHODS[method]) > 1e-3
 
 
-def test_samples_of_a_broken_drafter_do_not(kind, pipe):
-    assert p_value(kind, pipe, METHODS["a tree"], Colder) < 1e-6
+@pytest.mark.parametrize(("method", "twin"), [("a tree", Colder), ("eagle's tree", ColderHead)])
+def test_samples_of_a_broken_drafter_do_not(kind, pipe, method, twin):
+    assert p_value(kind, pipe, METHODS[method], twin) < 1e-6
 
 
 RELAXED = {"lantern": methods.Lantern(k=3, drafter="block"), "lantern++": methods.LanternPP(k=3)}
@@ -322,20 +363,29 @@ def test_a_picture_does_not_depend_on_its_batch(kind, pipe):
 
 def test_drafters_are_saved_and_given(kind, pipe, folder, tmp_path):
     pipe.save_pretrained(tmp_path / "copy")
-    given = dict(method="speculative", output_type="latent", **sized(kind))
-    wanted = pipe("tree", generator=seeds(1), **given)
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
-    for again in (opened(tmp_path / "copy"), opened(bare, drafter=folder / "drafters/block")):
-        out = again("tree", generator=seeds(1), **given)
-        assert torch.equal(out.tokens, wanted.tokens) and out.stats.tau == wanted.stats.tau
+    for name in TRAINED:
+        method = methods.Speculative(drafter=name)
+        given = dict(method=method, output_type="latent", **sized(kind))
+        wanted = pipe("tree", generator=seeds(1), **given)
+        for again in (opened(tmp_path / "copy"), opened(bare, drafter=folder / "drafters" / name)):
+            out = again("tree", generator=seeds(1), **given)
+            assert torch.equal(out.tokens, wanted.tokens) and out.stats.tau == wanted.stats.tau
 
 
 def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
     with pytest.raises(ValueError, match="has no 'block' drafter"):
         opened(bare)("tree", method="speculative", output_type="latent", **sized(kind))
-    with pytest.raises(ValueError, match="must be a folder with a block drafter"):
+    with pytest.raises(ValueError, match="has no 'eagle' drafter"):
+        opened(bare)("tree", method="eagle", output_type="latent", **sized(kind))
+    with pytest.raises(ValueError, match="must be a folder with a block drafter or an EAGLE head"):
         opened(bare, drafter=bare)
+    sizes = opened(bare).owner.sizes
+    wide = replace(sizes, dim=2 * sizes.dim)
+    save_drafter(EagleHead(EagleConfig(wide)), tmp_path / "wide")
+    with pytest.raises(ValueError, match=rf"\(hidden_size {sizes.dim}\), got {wide.dim} in"):
+        opened(bare, drafter=tmp_path / "wide")
     other = shutil.copytree(folder, tmp_path / "other")
     facts = json.loads((other / "drafters/block/config.json").read_text())
     facts["target_fingerprint"] = "0" * 12

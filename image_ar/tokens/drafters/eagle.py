@@ -1,12 +1,14 @@
-"""LANTERN's EAGLE head for LlamaGen and its drafter: a static tree, sampled or of the likeliest
-tokens, or EAGLE-2's.
+"""EAGLE heads for models that draw pictures token by token, LANTERN's for LlamaGen among them, and
+their drafter: a static tree, sampled or of the likeliest tokens, or EAGLE-2's.
 
 The head is one layer over features of the committed tokens, with the official names. Position i
 reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm, and
 predicts hidden_{i+1}; the target's output head, without a norm, turns that into logits. The layer
-has no norm before its attention. Positions are the target's less one: P - 1 prefix rows without
-rotation, then the raster. :class:`specmm.growth.Growth` grows the tree. A prompt's padded positions
-are read like any others, as in the release. Source: EAGLE (arXiv 2401.15077), LANTERN (2410.03355).
+has no norm before its attention. A LlamaGen's positions are the target's less one: P - 1 prefix
+rows without rotation, then the raster. Of other targets the head reads pictures alone (P = 1): the
+first state holds the prompt. :class:`specmm.growth.Growth` grows the tree. A prompt's padded
+positions are read like any others, as in the release. Source: EAGLE (arXiv 2401.15077), LANTERN
+(2410.03355).
 
 Shape letters: B batch, G guidance branches, R = G·B rows, T query positions, S cached positions, n
 nodes, C width, H heads, D head width, F inner width, V vocabulary, P prefix positions.
@@ -22,9 +24,9 @@ from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import DrafterVocabulary, Feedback
+from specmm.drawing import DrawingTarget, Sizes
 from specmm.growth import Growth
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, RotaryTable, rotary_table, rotate
-from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
@@ -36,18 +38,33 @@ from specmm.tree import DraftTree, TreeShape
 class EagleConfig:
     """Sizes of a head for a ``target``; F = ``ffn_dim``, by default the target's."""
 
-    target: GPTConfig
+    target: Sizes
     ffn_dim: int | None = None
 
+    @property
+    def own_embeddings(self) -> bool:
+        """Whether it has some, as the releases for LlamaGen do; others read the target's."""
+        return isinstance(self.target, GPTConfig)
+
+    @property
+    def before(self) -> int:
+        """P - 1."""
+        return self.target.cls_token_num - 1 if isinstance(self.target, GPTConfig) else 0
+
     def sizes(self) -> dict[str, object]:
-        """What a head and its target must agree on, under the names of a Llama configuration."""
-        return {
-            "hidden_size": self.target.dim,
-            "vocab_size": self.target.vocab_size,
-            "num_attention_heads": self.target.n_head,
-            "block_size": self.target.block_size,
-            "cls_token_num": self.target.cls_token_num,
+        """What a head and its target must agree on, under the names of a Llama configuration.
+
+        Pictures of several sizes share a head, but a LlamaGen's have one.
+        """
+        target = self.target
+        found: dict[str, object] = {
+            "hidden_size": target.dim,
+            "vocab_size": target.vocab_size,
+            "num_attention_heads": target.n_head,
         }
+        if isinstance(target, GPTConfig):
+            found |= {"block_size": target.block_size, "cls_token_num": target.cls_token_num}
+        return found
 
     def facts(self) -> dict[str, object]:
         """What ``config.json`` says of a head."""
@@ -122,39 +139,44 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The network; it has its own token embeddings and uses the target's output head."""
+    """The network; it uses the target's output head, and its embeddings unless it has some."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         target = config.target
         self.config = config
-        self.embed_tokens = nn.Embedding(target.vocab_size, target.dim)
+        self.embed_tokens: nn.Embedding | None = None
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(target.vocab_size, target.dim)
         self.fc = nn.Linear(2 * target.dim, target.dim)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        prefix = target.cls_token_num - 1
-        table = rotary_table(target.grid, target.head_dim, prefix, target.rope_base)
-        self.rotary = RotaryTable(table)
+        self.rotary = self.rotary_for(target)
+
+    def rotary_for(self, sizes: Sizes) -> RotaryTable:
+        """The rotary factors for pictures of the rows and columns of ``sizes``."""
+        own = self.config.target
+        turned = (own.head_dim, self.config.before, own.rope_base)
+        return RotaryTable(rotary_table(sizes.rows, *turned, sizes.columns))
 
     def forward(
         self,
-        tokens: Tensor,
+        embedded: Tensor,
         hidden: Tensor,
         positions: Tensor | None = None,
         bias: Tensor | None = None,
         memory: Memory | None = None,
+        rotary: RotaryTable | None = None,
     ) -> Tensor:
-        """Predicted next hidden states [R, T, C] of ``hidden`` [R, T, C] and the ``tokens`` [R, T]
-        after them.
+        """Predicted next hidden states [R, T, C] of ``hidden`` [R, T, C] and the tokens after them,
+        ``embedded`` [R, T, C].
 
         ``positions`` [R or 1, T] (0 … T-1 by default) count from the first prefix position; without
         ``memory`` the attention is causal, else it sees what ``memory`` holds under the additive
-        ``bias`` [R or 1, 1, T, S].
+        ``bias`` [R or 1, 1, T, S]. ``rotary`` is for pictures of another size than usual.
         """
-        if positions is None:
-            factors = self.rotary.first(tokens.shape[1])
-        else:
-            factors = self.rotary.at(positions)
-        x = self.fc(torch.cat([self.embed_tokens(tokens), hidden], dim=-1))
+        table = rotary or self.rotary
+        factors = table.first(hidden.shape[1]) if positions is None else table.at(positions)
+        x = self.fc(torch.cat([embedded, hidden], dim=-1))
         return self.layers[0](x, factors, bias, memory)
 
 
@@ -168,19 +190,20 @@ class EagleDrafter:
     def __init__(
         self,
         head: EagleHead,
-        target: LlamaGenTarget,
+        target: DrawingTarget,
         tree: TreeShape | Dynamic,
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        config = target.model.config
-        if head.config.target != config:
-            raise ValueError(f"head must be made for {config}, got one for {head.config.target}")
+        wanted = EagleConfig(target.sizes).sizes()
+        if head.config.sizes() != wanted:
+            raise ValueError(f"head must be made for {wanted}, got one for {head.config.sizes()}")
         self.head = head.eval()
         self.target = target
-        self.growth = Growth(
-            tree, sampled, DrafterVocabulary(config.vocab_size), target.device, siblings
-        )
+        self.embed = target.embed if head.embed_tokens is None else head.embed_tokens
+        self.rotary = head.rotary_for(target.sizes).to(target.device)
+        vocabulary = DrafterVocabulary(target.vocabulary)
+        self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
 
@@ -189,12 +212,12 @@ class EagleDrafter:
         tree.
         """
         hidden = feedback.output.hidden
-        config = self.head.config.target
+        config = self.head.config
         size = CacheSize(
-            layers=alike(1, config.n_head, config.head_dim),
+            layers=alike(1, config.target.n_head, config.target.head_dim),
             batch=len(feedback.token),
             branches=len(hidden) // len(feedback.token),
-            capacity=config.cls_token_num - 1 + config.block_size,
+            capacity=config.before + self.target.length,
             scratch=self.growth.scratch,
         )
         self.clock = clock
@@ -216,8 +239,9 @@ class EagleDrafter:
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """Guided logits [B, n, V] after drafts at ``depth`` with predicted ``states`` [R, n, C]."""
         with self.clock("draft"):
-            logits = self.target.model.output(states).float()
-        return self.target.guide(logits, self.cache.lengths[:, None] + depth)
+            logits = self.target.head(states).float()
+        drawn = self.cache.lengths[:, None] - self.head.config.before + depth
+        return self.target.drawn_logits(logits, drawn)
 
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int = 0
@@ -226,9 +250,9 @@ class EagleDrafter:
         branches = self.cache.size.branches
         if len(positions) > 1:
             positions = branched(positions, branches)
-        rows = branched(tokens, branches)
+        rows = branched(self.embed(tokens), branches)
         with self.clock("draft"):
-            return self.head(rows, hidden, positions, bias, self.cache.layers[0])
+            return self.head(rows, hidden, positions, bias, self.cache.layers[0], self.rotary)
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
         hidden = feedback.output.hidden

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -26,10 +25,9 @@ from specmm.recipes.training.block_drafter import (
     go_on_from,
     start_from,
 )
+from specmm.recipes.training.eagle_drafter import eagle_loss, fit_eagle
 from specmm.recipes.training.encoding import CLASS_DROPOUT
-from specmm.training import Losses, batch_rows, fit, seeded
-
-PROBS_WEIGHT = 0.1  # of EAGLE's cross-entropy beside its SmoothL1
+from specmm.training import Losses, seeded
 
 
 def train_block(
@@ -87,66 +85,39 @@ def train_eagle(
     labels: Tensor,
     out: Path,
     *,
-    steps: int,
     ffn_dim: int | None = None,
-    batch: int = 16,
-    lr: float = 1e-4,
-    noise: float = 0.2,
-    weight_decay: float = 0.01,
     seed: int = 0,
     compiled: bool = True,
+    **options: Any,
 ) -> EagleHead:
     """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M]; resumes from
     ``out/checkpoint.pt``.
 
     The head reads the target's hidden states with a little noise and learns the next one and the
     distribution that the target's output head makes of it, as EAGLE (arXiv 2401.15077) and LANTERN
-    (2410.03355) train it. Token embeddings are the target's and stay so. The noise is uniform in
-    ±``noise`` · 256 / T. Raises ``ValueError`` for a target that is not class-conditional.
+    (2410.03355) train it. Token embeddings are the target's and stay so. ``options`` are those of
+    :func:`specmm.recipes.training.eagle_drafter.fit_eagle`. Raises ``ValueError`` for a target that
+    is not class-conditional.
     """
     if target.config.model_type != "c2i":
         raise ValueError(f"target must be class-conditional (c2i), got {target.config.model_type}")
     with seeded(seed):
         head = EagleHead(EagleConfig(target.config, ffn_dim))
     target = target.eval().requires_grad_(False)
+    assert head.embed_tokens is not None, "a LlamaGen's head has its own"
     head.embed_tokens.load_state_dict(target.tok_embeddings.state_dict())
     head.embed_tokens.requires_grad_(False)
-    loss_of = torch.compile(eagle_loss) if compiled else eagle_loss
 
-    def step(i: int) -> Losses:
-        generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, batch, len(tokens), seed)
-        mirrored = torch.randint(2, (batch,), generator=generator)
-        dropped = torch.rand(batch, generator=generator) < CLASS_DROPOUT
+    def loss_of(classes: Tensor, pictures: Tensor, shift: Tensor) -> Losses:
+        seen = seen_by(target, classes, pictures, ())
+        return eagle_loss(head, seen, lambda x, _: target.output(x), shift)
+
+    made = torch.compile(loss_of) if compiled else loss_of
+
+    def loss(rows: Tensor, mirrored: Tensor, dropped: Tensor, shift: Tensor) -> Losses:
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
-        shape = (batch, tokens.shape[-1] - 1, target.config.dim)
-        shift = (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / tokens.shape[-1]
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(target, head, classes, tokens[rows, mirrored], shift)
+        return made(classes, tokens[rows, mirrored], shift)
 
-    fit(head, step, out=out, steps=steps, lr=lr, weight_decay=weight_decay)
+    size = (len(tokens), target.config.block_size)
+    fit_eagle(head, size, loss, out, dropout=CLASS_DROPOUT, seed=seed, **options)
     return head
-
-
-def eagle_loss(
-    target: Transformer, head: EagleHead, labels: Tensor, tokens: Tensor, shift: Tensor
-) -> Losses:
-    """Loss and its parts (SmoothL1 of the states, soft cross-entropy) for ``tokens`` [B, T], with
-    ``shift`` [B, T - 1, C] added to the hidden states read.
-
-    ``overlap`` is the mean of Σ min(p, q): how likely a single draft is accepted.
-    """
-    with torch.no_grad():
-        logits, hidden = target(target.embed(labels, tokens[:, :-1]))  # position i predicts token i
-        probs = logits[:, 1:].float().softmax(-1)  # [B, T - 1, V]
-    predicted = head(tokens[:, :-1], hidden[:, :-1] + shift)
-    drafted = target.output(predicted).float().log_softmax(-1)
-    regression = F.smooth_l1_loss(predicted.float(), hidden[:, 1:].float())
-    cross_entropy = -(probs * drafted).sum(-1).mean()
-    overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
-    return {
-        "loss": regression + PROBS_WEIGHT * cross_entropy,
-        "smooth_l1": regression,
-        "cross_entropy": cross_entropy,
-        "overlap": overlap,
-    }
