@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -45,9 +45,9 @@ Compiled = Annotated[
 ]
 
 
-def compiled_as(text: str, always: bool) -> bool | str:
+def compiled_as(text: str, always: bool) -> bool | Literal["auto"]:
     """What --compiled says, or --compile (``always``); raises ``ValueError`` for anything else."""
-    found: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
+    found: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
     if text not in found:
         raise ValueError(f"--compiled must be true, false or auto, got {text}")
     return always or found[text]
