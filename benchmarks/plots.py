@@ -39,7 +39,8 @@ def best_by_budget(rows: list[Row]) -> dict[str, dict[int, Row]]:
     return best
 
 
-def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
+def new_axes(title: str, x: str, y: str) -> tuple[Any, Any]:
+    """A figure and its axes, with a grid."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), constrained_layout=True)
@@ -48,7 +49,8 @@ def _axes(title: str, x: str, y: str) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write ``figure`` to ``path``, which is returned."""
     from matplotlib import pyplot
 
     figure.savefig(path, dpi=120)
@@ -57,7 +59,7 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _tau(rows: list[Row], path: Path) -> Path:
-    figure, axes = _axes(
+    figure, axes = new_axes(
         "Block efficiency by rule, best shape of each budget", "drafts a round", "τ, tokens a round"
     )
     series = best_by_budget(rows).items()
@@ -78,13 +80,13 @@ def _tau(rows: list[Row], path: Path) -> Path:
         loc="center left",
         bbox_to_anchor=(1, 0.5),
     )
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
 def _single(rows: list[Row], path: Path) -> Path:
     overlap = f"overlap Σ min(p, q) = {rows[0]['overlap']:.2f}"
     title = f"One position, {rows[0]['contexts']} recorded contexts, {overlap}"
-    figure, axes = _axes(title, "drafts k", "chance that one is kept")
+    figure, axes = new_axes(title, "drafts k", "chance that one is kept")
     for i, name in enumerate(n for n in rows[-1] if n not in NOT_RULES):
         points = [(r["drafts"], r[name]) for r in rows if r.get(name) is not None]
         style = (
@@ -97,4 +99,4 @@ def _single(rows: list[Row], path: Path) -> Path:
     axes.set_xscale("log", base=2)
     axes.set_xticks([r["drafts"] for r in rows], [str(r["drafts"]) for r in rows])
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    return _save(figure, path)
+    return save_figure(figure, path)

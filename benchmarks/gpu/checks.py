@@ -29,9 +29,9 @@ def attention_error(shape: Shape, device: torch.device) -> dict[str, float]:
     """Relative errors of every way to attend ``shape``."""
     given = Inputs.random(shape, device)
     truth = exact(given)
-    ways = {"ours": ours, "sdpa": sdpa} | (
-        {"flex": flex} if shape.nodes == 26 else {}
-    )  # a compilation each
+    ways = {"ours": ours, "sdpa": sdpa}
+    if shape.nodes == 26 and device.type == "cuda":  # a compilation each
+        ways["flex"] = flex
     return {
         name: float((way(given)().double() - truth).norm() / truth.norm())
         for name, way in ways.items()
@@ -48,7 +48,7 @@ def check_commit(device: torch.device) -> None:
     naive.kv_commit(expected, path, kept, lengths, 48)
     commit(data, path, kept, lengths, 48)
     if not torch.equal(data, expected):
-        raise SystemExit("KV commit differs from its reference")
+        raise ValueError("KV commit differs from its reference")
 
 
 def drafts(rows: int, nodes: int, vocabulary: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -64,9 +64,9 @@ def drafts(rows: int, nodes: int, vocabulary: int, device: torch.device) -> tupl
     return probs[0], tokens, random_tree(nodes, device).parents, uniforms, probs[1]
 
 
-def check_acceptance(device: torch.device) -> float:
+def check_acceptance(device: torch.device, rows: int = 512) -> float:
     """The share of rows with the result of the core's rules: rounding decides a few."""
-    probs, tokens, parents, uniforms, drawn = drafts(512, 26, 4096, device)
+    probs, tokens, parents, uniforms, drawn = drafts(rows, 26, 4096, device)
     found = accept(probs, tokens, parents, uniforms, 26, drawn)
     strict = None, 0, 0.0, False, 0, None, False, False  # nothing borrowed, from the root down
     expected = by_rule(probs, tokens, parents, uniforms, 26, drawn, *strict)
@@ -75,7 +75,7 @@ def check_acceptance(device: torch.device) -> float:
     ).all(0)
     share = float(same.double().mean())
     if share < 0.98:
-        raise SystemExit(
+        raise ValueError(
             f"fused acceptance agrees on {share:.1%} of the rows, expected 98% or more"
         )
     return share

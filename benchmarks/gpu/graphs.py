@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specmm.cache import Cache
+from specmm.hf.aux_states import AuxStates
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
@@ -133,7 +134,16 @@ class VLMGraphTarget(VLMTarget):
         self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
         self.tree = tree
         self.calls += 1
-        return TargetOutput(*self.graphs(tree, self.offsets))
+        probs, hidden, *heard = self.graphs(tree, self.offsets)
+        with self._runs():
+            for module, output in zip(self._listened(), heard, strict=True):
+                for hook in module._forward_hooks.values():
+                    hook(module, (), output)
+        return TargetOutput(probs, hidden)
+
+    def _listened(self) -> list[nn.Module]:
+        """The modules to which drafters listen: a replay calls no hooks."""
+        return [module for module in self.family.decoder.modules() if module._forward_hooks]
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
@@ -145,15 +155,19 @@ class VLMGraphTarget(VLMTarget):
 
     def _tree_forward(
         self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Probs [B, N, V] and states [B, N, C] of drafts [B, N] after the committed tokens."""
+    ) -> tuple[Tensor, ...]:
+        """Probs [B, N, V] of drafts [B, N] after the committed tokens, what drafters read of them
+        [B, N, C or F·C], and the outputs of the modules to which they listen.
+        """
         given = self.offsets  # of the graph's own memory
         self.offsets = offsets
+        heard = AuxStates(self._listened())
         states = self.states(
             tokens, self.cache.lengths[:, None] + depths, mask_of(self.cache, words)
         )
         self.offsets = given
-        return self.processor.probs(self.head(states).float(), self.history, None), states
+        probs = self.processor.probs(self.head(states).float(), self.history, None)
+        return probs, self._drafters_states(states), *[x for x in heard.seen if x is not None]
 
     def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
         """The memory of the first call, which graphs go on using; a larger one forgets them."""

@@ -1,99 +1,90 @@
 """The kernels on a GPU: correctness first, then tree attention's time.
 
-Against SDPA, flex_attention and a copy of the bytes. ``benchmarks/gpu/run.sh``; see README.md here.
-Within ``--minutes``: all shapes of ours, SDPA and the copy come first; flex_attention, which
-compiles for every shape, gets what is left. Without a GPU nothing is timed and the table says so.
-Writes ``gpu_kernels.csv``.
+Against SDPA, flex_attention and a copy of the bytes: all shapes of ours, SDPA and the copy come
+first; flex_attention, which compiles for every shape, gets what is left of the time.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-import triton
-
+from benchmarks.common import Row
 from benchmarks.gpu import checks
-from benchmarks.gpu.contenders import CONTENDERS, calls
+from benchmarks.gpu.contenders import calls
+from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.shapes import BATCHES, LENGTHS, MODELS, NODES, Inputs, Shape, every_shape
 from benchmarks.gpu.timing import copies_of, milliseconds
 
-RESULTS = Path("benchmarks/results")
 MISSING = "not measured"
 Times = dict[tuple[Shape, str], float]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, measure, print, write."""
-    options = read_arguments(arguments)
-    if not torch.cuda.is_available():
-        print(f"no GPU here: nothing is checked or timed\n\n{table({})}\n\n{bars({}, None)}")
-        return 0
-    end = time.monotonic() + 60 * options.minutes
-    device = torch.device("cuda")
-    syncs = check(device)
-    times: Times = {}
-    measure(times, [name for name in CONTENDERS if name != "flex"], device, end)
-    measure(times, ["flex"], device, end)
-    print(f"\n{table(times)}\n\n{bars(times, syncs)}")
-    write(
-        options.out,
-        times,
-        {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "syncs": syncs},
-    )
-    return 0
+def cases(bench: Bench) -> Iterator[Case]:
+    """Correctness, then times of all shapes; flex_attention, which compiles for each, is last."""
+    yield Case("checks", lambda: [{"check": name, **row} for name, row in check(bench).items()])
+    shapes = list(every_shape(bench.tiny))
+    for names in (("ours", "sdpa", "copy"), ("flex",)):
+        for shape in [] if bench.tiny and names == ("flex",) else shapes:
+            where = f"{shape.model} S={shape.length} T={shape.nodes} batch {shape.rows}"
+            yield Case(
+                f"{', '.join(names)}: {where}",
+                lambda shape=shape, names=names: measure(bench, shape, names),
+            )
 
 
-def check(device: torch.device) -> int:
-    """What must be true before a time means anything; returns the host syncs of a round."""
-    for model in MODELS:
-        for shape in (
-            Shape(model, 257, 1, 2),
-            Shape(model, 1024, 26, 2),
-            Shape(model, 4097, 64, 1),
-        ):
-            errors = checks.attention_error(shape, device)
-            print(f"{model} S={shape.length} T={shape.nodes}: {errors}", flush=True)
+def check(bench: Bench) -> dict[str, Row]:
+    """What must be true before a time means anything; raises ``ValueError`` where it is not."""
+    found: dict[str, Row] = {}
+    for model in list(MODELS)[: 1 if bench.tiny else None]:
+        for length, nodes, rows in ((257, 1, 2), (1024, 26, 2), (4097, 64, 1)):
+            shape = Shape(model, length // 8 if bench.tiny else length, nodes, rows)
+            errors = checks.attention_error(shape, bench.device)
+            found[f"{model} S={shape.length} T={nodes}"] = {"error": errors["ours"]}
             if not errors["ours"] < checks.TOLERANCE:
-                raise SystemExit(
+                raise ValueError(
                     f"tree attention is off by {errors['ours']:.2e}, expected {checks.TOLERANCE}"
                 )
-    checks.check_commit(device)
-    share = checks.check_acceptance(device)
-    syncs = checks.syncs_in_a_round(device)
-    acceptance = f"acceptance as the rules on {share:.2%} of the rows"
-    print(f"KV commit exact; {acceptance}; host syncs a round: {syncs}")
-    return syncs
+    checks.check_commit(bench.device)
+    found["KV commit"] = {"error": 0.0}
+    share = checks.check_acceptance(bench.device, 8 if bench.tiny else 512)
+    found["acceptance"] = {"error": 1 - share}
+    if bench.on_gpu:
+        found["host syncs a round"] = {"error": checks.syncs_in_a_round(bench.device)}
+    return found
 
 
-def measure(times: Times, names: Iterable[str], device: torch.device, end: float) -> None:
-    """Milliseconds of every shape by the contenders ``names``, until the time is over."""
-    names = list(names)
-    for shape in every_shape():
-        if time.monotonic() > end:
-            print(f"out of time before {shape}: left out for {', '.join(names)}")
-            return
-        count = copies_of(shape.bytes)
-        inputs = [Inputs.random(shape, device, seed=i) for i in range(count)]
-        for name in names:
-            times[shape, name] = milliseconds(calls(name, inputs))
-        del inputs
+def measure(bench: Bench, shape: Shape, names: Sequence[str]) -> list[Row]:
+    """Milliseconds of ``shape`` by the contenders ``names``."""
+    count = copies_of(shape.bytes) if bench.on_gpu else 1
+    inputs = [Inputs.random(shape, bench.device, seed=i) for i in range(count)]
+    facts = {"model": shape.model, "S": shape.length, "T": shape.nodes, "batch": shape.rows}
+    facts["bytes"] = shape.bytes
+    return [
+        facts | {"contender": name, "ms": milliseconds(calls(name, inputs), bench.on_gpu)}
+        for name in names
+    ]
+
+
+def times_of(rows: Iterable[Row]) -> Times:
+    """The times that ``measure`` gave, by shape and contender."""
+    return {
+        (Shape(row["model"], row["S"], row["T"], row["batch"]), row["contender"]): row["ms"]
+        for row in rows
+        if "ms" in row
+    }
 
 
 def table(times: Times) -> str:
-    """Medians over models by S, T and batch."""
+    """Medians over models by S, T and batch, of what was measured."""
     lines = ["|     S |  T | batch | ours, ms | over SDPA | over flex | bytes/s over a copy's |"]
     lines.append("|---|---|---|---|---|---|---|")
     for length in LENGTHS:
         for rows in BATCHES:
             for nodes in NODES:
                 shapes = [Shape(model, length, nodes, rows) for model in MODELS]
+                if not any((shape, "ours") in times for shape in shapes):
+                    continue
                 found = [
                     _median(f(times, s) for s in shapes)
                     for f in (_ours, _over("sdpa"), _over("flex"), _rate)
@@ -147,34 +138,3 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _text(value: float | None) -> str:
     return MISSING if value is None else f"{value:.3g}"
-
-
-def write(out: Path, times: Times, facts: dict[str, object]) -> None:
-    """``gpu_kernels.csv``: one row a shape, milliseconds by contender."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "gpu_kernels.csv").open("w", newline="") as file:
-        file.writelines(
-            f"# {key}: {value}\n" for key, value in (facts | {"triton": triton.__version__}).items()
-        )
-        rows = csv.writer(file)
-        rows.writerow(["model", "S", "T", "batch", *(f"{name}_ms" for name in CONTENDERS), "bytes"])
-        for shape in every_shape():
-            found = [times.get((shape, name), MISSING) for name in CONTENDERS]
-            rows.writerow([shape.model, shape.length, shape.nodes, shape.rows, *found, shape.bytes])
-    print(f"written: {out / 'gpu_kernels.csv'}")
-
-
-def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu.kernels", description="The kernels on a GPU"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--minutes", type=float, default=6.5, help="when to stop starting new measurements"
-    )
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,21 @@
-"""LlamaGen on a GPU: plain, exact and LANTERN++ decoding by batch size and mode.
+"""pocket/llamagen on a GPU: plain, exact and LANTERN++ decoding by batch size and mode, in fact.
 
-``python -m benchmarks.gpu.llamagen --out benchmarks/results``; see README.md here. Modes: eager,
-captured and compiled forwards. Without a GPU captured means eager, which is how it is tested.
-Writes ``gpu_llamagen.csv`` and ``.json``.
+Modes: eager, captured and compiled forwards. Without a GPU captured means eager. Speed-ups are over
+the fastest plain decoding of any mode at that batch.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
-from tqdm import tqdm
 
 from benchmarks.common import Row, label, load_pipeline, parse
-from benchmarks.gpu.batches import measure_batches, parser_of
 from benchmarks.gpu.graphs import GraphTarget
+from benchmarks.gpu.parts import Bench, Case
 from specmm import methods
 from specmm.compiled import CompiledRound, prepare_compiler
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
@@ -32,16 +29,17 @@ from specmm.verify import Rule
 
 METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")
 MODES = ("eager", "graph", "compile")
+BATCHES = (1, 8, 64)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write."""
-    options = read_arguments(arguments)
-    pipe = move(load_pipeline(options.model), "cuda" if torch.cuda.is_available() else "cpu")
-    return measure_batches("gpu_llamagen", pipe, options, measure)
+def cases(bench: Bench) -> Iterator[Case]:
+    """A case for each batch size."""
+    pipe = cache(lambda: move(load_pipeline("pocket/llamagen"), bench.device))
+    for batch in BATCHES[:1] if bench.tiny else BATCHES:
+        yield Case(f"batch {batch}", lambda batch=batch: measure(pipe(), batch, bench))
 
 
-def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
+def move(pipe: LlamaGenPipeline, device: torch.device) -> LlamaGenPipeline:
     """The pipeline with everything it draws on moved to ``device``."""
     for module in (pipe.transformer, pipe.vq, *pipe.parts.drafters.values()):
         module.to(device)
@@ -50,18 +48,18 @@ def move(pipe: LlamaGenPipeline, device: str) -> LlamaGenPipeline:
     return pipe
 
 
-def measure(pipe: LlamaGenPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
+def measure(pipe: LlamaGenPipeline, batch: int, bench: Bench) -> list[Row]:
     """Rows of every mode and method at ``batch``, interleaved; speed-ups over the fastest plain."""
-    if "compile" in options.modes:
+    modes, wanted = (MODES[1:2], METHODS[:2]) if bench.tiny else (MODES, METHODS)
+    if "compile" in modes:
         prepare_compiler(pipe.device)
-    runs = [Run.of(pipe, mode, method) for mode in options.modes for method in options.methods]
-    for repeat in tqdm(
-        range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"
-    ):  # the first warms up
+    runs = [Run.of(pipe, mode, parse(method)) for mode in modes for method in wanted]
+    repeats = max(1, bench.repeats // 3)
+    for repeat in range(repeats + 1):  # the first warms up
         for run in runs:
             run.once(pipe, batch, repeat)
     plain = min(run.median for run in runs if run.parts is None)
-    return [_row(batch, run, plain) for run in runs]
+    return [_row(batch, run, plain) | {"repeats": repeats} for run in runs]
 
 
 @dataclass
@@ -126,6 +124,7 @@ def _row(batch: int, run: Run, plain: float) -> Row:
     measured = float(run.last.measured)
     rounds = max(stats.batch_rounds, 1)
     return {
+        "model": "pocket/llamagen",
         "batch": batch,
         "mode": run.mode,
         "method": run.name,
@@ -138,16 +137,3 @@ def _row(batch: int, run: Run, plain: float) -> Row:
         "host_overhead": stats.host_overhead,
         "tv": float(run.last.excess) / measured if measured else 0.0,
     }
-
-
-def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
-    parser = parser_of(
-        "benchmarks.gpu.llamagen", "LlamaGen on a GPU", "pocket/llamagen", (1, 8, 64), MODES
-    )
-    parser.add_argument("--methods", type=parse, nargs="+", default=[parse(m) for m in METHODS])
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# The kernels on a GPU: correctness first, then times against SDPA, flex_attention and a copy, in less than 8 minutes.
-# Needs this repository, torch and triton. Options: python -m benchmarks.gpu.kernels --help
+# Everything that a GPU alone can say: run.sh all, or names of parts; without arguments their list.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
-exec "$PYTHON" -m benchmarks.gpu.kernels "$@"
+exec "$PYTHON" -m benchmarks.gpu "$@"

@@ -49,9 +49,10 @@ class Shape:
         )
 
 
-def every_shape() -> Iterator[Shape]:
-    """All cases, the short ones first."""
-    for length, rows, nodes, model in itertools.product(LENGTHS, BATCHES, NODES, MODELS):
+def every_shape(tiny: bool = False) -> Iterator[Shape]:
+    """All cases, the short ones first; of ``tiny`` ones a few."""
+    lengths, batches, nodes_of = ((32,), (1,), NODES[:2]) if tiny else (LENGTHS, BATCHES, NODES)
+    for length, rows, nodes, model in itertools.product(lengths, batches, nodes_of, MODELS):
         yield Shape(model, length, nodes, rows)
 
 

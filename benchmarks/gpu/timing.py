@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from specmm.autotune import measure
+
 REPLAYS = 12
 COLD = 512 * 2**20  # bytes that one replay goes through, so that L2 holds none of the next call's
 
@@ -16,8 +18,13 @@ def copies_of(size: int) -> int:
     return max(2, min(32, COLD // max(size, 1)))
 
 
-def milliseconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median time of one of ``calls``, captured together and replayed; no host in between."""
+def milliseconds(calls: Sequence[Callable[[], object]], on_gpu: bool = True) -> float:
+    """Median time of one of ``calls``, captured together and replayed; no host in between.
+
+    Without a GPU they are merely called, one after the other.
+    """
+    if not on_gpu:
+        return 1000 * statistics.median(measure(call, repeats=1, warmup=1) for call in calls)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,30 +1,35 @@
 """VAR and CoDe on a GPU by batch size: eager, and with the whole picture as one captured graph.
 
-``python -m benchmarks.gpu.var --out benchmarks/results``; see README.md here. Without a GPU
-captured means eager, which is how it is tested. Writes ``gpu_var.csv`` and ``.json``. Seconds are
-of tokens and sums of codes; pixels, the same for all, are in another column.
+At published sizes and pocket/var. Without a GPU captured means eager. Seconds are of tokens and
+sums of codes; pixels, the same for all, are in another column.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from benchmarks.common import Row, load_pipeline
-from benchmarks.gpu.batches import measure_batches, parser_of
 from benchmarks.gpu.graphs import PictureGraph
+from benchmarks.gpu.parts import Bench, Case
+from benchmarks.gpu.published import filled
 from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.sampling import VARSettings
+from specmm.image_ar.scales.tuning import random_vqvae
+from specmm.image_ar.scales.var import VAR, VARConfig, published
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
 MODES = ("eager", "graph")
+BATCHES = (1, 16, 64)
+SHARES = (8, 6, 5, 3, 0)  # scales that the large model draws
+CODE = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)  # the release's demonstration
+TINY = VARConfig(2, 64, 4, vocab_size=4096, num_classes=5, patch_nums=(1, 2, 3, 4))
 
 
 @dataclass
@@ -55,55 +60,57 @@ class Run:
         self.pixels.append(clock.seconds["pixels"])
 
 
-def measure(pipe: VARPipeline, batch: int, options: argparse.Namespace) -> list[Row]:
+def published_pair(bench: Bench) -> Iterator[Case]:
+    """VAR-d30 refined by VAR-d16, as in CoDe."""
+
+    @cache
+    def made() -> VARPipeline:
+        depths = (2, 1) if bench.tiny else (30, 16)
+        configs = [TINY if bench.tiny else published(depth) for depth in depths]
+        place = bench.device, bench.dtype
+        large, small = (filled(lambda c=config: VAR(c), *place) for config in configs)
+        for model in (large, small):
+            model.reset_mask()
+        vqvae = random_vqvae(large.config).to(bench.device)
+        return VARPipeline(large, vqvae, small, CODE)
+
+    return _cases(bench, "VAR-d30 and d16", made)
+
+
+def pocket(bench: Bench) -> Iterator[Case]:
+    """pocket/var."""
+    return _cases(bench, "pocket/var", cache(lambda: load_pipeline("pocket/var").to(bench.device)))
+
+
+def _cases(bench: Bench, model: str, made: Callable[[], VARPipeline]) -> Iterator[Case]:
+    for batch in BATCHES[:1] if bench.tiny else BATCHES:
+        yield Case(f"batch {batch}", lambda batch=batch: measure(bench, made(), model, batch))
+
+
+def measure(bench: Bench, pipe: VARPipeline, model: str, batch: int) -> list[Row]:
     """Rows of every mode and N at ``batch``, interleaved; speed-ups over the fastest plain."""
     scales = len(pipe.transformer.config.schedule)
-    shares = [scales] + [n for n in options.n if pipe.small is not None and n < scales]
-    runs = [
-        Run(mode, n, PictureGraph(pipe, n, pipe.target())) for mode in options.modes for n in shares
-    ]
+    shares = [scales, *(n for n in SHARES if n < scales)]
+    runs = [Run(mode, n, PictureGraph(pipe, n, pipe.target())) for mode in MODES for n in shares]
     labels = torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
-    for repeat in tqdm(
-        range(options.repeats + 1), desc=f"batch {batch}", unit="repeat"
-    ):  # the first warms up
-        generators = [
-            torch.Generator(pipe.device).manual_seed(repeat * batch + i) for i in range(batch)
-        ]
-        numbers = Uniforms(generators).draw(pipe.transformer.config.schedule.length)
-        for run in runs:
-            run.once(labels, numbers)
+    repeats = max(1, bench.repeats // 3)
+    with bench.memory() as memory:
+        for repeat in range(repeats + 1):  # the first warms up
+            seeds = range(repeat * batch, (repeat + 1) * batch)
+            generators = [torch.Generator(pipe.device).manual_seed(seed) for seed in seeds]
+            numbers = Uniforms(generators).draw(pipe.transformer.config.schedule.length)
+            for run in runs:
+                run.once(labels, numbers)
     plain = min(run.seconds for run in runs if run.n == scales)
-    return [_row(batch, run, scales, plain) for run in runs]
+    facts = {"model": model, "batch": batch, "repeats": repeats, **memory}
+    return [facts | _row(run, scales, plain) for run in runs]
 
 
-def _row(batch: int, run: Run, scales: int, plain: float) -> Row:
+def _row(run: Run, scales: int, plain: float) -> Row:
     return {
-        "batch": batch,
         "mode": run.mode,
         "method": "ar" if run.n == scales else f"code, N = {run.n}",
         "seconds": run.seconds,
         "pixels": statistics.median(run.pixels[1:]),
         "speedup": plain / run.seconds,
     }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write."""
-    options = read_arguments(arguments)
-    pipe = load_pipeline(options.model).to("cuda" if torch.cuda.is_available() else "cpu")
-    return measure_batches("gpu_var", pipe, options, measure)
-
-
-def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
-    parser = parser_of(
-        "benchmarks.gpu.var", "VAR and CoDe on a GPU", "pocket/var", (1, 16, 64), MODES
-    )
-    parser.add_argument(
-        "--n", type=int, nargs="+", default=(5, 3, 0), help="scales the large model draws"
-    )
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,8 +2,6 @@
 model.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,6 @@ from benchmarks.drafting import (
     through_rank_one,
     widths_for,
 )
-from benchmarks.gpu import llamagen
 from benchmarks.report import write_report
 from benchmarks.run import main, read_arguments
 from benchmarks.samples import SampleSet
@@ -261,16 +258,6 @@ def test_recorded_probs_sum_to_one_and_drafts_have_probability(model, make):
     pipe = load_pipeline(model, torch.float32)
     outcome = play(pipe, Contest("spy", "", Spy(), make), spine((3, 2, 1)), torch.arange(3))
     assert outcome.stats.tokens == 3 * (GPT.block_size - 1)
-
-
-def test_gpu_benchmark_runs_without_one(model, tmp_path):
-    tiny = ["--model", str(model), "--out", str(tmp_path), "--batches", "2", "--repeats", "1"]
-    wanted = ["--modes", "eager", "graph", "--methods", "ar", "speculative"]
-    assert llamagen.main([*tiny, *wanted]) == 0
-    found = json.loads((tmp_path / "gpu_llamagen.json").read_text())
-    assert len(found["rows"]) == 4 and found["environment"]["device"] == (
-        "cuda" if torch.cuda.is_available() else "cpu"
-    )
 
 
 def test_command_line(tmp_path, capsys):

@@ -2,13 +2,10 @@
 would wait for.
 """
 
-import json
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu import var
 from benchmarks.gpu.graphs import PictureGraph
 from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -63,16 +60,3 @@ def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
 def test_what_waits_is_seen():
     with NoWaiting(), pytest.raises(AssertionError, match="_local_scalar_dense waits"):
         torch.ones(1).item()
-
-
-def test_gpu_benchmark_runs_without_one(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path / "model")
-    where = ["--model", str(tmp_path / "model"), "--out", str(tmp_path)]
-    assert var.main([*where, "--batches", "2", "--repeats", "1", "--n", "2", "0"]) == 0
-    rows = json.loads((tmp_path / "gpu_var.json").read_text())["rows"]
-    assert [(r["mode"], r["method"]) for r in rows] == [
-        (mode, method)
-        for mode in ("eager", "graph")
-        for method in ("ar", "code, N = 2", "code, N = 0")
-    ]
-    assert max(r["speedup"] for r in rows if r["method"] == "ar") == 1

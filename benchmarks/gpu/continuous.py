@@ -1,0 +1,122 @@
+"""MAR-L: a picture's transformer passes, and head calls by the steps that a call speculates.
+
+A round is a call of the diffusion head for the tokens of an iteration: over one step in plain
+sampling, over a window of steps in exact CSpD, of which a token keeps tau on the average. All times
+come from whole pictures; what is not the head, the transformer's passes, is the same for all
+(``fixed_ms``).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.common import Row
+from benchmarks.gpu.parts import Bench, Case
+from benchmarks.gpu.published import filled, mar
+from benchmarks.gpu.rounds import PLAIN
+from specmm import methods
+from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
+from specmm.image_ar.continuous.mar import MAR, MARConfig
+from specmm.image_ar.continuous.orders import MARSettings
+from specmm.image_ar.continuous.pipeline import MARPipeline
+
+WINDOWS = (4, 8, 16, 32)
+ITERATIONS = (64, 256)
+TINY = dict(img_size=64, encoder_embed_dim=32, encoder_depth=1, encoder_num_heads=2) | dict(
+    decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2, diffloss_d=1, diffloss_w=32
+)
+TINY_KL = KLConfig(ch=32, ch_mult=(1, 1, 1, 1, 1), num_res_blocks=1, resolution=64)
+REPEATS = 3
+STEPS, TINY_STEPS = 100, 10  # of the head
+
+
+def pipeline(bench: Bench) -> MARPipeline:
+    """MAR-L with the published autoencoder, on the device."""
+    sizes: Any = TINY
+    config = MARConfig(**sizes, class_num=5) if bench.tiny else mar("MAR-L")
+    model = filled(lambda: MAR(config), bench.device, bench.dtype)
+    kl = TINY_KL if bench.tiny else KLConfig()
+    vae = filled(lambda: AutoencoderKL(kl), bench.device, torch.float32)
+    pipe = MARPipeline(model, vae, settings=MARSettings(cfg=3.0))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def seconds_of(
+    bench: Bench, pipe: MARPipeline, method: Any, iterations: int, steps: int
+) -> tuple[float, float]:
+    """Seconds of a picture of ``steps`` head steps, and the head calls that a token waited for,
+    summed over iterations.
+    """
+    options = {"num_iter": iterations, "head_steps": str(steps), "method": method}
+    seconds = []
+    for _ in range(1 + (REPEATS if bench.repeats > REPEATS else 1)):  # the first warms up
+        start = bench.now()
+        generator = torch.Generator(bench.device).manual_seed(0)
+        stats = pipe(classes=[0], generator=generator, output_type="latent", **options).stats
+        seconds.append(bench.now() - start)
+    return statistics.median(seconds[1:]), stats.head_calls / stats.tokens * iterations
+
+
+def plain_row(bench: Bench, pipe: MARPipeline, iterations: int) -> Row:
+    """A step of the head is what half of the steps saves."""
+    steps = TINY_STEPS if bench.tiny else STEPS
+    with bench.memory() as memory:
+        whole, half = (
+            seconds_of(bench, pipe, methods.AR(), iterations, count)
+            for count in (steps, steps // 2)
+        )
+    step = (whole[0] - half[0]) / (whole[1] - half[1])
+    return {
+        "method": PLAIN,
+        "nodes": 1,
+        "depth": 0,
+        "round_ms": 1000 * step,
+        "fixed_ms": 1000 * (whole[0] - step * whole[1]),
+        "rounds": whole[1],
+        "seconds": whole[0],
+        **memory,
+    }
+
+
+def round_row(bench: Bench, pipe: MARPipeline, iterations: int, window: int, plain: Row) -> Row:
+    """A call of the head over ``window`` steps; what is not the head takes what it took
+    ``plain``.
+    """
+    method = methods.CSpD(window=window)
+    with bench.memory() as memory:
+        steps = TINY_STEPS if bench.tiny else STEPS
+        seconds, calls = seconds_of(bench, pipe, method, iterations, steps)
+    return {
+        "method": f"cspd(window={window})",
+        "nodes": window,
+        "depth": window - 1,
+        "round_ms": (1000 * seconds - plain["fixed_ms"]) / calls,
+        "fixed_ms": plain["fixed_ms"],
+        "rounds": calls,
+        "seconds": seconds,
+        **memory,
+    }
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    """Plain sampling and windows, with few and with all iterations."""
+    made = cache(lambda: pipeline(bench))
+    plain = cache(lambda iterations: plain_row(bench, made(), iterations))
+
+    def measure(iterations: int, window: int) -> list[Row]:
+        facts = {"model": f"MAR-L, {iterations} iterations", "batch": 1, "mode": "eager"}
+        found = plain(iterations)
+        if window > 1:
+            found = round_row(bench, made(), iterations, window, found)
+        return [facts | found]
+
+    for iterations in (4,) if bench.tiny else ITERATIONS:
+        for window in (1, *(WINDOWS[:1] if bench.tiny else WINDOWS)):
+            given = iterations, window
+            yield Case(f"{iterations} iterations, window {window}", lambda g=given: measure(*g))

@@ -1,0 +1,101 @@
+"""A plain step, and a round of drafting and verifying, of any target: milliseconds and memory.
+
+Draft and verify are timed by themselves, as the planner times them; a round is that of the loop,
+with all that lies between. The weights being random, drafts are rarely kept: what tau tokens a
+round would give is for the report to say.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from benchmarks.common import Row
+from benchmarks.gpu.parts import Bench
+from specmm.autotune import time_round, time_step
+from specmm.decode import Progress, decode
+from specmm.drafter import DeferredDrafter, Drafter
+from specmm.randomness import Uniforms
+from specmm.target import Target
+from specmm.verify.rule import Rule
+
+WARM = 3  # rounds of the loop that do not count: graphs are captured in them
+PLAIN = "plain"
+
+
+@dataclass
+class Asked:
+    """What is continued: the prompt of a target's kind, of ``batch`` rows, and ``length`` tokens
+    that there is room for.
+    """
+
+    prompt: Any
+    batch: int
+    length: int
+    device: torch.device
+
+    @property
+    def uniforms(self) -> Uniforms:
+        """Numbers that begin anew."""
+        return Uniforms(
+            [torch.Generator(self.device).manual_seed(row) for row in range(self.batch)]
+        )
+
+
+def plain_row(bench: Bench, target: Target, asked: Asked) -> Row:
+    """A step of plain decoding."""
+    repeats = bench.repeats
+    with bench.memory() as memory:
+        step = time_step(target, asked.prompt, asked.uniforms, repeats)
+    return {
+        "method": PLAIN,
+        "nodes": 1,
+        "depth": 0,
+        "repeats": repeats,
+        "round_ms": 1000 * step,
+    } | {"draft_ms": 0.0, "verify_ms": 1000 * step, "host_share": 0.0, **memory}
+
+
+def round_row(
+    bench: Bench, name: str, target: Target, parts: tuple[Drafter, Rule], asked: Asked
+) -> Row:
+    """A round by ``name`` with the drafter and the rule of ``parts``."""
+    repeats = bench.repeats
+    drafter, rule = parts
+    if isinstance(drafter, DeferredDrafter):  # it would begin with a round without drafts
+        drafter = drafter.inner
+    with bench.memory() as memory:
+        alone = time_round(target, drafter, rule, asked.prompt, asked.uniforms, repeats)
+        steps = decode(target, drafter, rule, asked.prompt, asked.length, asked.uniforms)
+        seconds = loop_seconds(bench.now, steps, repeats)
+    models = alone.draft + alone.verify
+    return {
+        "method": name,
+        "nodes": drafter.max_nodes,
+        "depth": drafter.max_depth,
+        "repeats": repeats,
+        "round_ms": 1000 * seconds,
+        "draft_ms": 1000 * alone.draft,
+        "verify_ms": 1000 * alone.verify,
+        "host_share": max(0.0, 1 - models / seconds),
+        **memory,
+    }
+
+
+def loop_seconds(now: Callable[[], float], steps: Iterator[Progress], repeats: int) -> float:
+    """Median seconds from one of the loop's ``steps`` to the next, the first ones apart."""
+    next(steps)  # with the prefill
+    times = []
+    start = now()
+    for _ in islice(steps, WARM + repeats):
+        end = now()
+        times.append(end - start)
+        start = end
+    if len(times) <= WARM:
+        raise ValueError(f"the loop must have more than {WARM} rounds, got {len(times)}")
+    return statistics.median(times[WARM:])

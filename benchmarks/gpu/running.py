@@ -1,0 +1,135 @@
+"""Runs parts: each case once for a GPU and a commit, results written after every case.
+
+So a part that was stopped goes on where it was, and one that is finished is not run again. In
+``every`` each part is a process of its own: it has the GPU's memory for itself, and one that hangs
+is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import Row, cpu_model, environment, git_sha, read_results, write_results
+from benchmarks.gpu.parts import MOST_MINUTES, Bench, Part
+
+KEY = ("gpu", "machine", "git", "tiny")
+
+
+@dataclass
+class Progress:
+    """The rows of a part so far, the errors of its cases by name, and those left for want of
+    time.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    finished: bool = False
+
+    @classmethod
+    def found(cls, bench: Bench, part: Part) -> Progress:
+        """What an earlier run on the same GPU and commit has left."""
+        try:
+            there = read_results(bench.out, part.name)
+        except json.JSONDecodeError:  # it was stopped while it wrote
+            there = None
+        if there is None or _key(there["environment"]) != _key(key(bench)):
+            return cls()
+        return cls(there["rows"], finished=there["environment"]["finished"])
+
+    @property
+    def cases(self) -> set[str]:
+        """The names of those measured."""
+        return {row["case"] for row in self.rows}
+
+
+def key(bench: Bench) -> dict[str, Any]:
+    """What results belong to."""
+    return {
+        "gpu": torch.cuda.get_device_name() if bench.on_gpu else None,
+        "machine": cpu_model(),
+        "git": git_sha(),
+        "tiny": bench.tiny,
+    }
+
+
+def _key(facts: dict[str, Any]) -> list[Any]:
+    return [facts.get(name) for name in KEY]
+
+
+def run(part: Part, bench: Bench, again: bool = False) -> bool:
+    """Measure what is missing of ``part`` (``again``: everything); whether all of it is there."""
+    done = Progress() if again else Progress.found(bench, part)
+    if done.finished:
+        print(f"{part.name}: is there, for this machine and commit (--again measures it again)")
+        return True
+    facts = environment(**key(bench), device=bench.device.type, dtype=str(bench.dtype))
+    try:
+        _measure(part, bench, done, facts)
+    except Exception as error:  # the parts that follow go on
+        done.errors[""] = _told(error)
+    done.finished = not done.errors and not done.left
+    _write(part, bench, done, facts)
+    for name, error in done.errors.items():
+        print(f"{part.name}: {name or 'the part'} failed: {error}", file=sys.stderr)
+    if done.left:
+        print(f"{part.name}: out of time, left for another run: {', '.join(done.left)}")
+    return done.finished
+
+
+def _measure(part: Part, bench: Bench, done: Progress, facts: dict[str, Any]) -> None:
+    for case in part.cases(bench):
+        if case.name in done.cases:
+            continue
+        if bench.budget.spent:
+            done.left.append(case.name)
+            continue
+        try:
+            done.rows += [{"case": case.name, **row} for row in case.measure()]
+        except Exception as error:
+            done.errors[case.name] = _told(error)
+        print(f"{part.name}: {case.name}", flush=True)
+        _write(part, bench, done, facts)
+
+
+def _told(error: Exception) -> str:
+    traceback.print_exception(error)
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+
+
+def _write(part: Part, bench: Bench, done: Progress, facts: dict[str, Any]) -> None:
+    state = {"part": part.name, "finished": done.finished, "errors": done.errors, "left": done.left}
+    write_results(bench.out, part.name, done.rows, facts | state)
+
+
+def every(parts: Iterable[Part], options: Sequence[str], minutes: float = MOST_MINUTES) -> bool:
+    """Run ``parts`` in processes of their own with the command line's ``options``; whether all went
+    well.
+    """
+    failed = []
+    for part in parts:
+        command = [sys.executable, "-m", "benchmarks.gpu", part.name, *options]
+        try:
+            code = subprocess.run(command, cwd=root(), timeout=60 * minutes).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{part.name}: stopped after {minutes:g} minutes", file=sys.stderr)
+            code = 1
+        if code:
+            failed.append(part.name)
+    if failed:
+        print(f"not finished: {', '.join(failed)}; run it again to go on", file=sys.stderr)
+    return not failed
+
+
+def root() -> Path:
+    """The repository."""
+    return Path(__file__).parents[2]
