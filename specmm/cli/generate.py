@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Height, Json, Model, Options, Seed, Width
+from specmm.cli.options import (
+    Device,
+    Drafter,
+    Dtype,
+    Height,
+    Json,
+    Model,
+    Options,
+    Seed,
+    Width,
+    given,
+)
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -99,12 +110,12 @@ def generate(
         "classes" if classes else "prompt",
         [text for text in classes or prompt for _ in range(n)],
         seed,
-        {name: value for name, value in sampling.items() if value is not None},
+        given(**sampling),
         batch_size,
         writable(out or Path("out") / f"{method}-{seed}"),
         compiled,
         batch_invariant or steady,
-        {name: value for name, value in wanted.items() if value is not None},
+        given(**wanted),
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,3 +31,18 @@ Dtype = Annotated[
     str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The ``options`` that are not None: those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse(models: str, **given: object) -> None:
+    """Raise ``ValueError`` for the first option ``given`` (not None, not empty), which none of such
+    ``models`` reads.
+    """
+    for name, value in given.items():
+        if not (value is None or value is False or value == []):
+            option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} does not serve {models}; leave it out")
