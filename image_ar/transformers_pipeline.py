@@ -143,7 +143,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
         method, drafter = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
         piped = (Path(name) / zoo.PIPELINE).is_file()
-        place = Place.named(device, dtype, torch_dtype)
+        place = Place.named(device, dtype, torch_dtype, device_map)
         index = zoo.PIPELINE if piped else zoo.TRANSFORMERS
         folder = zoo.find(name, index, zoo.Source(revision=revision, cache_dir=cache_dir))
         facts = picture_type(folder)

@@ -112,7 +112,9 @@ class Extractor:
         if len({r.shape[1:] for r in ready}) == 1:  # else the network resizes by itself
             ready = [torch.cat(ready)]
         layout = torch.channels_last  # a quarter faster on CPUs in float32
-        found = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
+            # on a GPU convolutions of float32 would round to 10 bits, and features move
+            found = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
         return torch.cat(found)
 
 

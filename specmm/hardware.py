@@ -108,11 +108,17 @@ class Place:
         device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         torch_dtype: torch.dtype | str | None = None,
+        device_map: object = None,
     ) -> Place:
         """The place of these names; ``torch_dtype`` is another name of ``dtype``.
 
-        Raises ``ValueError`` for a device that is not on this machine and for an unknown dtype.
+        Raises ``ValueError`` for a device that is not on this machine, one beside a ``device_map``,
+        which says the same, and for an unknown dtype.
         """
+        if device_map is not None and device not in (None, "auto"):
+            raise ValueError(
+                f"give device or device_map, not both, got {str(device)!r} and {device_map!r}"
+            )
         wanted: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
         return Place(named_device(device), named_dtype(wanted))
 

@@ -121,7 +121,7 @@ class VQAPipeline(Pipeline):
         """
         method, drafter = with_own(methods.VQA, method, drafter)
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
-        wanted = Place.named(device, dtype, torch_dtype)
+        wanted = Place.named(device, dtype, torch_dtype, device_map)
         source = Source(None, revision, cache_dir, download)
         folder = find(name, source=source)
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.options import Device, Dtype, Json, Options
+from specmm.cli.options import Device, Dtype, Json, Options, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -62,7 +62,7 @@ def batch(
     dtype: Dtype = "auto",
     device: Device = "auto",
     drafter: Annotated[
-        str | None, typer.Option(help="Folder of the drafter, for questions.")
+        str | None, typer.Option(help="Folder of the drafter, if it is not beside the model.")
     ] = None,
     text_encoder: Annotated[
         str | None, typer.Option(help="Folder of the T5 encoder, for prompts.")
@@ -94,6 +94,7 @@ def batch(
     from specmm.jobs.items import read_items
     from specmm.jobs.run import Metrics
     from specmm.jobs.workers import kind_of_items
+    from specmm.outside import of_others
     from specmm.runs.run import Place, methods_of, parse_method
 
     if model is None:
@@ -101,10 +102,9 @@ def batch(
             "batch needs a model, give --model NAME (specmm zoo lists the shipped ones)"
         )
     items = read_items(jobs, seed)
-    given = dict(
+    sampling = given(
         cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens
     )
-    sampling = {name: value for name, value in given.items() if value is not None}
     with stdout_reserved():
         # what this machine lacks is said before any work
         if parquet and util.find_spec("pyarrow") is None:
@@ -112,6 +112,13 @@ def batch(
         if engine == "local":
             Place.named(device)
         parse_method(methods_of(kind_of_items(model, items), model), method, option)
+        if drafter is not None and of_others(drafter):
+            raise ValueError(
+                f"--drafter must be a folder, got {drafter}, one of your own; give --method draft "
+                f"-o drafter={drafter}"
+            )
+        if workers and engine != "ray":
+            raise ValueError("--workers are actors of --engine ray; leave it out")
         spec = Spec(
             model,
             method,

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Height, Json, Model, Seed, Width
+from specmm.cli.options import (
+    Device,
+    Drafter,
+    Dtype,
+    Height,
+    Json,
+    Model,
+    Seed,
+    Width,
+    given,
+    refuse,
+)
 from specmm.cli.output import emit, say, stdout_reserved, table
 from specmm.files import writable
 
@@ -30,8 +41,12 @@ Pictures = Annotated[
     list[Path],
     typer.Option("--image", help="The picture of every question, or one for each in order."),
 ]
-Tokens = Annotated[int, typer.Option(min=1, help="Most tokens of a text or an answer.")]
-Temperature = Annotated[float, typer.Option(help="Of texts and answers; 0 is greedy.")]
+Tokens = Annotated[
+    int | None, typer.Option(min=1, help="Most tokens of a text or an answer; 64 if not given.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="Of texts and answers; greedy, 0, if not given.")
+]
 
 
 def bench(
@@ -46,8 +61,8 @@ def bench(
     drafter: Drafter = None,
     height: Height = None,
     width: Width = None,
-    max_new_tokens: Tokens = 64,
-    temperature: Temperature = 0.0,
+    max_new_tokens: Tokens = None,
+    temperature: Temperature = None,
     batch: Annotated[int, typer.Option(min=1, help="Pictures or texts at a time.")] = 1,
     n: Annotated[
         int, typer.Option("-n", min=1, help="Runs of every method; medians are printed.")
@@ -64,13 +79,15 @@ def bench(
 
     seed = secrets.randbelow(2**31) if seed is None else seed
     asked = Bench(model, methods, drafter, Place.named(device, dtype), batch, n, seed)
-    size = _size(height, width)
+    size = given(height=height, width=width)
+    written = given(max_new_tokens=max_new_tokens, temperature=temperature)
     with stdout_reserved():
-        if kind_of(model, question) == "images":
+        kind = kind_of(model, question)
+        if kind == "images":
+            refuse(_drawing(model), image=image, **written)
             rows = asked.pictures(prompt, size)
         else:
-            inputs = asked_of(model, kind_of(model, question), prompt, question, image, size)
-            rows = asked.texts(inputs, max_new_tokens, temperature)
+            rows = asked.texts(asked_of(model, kind, prompt, question, image, size), **written)
     if as_json:
         return emit(rows)
     where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
@@ -93,16 +110,19 @@ def plan(
     drafter: Drafter = None,
     height: Height = None,
     width: Width = None,
-    max_new_tokens: Tokens = 64,
-    temperature: Temperature = 0.0,
-    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 1,
+    max_new_tokens: Tokens = None,
+    temperature: Temperature = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Pictures at a time; 1 if not given.")
+    ] = None,
     cfg: Annotated[
         float | None,
         typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0."),
     ] = None,
     resolution: Annotated[
-        int, typer.Option(help="Pixels a side of published sizes: 256 or 512.")
-    ] = 256,
+        int | None,
+        typer.Option(help="Pixels a side of published sizes: 256, if not given, or 512."),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,
@@ -114,46 +134,57 @@ def plan(
     from specmm.runs.plans import plan_language, plan_model, plan_published
     from specmm.runs.run import Place
 
-    size = _size(height, width)
+    size = given(height=height, width=width)
+    written = given(max_new_tokens=max_new_tokens, temperature=temperature)
+    asking = dict(question=question, image=image)
     with stdout_reserved():
         pair = PAIR.fullmatch(model)
-        if pair and device == "auto":
-            device = "cpu"
-        place = Place.named(device, dtype)
+        place = Place.named("cpu" if pair and device == "auto" else device, dtype)
+        kind = "images" if pair else kind_of(model, question)
         if pair:
+            refuse("published sizes", prompt=prompt, **asking, drafter=drafter, **size, **written)
             large, small = map(int, pair.groups())
-            found, lines = plan_published(large, small, resolution, batch, cfg, place)
-        elif kind_of(model, question) == "images":
+            made = plan_published(large, small, resolution or 256, batch or 1, cfg, place)
+        elif kind == "images":
+            refuse(_drawing(model), **asking, **written, resolution=resolution)
             if len(prompt) > 1:
                 raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
             first = prompt[0] if prompt else None
-            found, lines = plan_model(model, batch, cfg, place, drafter, first, **size)
+            made = plan_model(model, batch or 1, cfg, place, drafter, first, **size)
         else:
-            asked = asked_of(model, kind_of(model, question), prompt, question, image, size)
-            options = dict(max_new_tokens=max_new_tokens, temperature=temperature)
-            found, lines = plan_language(model, asked, place, drafter, **options)
+            refuse(f"texts and answers of {model}", cfg=cfg, resolution=resolution, batch=batch)
+            asked = asked_of(model, kind, prompt, question, image, size)
+            made = plan_language(model, asked, place, drafter, **written)
+    found, lines = made
     if as_json:
         emit(found)
     else:
         typer.echo("\n".join(lines))
 
 
-def _size(height: int | None, width: int | None) -> dict[str, int]:
-    sides = {"height": height, "width": width}
-    return {name: side for name, side in sides.items() if side is not None}
+def _drawing(model: str) -> str:
+    return f"models that draw, such as {model}"
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of what is made.")] = Path("out/demo"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of what is made; out/demo if not given.")
+    ] = None,
     model: Annotated[str, typer.Option(help="A folder or pocket model.")] = DEFAULT,
-    n: Annotated[int, typer.Option("-n", min=1, help="Pictures of each of four classes.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same pictures.")] = 0,
+    n: Annotated[
+        int | None, typer.Option("-n", min=1, help="Pictures of each of four classes; 3, if not.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Same seed, same pictures; 0 if not given.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     app: Annotated[
         bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
     ] = False,
-    host: Annotated[str, typer.Option(help="Of the app: 0.0.0.0 opens it to the network.")] = LOCAL,
+    host: Annotated[
+        str | None, typer.Option(help=f"Of the app: {LOCAL}, or 0.0.0.0 to open it to the network.")
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=0, help="Of the app; a free one if not given.")
     ] = None,
@@ -172,12 +203,15 @@ def demo(
     from specmm.runs.run import Place
 
     if app:
+        refuse("the app, which shows what it makes", out=out, n=n, seed=seed, json=as_json)
         extra = (model,) if model != DEFAULT else ()
-        return _open(extra, host, port, share, Place.named(device, dtype), text_encoder)
-    folder = writable(out)
+        return _open(extra, host or LOCAL, port, share, Place.named(device, dtype), text_encoder)
+    refuse("the page (give --app)", host=host, port=port, share=share, text_encoder=text_encoder)
+    seed = seed or 0
+    folder = writable(out or Path("out/demo"))
     with stdout_reserved():
         place = Place.named(device, dtype)
-        rows, paths = figures.compare(model, place, folder, n, seed, say)
+        rows, paths = figures.compare(model, place, folder, n or 3, seed, say)
     if as_json:
         return emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})
     typer.echo(table(figures.table_of(rows, figures.COLUMNS)))

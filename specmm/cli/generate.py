@@ -21,6 +21,7 @@ from specmm.cli.options import (
     Seed,
     Width,
     compiled_as,
+    given,
 )
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
@@ -110,12 +111,12 @@ def generate(
         "classes" if classes else "prompt",
         [text for text in classes or prompt for _ in range(n)],
         seed,
-        {name: value for name, value in sampling.items() if value is not None},
+        given(**sampling),
         batch_size,
         writable(out or Path("out") / f"{method}-{seed}"),
         compiled_as(compiled, compile_all),
         batch_invariant or steady,
-        {name: value for name, value in wanted.items() if value is not None},
+        given(**wanted),
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -51,3 +51,18 @@ def compiled_as(text: str, always: bool) -> bool | Literal["auto"]:
     if text not in found:
         raise ValueError(f"--compiled must be true, false or auto, got {text}")
     return always or found[text]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The ``options`` that are not None: those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse(models: str, **given: object) -> None:
+    """Raise ``ValueError`` for the first option ``given`` (not None, not empty), which none of such
+    ``models`` reads.
+    """
+    for name, value in given.items():
+        if not (value is None or value is False or value == []):
+            option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} does not serve {models}; leave it out")

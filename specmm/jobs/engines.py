@@ -84,9 +84,11 @@ def run_local(
 def run_rank(
     job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
-    """Make ``items``, this rank's (see ``share``), on its own GPU or the CPU."""
+    """Make ``items``, this rank's (see ``share``), on its own GPU or the CPU, or where asked."""
     local = int(os.environ.get("LOCAL_RANK", 0))
-    device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
+    device = job.limits.device
+    if torch.cuda.is_available() and device in ("auto", "cuda"):
+        device = f"cuda:{local}"
     opener = opener or partial(open_worker, job.spec, items, device)
     with occupied(job.journals, shared=True):
         return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)

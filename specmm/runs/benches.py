@@ -31,8 +31,8 @@ class Bench:
 
     def pictures(self, prompts: Sequence[str], size: dict[str, Any]) -> list[dict[str, Any]]:
         """A row for each method that draws ``prompts``, or classes, in this ``size``."""
+        own = self._own()
         family = family_of(self.model)
-        own = self.drafter is not None and of_others(self.drafter)
         pipe = open_model("images", self.model, self.place, drafter=None if own else self.drafter)
         if self.contenders is not None:
             chosen = parse_methods(family.methods, self.contenders)
@@ -45,9 +45,10 @@ class Bench:
         return [{**row, "kind": "images"} for row in rows]
 
     def texts(
-        self, asked: Sequence[Any], max_new_tokens: int, temperature: float
+        self, asked: Sequence[Any], max_new_tokens: int = 64, temperature: float = 0.0
     ) -> list[dict[str, Any]]:
         """A row for each method that continues or answers what is ``asked`` (:func:`asked_of`)."""
+        self._own()
         kind: Kind = "text" if isinstance(asked[0], str) else "questions"
         usually = default_method(kind, self.drafter)
         pipe = open_model(kind, self.model, self.place, usually, self.drafter)
@@ -65,6 +66,19 @@ class Bench:
         rows = measure_language(pipe, self.model, call, chosen, asked, *given)
         how = {"kind": kind, "max_new_tokens": max_new_tokens, "temperature": temperature}
         return [{**row, **how} for row in rows]
+
+    def _own(self) -> bool:
+        """Whether the drafter is one of others, which is measured with the method that it makes.
+
+        Raises ``ValueError`` for one beside ``contenders``, none of which would ask it.
+        """
+        own = self.drafter is not None and of_others(self.drafter)
+        if own and self.contenders is not None:
+            raise ValueError(
+                f"--drafter {self.drafter} is a method of its own; leave --methods out, or give "
+                f"--methods {self.contenders},draft(drafter={self.drafter}) and no --drafter"
+            )
+        return own
 
 
 def kind_of(model: str, questions: Sequence[str]) -> Kind:
@@ -92,7 +106,9 @@ def asked_of(
         if not prompts or images:
             raise ValueError(f"{model} continues texts, give --prompt and no --image or --question")
         return list(prompts)
-    if not questions or prompts:
+    if questions and prompts:
+        raise ValueError("give --prompt to continue texts or --question to ask, not both")
+    if not questions:
         raise ValueError(
             f"{model} answers questions, give --question, and --image where it is about a picture"
         )

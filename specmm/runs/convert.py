@@ -84,6 +84,8 @@ def _files(
     if file.is_dir():
         raise ValueError(f"{source} must be a release's file of weights or a name, got a folder")
     if not file.is_file():
+        if like is not None:
+            raise ValueError(f"--like says what a file is, got {source}, a name; leave it out")
         entry = zoo.entry_of(str(source))
         _check(entry, source)
         assert entry is not None

@@ -139,7 +139,7 @@ class TextPipeline(Pipeline):
         """
         method, drafter = with_own(methods.TEXT, method, drafter)
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
-        wanted = Place.named(device, dtype, torch_dtype)
+        wanted = Place.named(device, dtype, torch_dtype, device_map)
         source = Source(None, revision, cache_dir, download)
         folder = find_target(name, source=source)
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)

@@ -108,6 +108,37 @@ def test_what_cannot_be_measured(text_folder, words, said):
     assert refused.stderr.count("\n") == 1
 
 
+PICTURES, TEXTS, SIZES = "models that draw, such as", "texts and answers of", "published sizes"
+BOTH = "is a method of its own; leave --methods out, or give --methods ar,draft(drafter=echo)"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("bench pocket/llamagen --image x.png", f"--image does not serve {PICTURES}"),
+        ("bench pocket/llamagen --max-new-tokens 5", f"--max-new-tokens does not serve {PICTURES}"),
+        ("bench pocket/var --temperature 0", f"--temperature does not serve {PICTURES}"),
+        ("bench pocket/llamagen --methods ar --drafter echo", BOTH),
+        ("bench pocket/coder -p hi --methods ar --drafter echo", BOTH),
+        ("bench pocket/llava -q hi --methods ar --drafter echo", BOTH),
+        ("bench pocket/llava -q hi -p hi", "give --prompt to continue texts or --question to ask"),
+        ("plan pocket/llamagen --image x.png", f"--image does not serve {PICTURES}"),
+        ("plan pocket/llamagen --resolution 512", f"--resolution does not serve {PICTURES}"),
+        ("plan pocket/coder -p hi --cfg 3", f"--cfg does not serve {TEXTS} pocket/coder"),
+        ("plan pocket/llava -q hi --batch 1", f"--batch does not serve {TEXTS} pocket/llava"),
+        ("plan d30,d16 -p hi", f"--prompt does not serve {SIZES}"),
+        ("plan d30,d16 --height 4", f"--height does not serve {SIZES}"),
+        ("demo --port 3000", "--port does not serve the page (give --app)"),
+        ("demo --app --seed 0", "--seed does not serve the app"),
+        ("convert var-d30 OUT --like var-d16", "--like says what a file is, got var-d30, a name"),
+    ],
+)
+def test_options_of_another_kind_are_refused(words, said):
+    refused = run("--load", ECHO, *words.split())
+    assert refused.exit_code == 2 and said in refused.stderr, refused.output
+    assert refused.stderr.count("\n") == 1
+
+
 def test_questions_need_to_be_asked():
     for words, said in (
         ((), "answers questions, give --question"),

@@ -156,6 +156,12 @@ def test_a_map_of_one_device(text_folder):
     assert pipe(PROMPT, **given).texts == plain(PROMPT, **given).texts
 
 
+@pytest.mark.parametrize("kind", [specmm.VQAPipeline, specmm.TextPipeline])
+def test_a_map_and_a_device_are_refused(kind, text_folder):
+    with pytest.raises(ValueError, match="give device or device_map, not both, got 'cpu' and"):
+        kind.from_pretrained(text_folder, device="cpu", device_map="auto")
+
+
 def test_a_map_of_several_devices_is_refused(text_pipe, text_folder):
     class Spread:
         hf_device_map: typing.ClassVar = {"model.layers.0": 0, "model.layers.1": 1}

@@ -14,6 +14,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm.cli import app
+from specmm.cli.evaluate.sources import SourceReader
 from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
@@ -201,6 +202,7 @@ def test_mistakes_about_sources(
     assert "damaged" in refused("fid", tmp_path / "broken.npz", folder)
     assert "use specmm eval fd" in refused("fid", folder, folder, "--features", "dinov2")
     assert "device must be" in refused("fid", folder, folder, "--device", "tpu9")
+    assert SourceReader().device == "auto"  # as of every other command
     single = tmp_path / "single"
     single.mkdir()
     (folder / "00.png").rename(single / "00.png")

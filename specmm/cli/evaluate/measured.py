@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specmm.cli.evaluate.sources import SourceReader, name_of
-from specmm.cli.options import Json
+from specmm.cli.options import Device, Json
 from specmm.cli.output import emit, stdout_reserved
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ READER = {  # the options of a ``SourceReader``, with their defaults but for the
         int | None, typer.Option(min=0, help="Processes that read pictures (default: one a core).")
     ],
     "batch": Annotated[int, typer.Option(min=1, help="Pictures at a time.")],
-    "device": Annotated[str, typer.Option(help="Where the network runs, such as cpu or cuda.")],
+    "device": Device,
 }
 TITLES = {
     "fid": "FID",

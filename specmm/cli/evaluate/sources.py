@@ -38,7 +38,7 @@ class SourceReader:
     skip_bad: bool = False
     workers: int | None = None
     batch: int = 32
-    device: str = "cpu"
+    device: str = "auto"
     skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of pictures
     checked: set[str] = field(default_factory=set)  # sources compared with their job's journal
 
