@@ -130,7 +130,7 @@ def _fit_block(
     def loss(batch: Batch) -> tuple[Tensor, Tensor]:
         return loss_of(seen.batch(batch.rows, batch.dropped), batch.at)
 
-    fit_block(head, tuple(seen.tokens.shape), loss, out, **options)
+    fit_block(head, (len(seen.tokens), seen.target.length), loss, out, **options)
 
 
 def _fit_eagle(head: EagleHead, seen: SeenPictures, out: Path, options: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def _fit_eagle(head: EagleHead, seen: SeenPictures, out: Path, options: dict[str
     def loss(rows: Tensor, mirrored: Tensor, dropped: Tensor, shift: Tensor) -> Losses:
         return loss_of(seen.batch(rows, dropped), shift)
 
-    fit_eagle(head, tuple(seen.tokens.shape), loss, out, **options)
+    fit_eagle(head, (len(seen.tokens), seen.target.length), loss, out, **options)
 
 
 def _accepted(
