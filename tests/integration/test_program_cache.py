@@ -1,0 +1,125 @@
+"""Programs are kept from process to process; a folder of them that fails does not end a run."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from specmm import methods, when_compiled
+from specmm.compiled import compiled
+from tests.integration.conftest import tiny_pipeline
+from tests.integration.test_compiled import draw
+
+SCRIPT = """
+import torch
+from specmm.compiled import compiled, prepare_compiler
+from torch._dynamo.utils import counters
+prepare_compiler(torch.device("cpu"))
+def curve(x):
+    return torch.sin(x) + 1
+x = torch.linspace(0, 1, 1000)
+found = compiled(curve, same_parts=True)(x)
+assert torch.allclose(found, curve(x)), "the program's values"
+print("loaded", counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def process(folder):
+    """What a process prints that compiles a function and has ``folder`` for programs."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCH")}
+    env |= {"SPECMM_PROGRAMS": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.split()[-1], run.stderr.count("are not kept for later runs")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+def test_the_second_process_loads_what_the_first_built(tmp_path):
+    assert process(tmp_path) == ("0", 0)
+    assert process(tmp_path) == ("1", 0)
+    built = [file for file in tmp_path.rglob("*.so") if file.is_file()]
+    assert built
+    for file in built:
+        file.write_bytes(b"no program")
+    assert process(tmp_path)[1] <= 1, "one warning at most"
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"\0")
+    assert process(tmp_path)[0] == "0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
+    (tmp_path / "file").touch()
+    assert process(tmp_path / "file" / "folder") == ("0", 1)
+
+
+def test_a_compiler_that_fails_leaves_the_function_as_it_is():
+    """Tried in another folder first."""
+
+    def curve(x):
+        return torch.sin(x) + 1
+
+    torch._dynamo.reset()
+    program = compiled(curve)
+    x = torch.linspace(0, 1, 10)
+    with (
+        torch._inductor.config.patch(
+            {"cpp.cxx": (None, "no-such-compiler"), "fx_graph_cache": False}
+        ),
+        pytest.warns(UserWarning) as said,
+    ):
+        assert torch.equal(program(x), curve(x))
+    texts = [str(one.message) for one in said]
+    assert sum("are not kept for later runs" in text for text in texts) == 1
+    assert sum("runs uncompiled, since compiling failed" in text for text in texts) == 1
+    assert torch.equal(program(x + 1), curve(x + 1))
+
+
+def test_errors_of_what_is_computed_are_told(traced):
+    def refuse(x):
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        compiled(refuse)(torch.ones(1))
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
+    return tmp_path
+
+
+def test_pictures_are_compiled_once_it_pays(kept, traced, monkeypatch):
+    """The first call is timed, the second pays where compiling takes no time."""
+    pipe = tiny_pipeline(tokens=16)
+    found = [draw(pipe, methods.AR(), 1.0, "auto")]
+    (work,) = pipe.works.all.values()
+    assert work.seconds.plain and not work.ready
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    found.append(draw(pipe, methods.AR(), 1.0, "auto"))
+    assert work.ready and work.seconds.build
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    draw(pipe, methods.AR(), 1.5, "auto")
+    assert len(pipe.works.all) == 2, "other guidance is other work"
+
+
+def test_what_cannot_be_compiled_is_drawn_as_it_is(kept, traced, monkeypatch):
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    pipe = tiny_pipeline(tokens=16)
+    method = methods.ZipAR()
+    for _ in range(2):
+        draw(pipe, method, 1.0, "auto")
+    (work,) = pipe.works.all.values()
+    assert not work.able and not work.ready
+    with pytest.raises(ValueError, match="compiled=True needs"):
+        draw(pipe, method, 1.0, True)
+    with pytest.raises(ValueError, match=r'^compiled must be True, False or "auto", got .yes.$'):
+        draw(pipe, method, 1.0, "yes")
