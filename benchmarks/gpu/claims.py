@@ -20,7 +20,7 @@ CLAIMS = (
     Claim("Qwen3-8B", "DEER, greedy", 4.61, 2.83, "arXiv 2512.15176"),
     Claim("Qwen3-8B", "EAGLE-3, greedy", 3.45, 2.48, "arXiv 2512.15176, its comparison"),
     Claim("LLaVA-1.5-7B", "MSD, at most", None, 2.29, "arXiv 2505.14260"),
-    Claim("LlamaGen-XL 256", "LANTERN++, at most", None, 2.56, "arXiv 2502.06352"),
+    Claim("LlamaGen-XL 256", "LANTERN++, at most (of any model)", None, 2.56, "arXiv 2502.06352"),
 )
 
 

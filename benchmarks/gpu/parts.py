@@ -6,12 +6,13 @@ commit (``running.py``). Parts are named as text and imported when they run.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 
@@ -22,7 +23,6 @@ MOST_MINUTES = 8.0  # that a part may take in all
 MINUTES = 6.0  # no case begins later; the last one and loading come on top
 REPEATS = 20
 FEW = 5  # repetitions once half of the time is spent
-BIG, SMALL = torch.bfloat16, torch.float32
 
 
 class Case(NamedTuple):
@@ -34,10 +34,12 @@ class Case(NamedTuple):
 
 @dataclass
 class Bench:
-    """Where and how everything is measured.
+    """Where and how everything is measured; weights of published sizes are of ``dtype``.
 
-    ``tiny``: small shapes, a repetition or two, float32: a rehearsal, whose times mean nothing.
+    ``tiny``: small shapes, a repetition or two: a rehearsal, whose times mean nothing.
     """
+
+    dtype: ClassVar[torch.dtype] = torch.bfloat16
 
     device: torch.device
     tiny: bool
@@ -69,11 +71,6 @@ class Bench:
         return self.device.type == "cuda"
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the models' weights."""
-        return SMALL if self.tiny else BIG
-
-    @property
     def budget(self) -> Budget:
         """What is left of the part's time."""
         spent = (time.monotonic() - self.started) / 60
@@ -97,6 +94,7 @@ class Bench:
     def memory(self) -> Iterator[dict[str, float | None]]:
         """``peak_mib`` of the GPU within the block; None on a CPU, which does not count it."""
         found: dict[str, float | None] = {"peak_mib": None}
+        gc.collect()  # what was measured before: graphs and their targets refer to one another
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         yield found

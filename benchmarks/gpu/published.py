@@ -65,13 +65,13 @@ def filled(
 ) -> ModuleT:
     """The module of ``make`` with normal weights of std 0.02 on ``device``, in ``dtype``.
 
-    What has values already (norms, tables) keeps them; biases and other vectors are zero.
+    What has values already (some norms, tables) keeps them; norms are one, other vectors zero.
     """
     module = unfilled(make)
     generator = torch.Generator(device).manual_seed(seed)
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
-            part._parameters[name] = _weight(weight, device, dtype, generator)
+            part._parameters[name] = _weight(name, weight, device, dtype, generator)
         for name, table in list(part.named_buffers(recurse=False)):
             if table.device == META:
                 part._buffers[name] = torch.zeros_like(table, device=device)
@@ -81,13 +81,19 @@ def filled(
 
 
 def _weight(
-    weight: nn.Parameter, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    name: str,
+    weight: nn.Parameter,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
 ) -> nn.Parameter:
     if weight.device != META:
         return nn.Parameter(weight.to(device, dtype), requires_grad=False)
     values = torch.zeros(weight.shape, device=device, dtype=dtype)
     if weight.ndim > 1:
         values.normal_(0, STD, generator=generator)
+    elif name == "weight":  # a norm's
+        values.fill_(1)
     return nn.Parameter(values, requires_grad=False)
 
 

@@ -77,10 +77,11 @@ def _about(results: Mapping[str, Any]) -> list[str]:
 
 def _state(facts: Mapping[str, Any]) -> list[str]:
     """The part's dtype and versions, and what failed or was left."""
-    lines = [f"{facts['dtype'].removeprefix('torch.')}, torch {facts['torch']}, {facts['date']}."]
-    lines += [f"Failed: {name or 'the part'} ({why})." for name, why in facts["errors"].items()]
+    dtype = facts["dtype"].removeprefix("torch.")
+    lines = [f"- {dtype}, torch {facts['torch']}, {facts['date']}."]
+    lines += [f"- Failed: {name or 'the part'} ({why})." for name, why in facts["errors"].items()]
     if facts["left"]:
-        lines.append(f"Left for want of time: {', '.join(facts['left'])}.")
+        lines.append(f"- Left for want of time: {', '.join(facts['left'])}.")
     return lines
 
 
@@ -179,7 +180,8 @@ def _draw_gain(title: str, model: str, rows: Sequence[Row], plain: Row, file: Pa
                 axes.plot(claim.tau, claim.speedup, color=colour, label=text, **marker)
             else:
                 axes.axhline(claim.speedup, color=colour, linestyle=(0, (1, 1)), label=text)
-    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
+    figure.set_figheight(7.5)
     return save_figure(figure, file)
 
 
@@ -192,5 +194,6 @@ def _draw_real(name: str, rows: Sequence[Row], out: Path) -> Path:
     axes.barh(names, heights, color=colours)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
+    figure.set_figheight(1.5 + 0.35 * len(rows))
     axes.tick_params(axis="y", labelsize=7)
     return save_figure(figure, out / f"{name}.png")

@@ -68,7 +68,8 @@ def published_pair(bench: Bench) -> Iterator[Case]:
         depths = (2, 1) if bench.tiny else (30, 16)
         configs = [TINY if bench.tiny else published(depth) for depth in depths]
         place = bench.device, bench.dtype
-        large, small = (filled(lambda c=config: VAR(c), *place) for config in configs)
+        models = (filled(lambda c=config: VAR(c), *place) for config in configs)
+        large, small = (model.to(bench.dtype) for model in models)  # its tables, too
         for model in (large, small):
             model.reset_mask()
         vqvae = random_vqvae(large.config).to(bench.device)
