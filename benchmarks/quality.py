@@ -2,8 +2,8 @@
 
 Real pictures: the training set. Floor: random disjoint halves of the training set against one
 another, at the same number of samples (the held-out set is too small for that). Inception runs in
-bfloat16 for all. ``--network efficientnet-lite0`` is a fifteenth of its work, for machines and hours
-that have no time for it; its numbers are its own.
+bfloat16 for all. ``--network efficientnet-lite0`` is a fifteenth of its work, where there is no
+time for it; its numbers are its own.
 """
 
 from __future__ import annotations
