@@ -3,7 +3,7 @@
     python -m benchmarks.interleaved
 
 No small model that writes both is published, so this one is random: a Chameleon of 8 layers, 256
-wide, with pictures of 16 x 16 tokens. What a round costs beside a step is then measured, and with
+wide, with pictures of 12 x 12 tokens. What a round costs beside a step is then measured, and with
 it how many tokens a round must bring to gain (``round_over_step``); how many it brings (tau) is
 that of random weights, which are fond of what begins a picture. An answer has room for one picture
 among words. Only tokens are timed: pixels cost all the same.
@@ -24,12 +24,12 @@ from benchmarks.common import RESULTS, Out, Row, Threads, environment, label, wr
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from specmm import VQAPipeline, methods
 
-SIDE, CODES = 16, 1024  # tokens of a picture's sides, codes
+SIDE, CODES = 12, 1024  # tokens of a picture's sides, codes
 BEGIN = "<racm3:break>"
 SPECIAL = ["<pad>", "<s>", "</s>", "<image>", BEGIN, "<eoss>", "<unk>", "<reserved08706>"]
 WORDS = ["a", "red", "blue", "barn", "tree", "on", "hill"]
 IDS = {name: i for i, name in enumerate([*SPECIAL, *WORDS])}
-SPOKEN = 66  # tokens beside the picture's, with what begins and ends it
+SPOKEN = 34  # tokens beside the picture's, with what begins and ends it
 PROMPTS = ("a red barn", "blue tree on a hill", "a blue hill")
 CONTENDERS: tuple[Any, ...] = (
     methods.AR(),

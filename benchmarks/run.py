@@ -94,6 +94,9 @@ def read_arguments(arguments: Sequence[str] | None = None) -> tuple[str, Options
         "--batch", type=int, default=plain.batch, help="quality: pictures at a time"
     )
     parser.add_argument(
+        "--network", default=plain.network, help="quality: whose features, as of specmm eval fd"
+    )
+    parser.add_argument(
         "--pictures", type=int, default=plain.pictures, help="acceptance: pictures a rule"
     )
     parser.add_argument(

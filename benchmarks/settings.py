@@ -31,6 +31,7 @@ class Options:
     compile: bool = False  # speed
     samples: int = 2000  # quality
     batch: int = 64  # quality
+    network: str = "inception"  # quality: one of specmm.metrics.extractors
     pictures: int = 48  # acceptance
     budgets: tuple[int, ...] = (8, 16, 26)  # acceptance
     batches: tuple[int, ...] = (1, 4, 16)  # autotune
