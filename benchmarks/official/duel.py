@@ -51,13 +51,17 @@ class Program:
 
 @dataclass
 class Duel:
-    """``theirs`` and ``ours`` drawing ``batch`` pictures at once of a model with ``classes``."""
+    """``theirs`` and ``ours`` drawing ``batch`` pictures at once of a model with ``classes``.
+
+    ``compared``: how far the two agree, where greedy pictures cannot tell.
+    """
 
     method: str
     theirs: Program
     ours: Program
     batch: int
     classes: int
+    compared: Row | None = None
 
     def chosen(self, repeat: int) -> list[int]:
         """The classes of a batch."""
@@ -66,6 +70,8 @@ class Duel:
 
     def agreement(self) -> Row:
         """The share of equal tokens of greedy pictures, and the largest difference of pixels."""
+        if self.compared is not None:
+            return self.compared
         with torch.inference_mode(), running():
             theirs, ours = (p.greedy(self.chosen(0), 0) for p in (self.theirs, self.ours))
         equal = theirs.tokens == ours.tokens

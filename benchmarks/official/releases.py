@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import io
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+
+Modules = dict[str, ModuleType]  # of a release, by name
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Source:
     files: tuple[str, ...]
     modules: tuple[str, ...]
 
-    def load(self, folder: Path) -> dict[str, ModuleType]:
+    def load(self, folder: Path) -> Modules:
         """The modules of the clone in ``folder``; raises ``ValueError`` for any other folder."""
         missing = [file for file in self.files if not (folder / file).is_file()]
         if missing:
@@ -47,7 +50,7 @@ class Source:
             raise ValueError(f"{self.url} must be importable, got: {error}; install it") from error
 
 
-def imported(folder: Path, modules: Sequence[str]) -> dict[str, ModuleType]:
+def imported(folder: Path, modules: Sequence[str]) -> Modules:
     """``modules`` of ``folder`` by name, imported apart from modules of the same names.
 
     ``sys.modules`` and ``sys.path`` are as before afterwards, and no bytecode is written.
@@ -77,7 +80,8 @@ def running() -> Iterator[None]:
     if not torch.cuda.is_available():
         torch.Tensor.cuda = lambda self, *_, **__: self
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # they are older than torch here
             yield
     finally:
         torch.Tensor.cuda = kept

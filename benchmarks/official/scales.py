@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.official.duel import Draw, Made, Program
-from benchmarks.official.releases import Source, running, with_constant
+from benchmarks.official.releases import Modules, Source, running, with_constant
 from specmm import methods
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -31,7 +30,6 @@ MODULES = ("models.var", "models.vqvae", "models.basic_vae")
 VAR_SOURCE = Source("var", "https://github.com/FoundationVision/VAR", FILES, MODULES)
 CODE_SOURCE = Source("code", "https://github.com/czg1225/CoDe", (*FILES, "infer_CoDe.py"), MODULES)
 REFINE = "autoregressive_infer_cfg_refine"
-Modules = dict[str, ModuleType]
 
 
 def their_vqvae(release: Modules, vae: VQVAE) -> Any:

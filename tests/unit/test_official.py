@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.common import Budget, write_results
 from benchmarks.official import releases, scales
-from benchmarks.official.__main__ import NAME, compare, main, merged, scale_pipeline
+from benchmarks.official.__main__ import NAME, compare, main, merged
+from benchmarks.official.contests import open_model
 from benchmarks.official.duel import Duel
 from specmm import methods
 
@@ -65,7 +66,7 @@ def test_a_size_that_stands_in_a_function_is_exchanged_once():
 
 
 def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
-    pipe = scale_pipeline("pocket/var")
+    pipe = open_model("pocket/var")
     sampling = pipe.target(temperature=1.0)
     plain, coarse = (
         scales.ours(pipe, method, sampling) for method in (methods.AR(), methods.CoDe(7))
@@ -77,6 +78,8 @@ def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
     other = scales.ours(pipe, methods.CoDe(0), replace(sampling, cfg=0.0))
     with pytest.raises(ValueError, match="must draw the release's greedy tokens, got"):
         compare(Duel("ar", plain.fresh(), other, 2, 32), 1, Budget())
+    with pytest.raises(ValueError, match="must compute what the release does within 0.0001, got"):
+        compare(Duel("ar", plain, plain, 2, 32, {"network_gap": 2e-4}), 1, Budget())
 
 
 def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):

@@ -1,0 +1,93 @@
+"""LlamaGen's released code beside ours: its ``generate`` and its tokenizer, with our weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.official.duel import Draw, Made, Program
+from benchmarks.official.releases import Modules, Source, running
+from specmm import methods
+from specmm.image_ar.autoencoder import VQModel, to_uint8
+from specmm.image_ar.tokens.gpt import GPTConfig
+from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+
+GPT = "autoregressive.models.gpt"
+GENERATE = "autoregressive.models.generate"
+VQ = "tokenizer.tokenizer_image.vq_model"
+SOURCE = Source(
+    "llamagen",
+    "https://github.com/FoundationVision/LlamaGen",
+    tuple(f"{name.replace('.', '/')}.py" for name in (GPT, GENERATE, VQ)),
+    (GPT, GENERATE, VQ),
+)
+
+
+def their_gpt(release: Modules, config: GPTConfig, weights: dict[str, Any]) -> Any:
+    """Their transformer with our ``weights``."""
+    sizes = vars(config) | dict(class_dropout_prob=0.1)
+    with running():
+        made = release[GPT].Transformer(release[GPT].ModelArgs(**sizes))
+    made.load_state_dict(weights)
+    return made.eval().requires_grad_(False)
+
+
+def their_vq(release: Modules, vq: VQModel) -> Any:
+    """Their tokenizer with the weights of ``vq``; sizes that their class fixes are set in."""
+    config, theirs = vq.config, release[VQ]
+    with running():
+        made = theirs.VQModel(
+            theirs.ModelArgs(
+                codebook_size=config.codebook_size,
+                codebook_embed_dim=config.codebook_embed_dim,
+                codebook_l2_norm=config.codebook_l2_norm,
+                codebook_show_usage=False,
+                z_channels=config.z_channels,
+            )
+        )
+        sizes: dict[str, Any] = dict(ch=config.ch, ch_mult=config.ch_mult)
+        sizes |= dict(num_res_blocks=config.num_res_blocks, z_channels=config.z_channels)
+        made.encoder = theirs.Encoder(**sizes)
+        made.decoder = theirs.Decoder(**sizes)
+    made.load_state_dict(vq.state_dict())
+    return made.eval().requires_grad_(False)
+
+
+def official(release: Modules, pipe: LlamaGenPipeline) -> Program:
+    """Their ``generate`` with the settings of ``pipe``."""
+    config = pipe.transformer.config
+    gpt = their_gpt(release, config, pipe.transformer.state_dict())
+    vq = their_vq(release, pipe.vq)
+    given = pipe.settings
+    cut = dict(cfg_scale=given.cfg, cfg_interval=given.cfg_interval, top_k=given.top_k)
+    cut |= dict(top_p=given.top_p, temperature=given.temperature)
+    width = pipe.vq.config.codebook_embed_dim
+
+    def drawing(sampled: bool) -> Draw:
+        def draw(classes: Sequence[int], seed: int) -> Made:
+            torch.manual_seed(seed)
+            tokens = release[GENERATE].generate(
+                gpt, torch.tensor(classes), config.block_size, sample_logits=sampled, **cut
+            )
+            shape = [len(classes), width, config.grid, config.grid]
+            return Made(to_uint8(vq.decode_code(tokens, shape)), tokens)
+
+        return draw
+
+    return Program(drawing(True), drawing(False))
+
+
+def ours(pipe: LlamaGenPipeline, method: methods.Method) -> Program:
+    """Our pipeline's call with its settings."""
+
+    def drawing(**options: Any) -> Draw:
+        def draw(classes: Sequence[int], seed: int) -> Made:
+            call = dict(batch_size=len(classes), method=method, output_type="uint8") | options
+            out = pipe(list(classes), generator=torch.Generator().manual_seed(seed), **call)
+            return Made(torch.as_tensor(out.images), out.tokens)
+
+        return draw
+
+    return Program(drawing(), drawing(temperature=0.0))
