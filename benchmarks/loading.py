@@ -176,7 +176,7 @@ def tell(name: str, made: str) -> None:
     size = sum((folder / file_of(name, p)).stat().st_size for p in RELEASES[name].files)
     runs: dict[str, Callable[[], object]] = {
         dtype: partial(read, name, folder, getattr(torch, dtype))
-        for dtype in ("float32", "bfloat16")
+        for dtype in (str(RELEASES[name].dtype).removeprefix("torch."), "bfloat16")
     }
     if published_models()[name].parts:
         runs["convert"] = partial(write_ours, name, folder)

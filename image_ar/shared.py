@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specmm import __version__, methods
-from specmm.checkpoints import read_json, weights_file
+from specmm.checkpoints import FileError, read_json, weights_file
 from specmm.hardware import named_device
 from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
 from specmm.registry import unknown
@@ -319,7 +319,7 @@ def read_config(path: str | Path, kind: type[T]) -> T | None:
 def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch.Size:
     """The shape of a weight; raises ``ValueError`` naming a missing one."""
     if key not in state:
-        raise ValueError(f"{source} must hold {key}, got a file without it: is it another model's?")
+        raise FileError(source, f"must hold {key}, got a file without it: is it another model's?")
     return state[key].shape
 
 

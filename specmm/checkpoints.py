@@ -34,6 +34,15 @@ SHOWN = 3
 SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
+class FileError(ValueError):
+    """Something is wrong with ``file``, as is ``said`` of it."""
+
+    def __init__(self, file: str | Path, said: str) -> None:
+        super().__init__(f"{file} {said}")
+        self.file = file
+        self.said = said
+
+
 def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State:
     """The tensors of a checkpoint by name, on the CPU, in the file's dtypes, mapped from the file.
 
@@ -88,17 +97,19 @@ def _read_pickle(file: Path) -> object:
         wanted = re.search(r"GLOBAL (\S+)", str(error))
         if wanted is None or not isinstance(error, pickle.UnpicklingError):
             raise _damaged(file) from error
-        raise ValueError(
-            f"{file} must hold tensors only, got a pickle that asks for {wanted[1]}, "
-            "convert it to safetensors if you trust it"
+        raise FileError(
+            file,
+            f"must hold tensors only, got a pickle that asks for {wanted[1]}, convert it to "
+            "safetensors if you trust it",
         ) from error
 
 
-def _damaged(file: Path) -> ValueError:
+def _damaged(file: Path) -> FileError:
     size = file.stat().st_size
-    return ValueError(
-        f"{file} must be a whole {file.suffix} file, it is damaged or incomplete ({size} bytes), "
-        "fetch it again"
+    return FileError(
+        file,
+        f"must be a whole {file.suffix} file, it is damaged or incomplete ({size} bytes), fetch it "
+        "again",
     )
 
 
@@ -112,7 +123,7 @@ def _unnest(tree: object, file: Path, nesting: Sequence[str]) -> State:
     if isinstance(tree, Mapping) and tree and all(isinstance(t, Tensor) for t in tree.values()):
         return dict(tree)
     names = ", ".join(nesting)
-    raise ValueError(f"{file} must hold tensors by name (raw or under {names}), got {_kind(tree)}")
+    raise FileError(file, f"must hold tensors by name (raw or under {names}), got {_kind(tree)}")
 
 
 def _kind(tree: object) -> str:
@@ -207,8 +218,8 @@ def check_names(
         found = "; ".join(
             f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
         )
-        raise ValueError(
-            f"{source} must hold exactly the weights of the {kind}, got {found}; {advice}"
+        raise FileError(
+            source, f"must hold exactly the weights of the {kind}, got {found}; {advice}"
         )
 
 
@@ -216,8 +227,8 @@ def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint"
     """Raise ``ValueError`` naming the tensors of ``state`` that hold NaN or infinity."""
     bad = [k for k, v in state.items() if v.is_floating_point() and v.numel() and not _finite(v)]
     if bad:
-        raise ValueError(
-            f"{source} must hold finite weights, got NaN or infinity in {some_names(bad)}"
+        raise FileError(
+            source, f"must hold finite weights, got NaN or infinity in {some_names(bad)}"
         )
 
 

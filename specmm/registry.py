@@ -73,7 +73,7 @@ class Open(Mapping[str, T]):
     def __getitem__(self, name: str) -> T:
         if name in self.own:
             return self.own[name]
-        return self.entry(name, of_others(self.kind, name))
+        return self.entry(name, registered(self.kind, name))
 
     def __iter__(self) -> Iterator[str]:
         yield from self.own
@@ -88,7 +88,7 @@ def names_of_others(kind: str) -> list[str]:
     return list({**REGISTERED[kind], **_entry_points(kind)})
 
 
-def of_others(kind: str, name: str) -> Any:
+def registered(kind: str, name: str) -> Any:
     """What was registered as, or an installed package calls, the ``kind`` of thing ``name``.
 
     Raises ``KeyError`` where there is none and ``ValueError`` where it cannot be imported.

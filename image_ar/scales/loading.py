@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specmm import zoo
-from specmm.checkpoints import NESTING, State, fingerprint, load_strict, read_checkpoint
+from specmm.checkpoints import NESTING, FileError, State, fingerprint, load_strict, read_checkpoint
 from specmm.hardware import gpu_has_bfloat16
 from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import PUBLISHED_HEAD_DIM, VAR, VARConfig
@@ -45,8 +45,8 @@ def load_var(
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
     load_strict(model, state, (), path, dtype)
     if not torch.equal(model.lvl_1L, config.schedule.levels):
-        raise ValueError(
-            f"{path} must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others"
+        raise FileError(
+            path, f"must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others"
         )
     model.reset_mask()
     return model.to(dtype).eval()

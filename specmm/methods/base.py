@@ -16,7 +16,7 @@ from specmm.registry import (
     maker_of,
     named,
     names_of_others,
-    of_others,
+    registered,
     unknown,
     whole,
 )
@@ -247,7 +247,7 @@ def _class_of(drafter: Own) -> Any:
     name = drafter.partition("(")[0].strip()
     if name in DRAFTERS:
         return named(DRAFTERS[name])
-    return of_others("drafter", name) if name in names_of_others("drafter") else None
+    return registered("drafter", name) if name in names_of_others("drafter") else None
 
 
 def check_rejected_weight(weight: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specmm import zoo
-from specmm.checkpoints import NESTING, read_checkpoint
+from specmm.checkpoints import NESTING, FileError, read_checkpoint
 from specmm.files import writable
 from specmm.image_ar.continuous import loading as mar
 from specmm.image_ar.scales import loading as var
@@ -24,6 +24,7 @@ from specmm.zoo.published import (
     entry_of_file,
     linked_folder,
     published_models,
+    weights_name,
 )
 
 Converter = tuple[Callable[..., Any], Callable[..., None]]
@@ -128,15 +129,13 @@ def _check(entry: Published | None, source: str | Path) -> None:
 def _write(
     entry: Published, links: Path, out: Path, dtype: torch.dtype | None, files: Mapping[str, Path]
 ) -> None:
-    """The folder ``out`` of the folder of ``links`` to ``files``, by which mistakes are told."""
+    """The folder ``out`` of the folder of ``links`` to ``files``, of which mistakes speak."""
+    names: dict[str | Path, Path] = {links / place: file for place, file in files.items()}
+    names |= {links / place / weights_name(file): file for place, file in files.items()}
     try:
         _write_parts(entry, links, out, dtype)
-    except ValueError as error:
-        said = str(error)
-        for place, file in files.items():
-            for link in (*(links / place).glob("*"), links / place):
-                said = said.replace(str(link), str(file))
-        raise ValueError(said) from error
+    except FileError as error:
+        raise FileError(names.get(error.file, error.file), error.said) from error
 
 
 def _write_parts(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:

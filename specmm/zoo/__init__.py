@@ -51,8 +51,6 @@ def find(name: str | Path, index: str = PIPELINE, source: Source = USUAL) -> Pat
         right = [n for n, f in shipped.items() if (f / index).is_file()]
         others = ", ".join(right) or "your own"
         raise ValueError(f"{name} is a model of another kind, this needs one like {others}")
-    if str(name).startswith("pocket/"):
-        raise unknown("pocket model", name, shipped)
     if folder.exists():
         raise ValueError(
             f"{folder} must hold a {index}; give the folder that save_pretrained wrote"

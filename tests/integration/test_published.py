@@ -316,6 +316,19 @@ def test_files_become_a_folder_of_ours(server, releases, tmp_path):
     assert not list(out.rglob("*.pth"))
 
 
+def test_mistakes_in_files_are_told_by_their_own_names(server, releases, tmp_path):
+    whole = releases[VAR] / "var_d16.pth"
+    cut, other = tmp_path / "cut.pth", tmp_path / "other.pth"
+    cut.write_bytes(whole.read_bytes()[:-900])
+    torch.save({"x": torch.zeros(2)}, other)
+    vae = releases[VAR] / "vae_ch160v4096z32.pth"
+    for file, beside, at_fault in ((cut, vae, cut), (other, vae, other), (whole, other, other)):
+        given = ["--like", "var-d16", "--with", f"vae={beside}"]
+        run = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "out"), *given])
+        assert run.exit_code == 2 and run.stderr.startswith(f"error: {at_fault} must "), run.output
+        assert "specmm-" not in run.stderr and not (tmp_path / "out").exists()
+
+
 def test_a_published_name_becomes_a_folder_with_its_drafter(server, tmp_path):
     out = tmp_path / "out"
     name = "llamagen-t2i-xl-256-lantern"
