@@ -1,9 +1,9 @@
 """``compiled="auto"``: programs are made when they save more time than they take.
 
 A call's kind of work (model, method, options, batch size) has three numbers, in seconds: a picture
-uncompiled, a picture compiled, and what the first compiled pictures took beyond that. They are kept
-in the folder of programs (:mod:`specmm.program_cache`), so that later processes know them, and know
-that programs lie there which need only be loaded.
+(of texts: a token) uncompiled, one compiled, and what the first compiled ones took beyond that.
+They are kept in the folder of programs (:mod:`specmm.program_cache`), so that later processes know
+them, and know that programs lie there which need only be loaded.
 
 The rule is that of renting or buying: a batch is compiled if the seconds that programs would have
 saved so far in this process, and will save in the rest of the call, exceed the seconds that they
@@ -61,6 +61,12 @@ class Seconds:
         if self.load is not None:
             return self.load
         return BUILD if self.build is None else self.build * LOAD
+
+
+def check_compiled(compiled: object) -> None:
+    """Raise ``ValueError`` unless ``compiled`` is True, False or "auto"."""
+    if not isinstance(compiled, bool) and compiled != "auto":
+        raise ValueError(f'compiled must be True, False or "auto", got {compiled!r}')
 
 
 @dataclass
@@ -162,18 +168,21 @@ class Works:
         ``key`` is its method, options and batch size. Raises ``ValueError`` as ``make`` does for
         True, and for what is no such choice.
         """
-        if not isinstance(compiled, bool) and compiled != "auto":
-            raise ValueError(f'compiled must be True, False or "auto", got {compiled!r}')
+        check_compiled(compiled)
         if compiled is True:
             return Turn(plain, make(), make)
         if compiled is False:
             return Turn(plain, plain, make)
+        return Turn(plain, plain, make, self.of(network, key), self.coming)
+
+    def of(self, network: torch.nn.Module, key: object) -> Work:
+        """That of ``network`` under ``key``."""
         weight = next(network.parameters())
         size = sum(x.numel() for x in network.parameters())
         own = repr((self.name, size, weight.dtype, weight.device, key))
         if own not in self.all:
             self.all[own] = Work.of(own)
-        return Turn(plain, plain, make, self.all[own], self.coming)
+        return self.all[own]
 
 
 @dataclass

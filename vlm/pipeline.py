@@ -279,7 +279,7 @@ class VQAPipeline(Pipeline):
     ) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
-        if options.compiled:
+        if options.compiled is True:
             raise ValueError(
                 "compiled=True serves text (TextPipeline), not questions about pictures; "
                 "leave it out"

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Json, Model, Options, Seed
+from specmm.cli.options import (
+    Compile,
+    Compiled,
+    Device,
+    Drafter,
+    Dtype,
+    Json,
+    Model,
+    Options,
+    Seed,
+    compiled_as,
+)
 from specmm.cli.output import emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -135,13 +146,8 @@ def complete(
     chat: Annotated[
         bool, typer.Option(help="Put the prompt into the model's chat template.")
     ] = False,
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile rounds: small models are twice as fast, after a minute or two.",
-        ),
-    ] = False,
+    compile_all: Compile = False,
+    compiled: Compiled = "false",
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg."),
@@ -163,7 +169,8 @@ def complete(
     sampling = dict(
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
     )
-    options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens, compiled=compiled)
+    options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
+    options["compiled"] = compiled_as(compiled, compile_all)
     options |= {"stop": stop, "chat": chat}
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 

@@ -16,6 +16,7 @@ from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
+from specmm.when_compiled import Compiled, check_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +35,7 @@ class CallOptions(TypedDict, total=False):
     chat: bool
     stop: str | Sequence[str]
     batch_size: int
-    compiled: bool
+    compiled: Compiled
     draw: bool
     drafter: Any
     tree: Any
@@ -51,7 +52,8 @@ class Options:
     prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
     many rows are answered at a time, and one that ends takes the next prompt, by methods that can
     refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
-    ``torch.compile``, which are made at the first call of a method, batch and length. ``drafter``,
+    ``torch.compile``, which are made at the first call of a method, batch and length; "auto" makes
+    them once they pay (:mod:`specmm.when_compiled`), and never for streams. ``drafter``,
     ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
     :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers.
     """
@@ -67,7 +69,7 @@ class Options:
     chat: bool = True
     stop: str | Sequence[str] = ()
     batch_size: int = 0
-    compiled: bool = False
+    compiled: Compiled = False
     draw: bool = False
     drafter: Any = None
     tree: Any = None
@@ -81,6 +83,7 @@ class Options:
             raise unknown("option", name, known)
         found = cls(**{**defaults, **given})
         check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
+        check_compiled(found.compiled)
         if found.batch_size < 0:
             raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
         return found

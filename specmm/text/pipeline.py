@@ -5,6 +5,7 @@ Shape letters: B prompts of a batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.compiled import CompiledRound, prepare_compiler
-from specmm.decode import Progress
+from specmm.decode import Progress, room
 from specmm.drafter import Drafter
 from specmm.hardware import Place, prepack
 from specmm.hf.drafting import Assembly, Drafters, assemble, load_drafter
@@ -41,6 +42,7 @@ from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
+from specmm.when_compiled import Work, Works
 from specmm.zoo import Source
 
 
@@ -110,6 +112,7 @@ class TextPipeline(Pipeline):
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
         self.made: dict[tuple[Hashable, Processor], CompiledMethod] = {}
+        self.works = Works("text")
 
     @classmethod
     def from_pretrained(
@@ -155,6 +158,7 @@ class TextPipeline(Pipeline):
         """See :class:`Pipeline`; compiled rounds are made anew."""
         super().to(*args, **kwargs)
         self.made.clear()
+        self.works.clear()
         return self
 
     @in_its_turn(lambda pipe: pipe.model)
@@ -174,8 +178,16 @@ class TextPipeline(Pipeline):
         ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
-            run, drafter = self._start(prompts, Options.of(options, chat=False))
+            given = Options.of(options, chat=False)
+            work = self._work(prompts, given)
+            if work is not None:
+                given = replace(given, compiled=self._pays(work, prompts, given))
+            start = time.perf_counter()
+            run, drafter = self._start(prompts, given)
             texts, tokens, end = run.finish(streamer)
+            if work is not None:
+                made = max(sum(map(len, tokens)), 1)
+                work.observe(time.perf_counter() - start, made, given.compiled is True)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         return TextOutput(texts, tokens, end.stats, run.certificate(end), run.method, trace)
 
@@ -252,7 +264,7 @@ class TextPipeline(Pipeline):
         batch = PromptBatch(prepared, len(ids), options.batch_size)
         prompt = batch.first(target)
         method, name = self.chosen(method, target, prompt)
-        if options.compiled:
+        if options.compiled is True:
             made = self._compiled(method, options)
             if not made.busy:
                 run = self._run(name, made.target, prompt, options, made.parts, batch, made.play)
@@ -261,6 +273,27 @@ class TextPipeline(Pipeline):
             return self._run(name, target, prompt, options, None, batch), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, batch), parts.drafter
+
+    def _work(self, prompts: str | Sequence[str], options: Options) -> Work | None:
+        """What is known of the seconds of such a call, where they decide whether it is compiled."""
+        if options.compiled != "auto":
+            return None
+        method = options.chosen(methods.TEXT, self.method)
+        rows = len(texts_of("prompt", prompts))
+        rest = (options.batch_size, bool(options.stops))
+        key = (method, options.processor, rows, room(options.max_new_tokens), *rest)
+        return self.works.of(self.model, key)
+
+    def _pays(self, work: Work, prompts: str | Sequence[str], options: Options) -> bool:
+        """Whether a call is compiled, and can be."""
+        most = options.max_new_tokens * len(texts_of("prompt", prompts))
+        if not (work.able and work.pays(most)):
+            return False
+        try:
+            self._compiled(options.chosen(methods.TEXT, self.method), options)
+        except ValueError:  # this model or method has no programs, or there is no compiler
+            work.able = False
+        return work.able
 
     def _compiled(self, method: methods.TextMethod, options: Options) -> CompiledMethod:
         """The compiled rounds of ``method``; calls with the same options share them."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-from specmm import methods
+from specmm import methods, when_compiled
 from specmm.compiled import CompiledRound, compiled
 from specmm.decode import ROOM, decode, decode_plain
 from specmm.hf.drafting import assemble
@@ -237,3 +237,22 @@ def test_programs_are_those_of_the_drafter_at_hand():
     assert pipe._compiled(CHAIN, Options()) is kept
     pipe.drafters.given["block"] = copy.copy(pipe.drafter("block"))
     assert pipe._compiled(CHAIN, Options()) is not kept
+
+
+def test_texts_are_compiled_once_it_pays(traced, monkeypatch, tmp_path):
+    """The first call is timed; methods whose rounds differ go on as they are."""
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    options = dict(max_new_tokens=6, compiled="auto")
+    texts = []
+    for programs in (0, 1):
+        texts.append(pipe("def add(a, b):", method="ar", **options).texts)
+        assert len(pipe.made) == programs
+    assert texts[0] == texts[1]
+    for _ in range(2):
+        pipe("import", method="prompt-lookup", **options)
+    plain, other = pipe.works.all.values()
+    assert plain.ready and plain.able and not (other.ready or other.able)
+    with pytest.raises(ValueError, match='compiled must be True, False or "auto", got 1'):
+        pipe("import", compiled=1)
