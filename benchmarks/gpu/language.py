@@ -127,7 +127,7 @@ def text_sizes(bench: Bench) -> Sizes:
     """Those of Qwen3-8B and its DFlash drafter."""
     config, layers, facts = published.qwen3(), published.DFLASH_LAYERS, published.DFLASH
     if bench.tiny:
-        config, layers, facts = tf.Qwen3Config(**TINY), 1, dict(block=8, mask=60, layers=(0, 1))
+        config, layers, facts = tf.Qwen3Config(**TINY), 1, dict(block=16, mask=60, layers=(0, 1))
     drafter = published.dflash(config, layers, facts)
     return Sizes("Qwen3-8B", tf.Qwen3ForCausalLM, config, drafter, BLOCKS)
 
@@ -148,5 +148,5 @@ def _cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
 
     for mode in ("graph", "eager"):
         yield Case(f"plain, {mode}", lambda mode=mode: plain(mode))
-    for method in sizes.rounds[:2] if bench.tiny else sizes.rounds:
+    for method in sizes.rounds:
         yield Case(label(method), lambda method=method: speculative(method))

@@ -66,11 +66,12 @@ def measure(
         prepare_compiler(pipe.device)
     runs = [Run.of(pipe, mode, parse(method)) for mode in modes for method in wanted]
     repeats = max(1, bench.repeats // 3)
-    for repeat in range(repeats + 1):  # the first warms up
-        for run in runs:
-            run.once(pipe, batch, repeat)
+    with bench.memory() as memory:
+        for repeat in range(repeats + 1):  # the first warms up
+            for run in runs:
+                run.once(pipe, batch, repeat)
     plain = min(run.median for run in runs if run.parts is None)
-    return [_row(batch, run, plain) | {"repeats": repeats} for run in runs]
+    return [_row(batch, run, plain) | {"repeats": repeats, **memory} for run in runs]
 
 
 @dataclass

@@ -32,12 +32,12 @@ SPINES = ((1, 1, 1, 1), (3, 2, 2, 1, 1), (6, 5, 5, 4, 3, 2))
 SAMPLING = dict(cfg=4.0, top_k=2000)  # the release's demonstration
 
 
-def rounds(bench: Bench) -> list[methods.Method]:
+def rounds() -> list[methods.Method]:
     """What is measured."""
     found: list[methods.Method] = [methods.Speculative(tree=tree) for tree in SPINES]
     found += [methods.LanternPP(tree=tree) for tree in (*SPINES[:2], "naive_extend_57")]
     found.append(methods.Eagle(total=60, depth=5, top_k=10))
-    return found[::3] if bench.tiny else found
+    return found
 
 
 class Model:
@@ -106,5 +106,5 @@ def _of_model(bench: Bench, made: Any, facts: Row) -> Iterable[Case]:
 
     for mode in ("graph", "eager"):
         yield Case(f"{where}: plain, {mode}", lambda mode=mode: plain(mode))
-    for method in rounds(bench):
+    for method in rounds():
         yield Case(f"{where}: {label(method)}", lambda method=method: speculative(method))

@@ -30,17 +30,17 @@ ROOT = Path(__file__).parents[2]
 ROUNDS = {"model", "batch", "mode", "method", "nodes", "depth", "round_ms", "peak_mib"}
 LOOPS = ROUNDS | {"draft_ms", "verify_ms", "host_share", "repeats"}
 REAL = {"model", "batch", "mode", "method", "seconds", "speedup", "repeats"}
+RACED = REAL | {"tau", "host_overhead", "dtype", "certificate", "peak_mib"}
+RACED |= {"speedup_low", "speedup_high"}
 COLUMNS = {
     "kernels": {"check", "error", "model", "S", "T", "batch", "contender", "ms", "bytes"},
     "mar": ROUNDS | {"fixed_ms", "rounds", "seconds"},
     "var": REAL | {"pixels", "peak_mib"},
     "pocket-var": REAL | {"pixels", "peak_mib"},
-    "pocket-llamagen": REAL | {"tau", "draft_ms", "verify_ms", "host_overhead"},
+    "pocket-llamagen": REAL
+    | {"tau", "draft_ms", "verify_ms", "host_overhead", "pictures_per_second", "tv", "peak_mib"},
     **{name: LOOPS for name in ("llamagen-b", "llamagen-xl", "llava", "qwen-vl", "text")},
-    **{
-        f"pocket-{name}": REAL | {"tau", "host_overhead", "speedup_low", "certificate", "peak_mib"}
-        for name in ("mar", "llava", "coder")
-    },
+    **{f"pocket-{name}": RACED for name in ("mar", "llava", "coder")},
 }
 QUICK = ("kernels", "llamagen-b", "llava", "qwen-vl", "text", "mar", "var")
 FACTS = {"machine", "gpu", "torch", "git", "date", "part", "dtype"}
