@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.common import CACHE, EMOJI, RESULTS, CacheFolder, DataFolder, Out, Threads
+from benchmarks.common import CACHE, EMOJI, RESULTS, CacheFolder, DataFolder, Out, Threads, parse
 from benchmarks.lantern_residual import measure
 from benchmarks.settings import Options
 from benchmarks.speed import measure_speed
@@ -61,6 +61,7 @@ def main(
     out: Out = RESULTS,
     threads: Threads = 1,
     speed: Annotated[int, typer.Option(help="Pictures to time instead.")] = 0,
+    method: Annotated[list[str], typer.Option(help="These alone; may be repeated.")] = [],  # noqa: B006
 ) -> None:
     """Make what samples are missing, then measure the first of each method."""
     options = Options(samples=samples, batch=batch, cache=cache, data=data, threads=threads)
@@ -68,7 +69,7 @@ def main(
         timed = replace(options, out=out, methods=TIMED, repeats=speed, dtype=torch.float32)
         measure_speed(timed, "draft_free_speed")
         return
-    measure(METHODS, "draft_free", out, data, options)
+    measure([*map(parse, method)] or METHODS, "draft_free", out, data, options)
 
 
 if __name__ == "__main__":
