@@ -36,8 +36,8 @@ KEYS = ("release", "model", "method", "batch", "threads")
 MODELS = ["pocket/var", "pocket/llamagen", "pocket/mar"]
 
 
-def compare(duel: Duel, repeats: int, budget: Budget) -> Row:
-    """Agreement, times and memory; raises ``ValueError`` where the two draw other pictures."""
+def compare(duel: Duel, repeats: int, budget: Budget, memory: bool = True) -> Row:
+    """Agreement, times and perhaps memory; raises ``ValueError`` for two that do not agree."""
     agreement = duel.agreement()
     if agreement.get("token_equal", 1.0) < AGREE:
         raise ValueError(
@@ -50,7 +50,7 @@ def compare(duel: Duel, repeats: int, budget: Budget) -> Row:
             f"{agreement['network_gap']:.1e}"
         )
     duel.race(repeats, budget)
-    return duel.row() | agreement | duel.peaks()
+    return duel.row() | agreement | (duel.peaks() if memory else {})
 
 
 def merged(out: Path, rows: list[Row]) -> list[Row]:
@@ -82,6 +82,9 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0, help="For each row: no new repeat begins after so many.")
     ] = 2.0,
+    memory: Annotated[
+        bool, typer.Option(help="Also measure peak memory, with every operation watched: slow.")
+    ] = True,
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
@@ -98,7 +101,7 @@ def main(
             for batch in map(int, batches.split(",")):
                 duel = duel_of(contest, batch)
                 facts = {"release": contest.release, "model": name, "threads": threads}
-                rows.append(facts | compare(duel, repeats, Budget(minutes)))
+                rows.append(facts | compare(duel, repeats, Budget(minutes), memory))
                 write_results(out, NAME, merged(out, rows), environment(dtype="torch.float32"))
 
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,7 @@ class Duel:
         found = {}
         for name, program in (("theirs", self.theirs), ("ours", self.ours)):
             with torch.inference_mode(), running():
-                peak = measured_peak(lambda p=program: p.draw(classes, 0), torch.device("cpu"))
+                peak = measured_peak(partial(program.draw, classes, 0), torch.device("cpu"))
             found[f"{name}_mib"] = peak / 2**20
         return found
 

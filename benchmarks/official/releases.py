@@ -76,15 +76,16 @@ def imported(folder: Path, modules: Sequence[str]) -> Modules:
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """Within it ``.cuda()`` leaves tensors where they are, if there is no GPU; prints are kept."""
-    kept: Any = torch.Tensor.cuda
+    tensor: Any = torch.Tensor
+    kept = tensor.cuda
     if not torch.cuda.is_available():
-        torch.Tensor.cuda = lambda self, *_, **__: self
+        tensor.cuda = lambda self, *_, **__: self
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # they are older than torch here
             yield
     finally:
-        torch.Tensor.cuda = kept
+        tensor.cuda = kept
 
 
 def with_constant(function: Callable[..., Any], old: object, new: object) -> FunctionType:

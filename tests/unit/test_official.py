@@ -78,7 +78,7 @@ def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
     other = scales.ours(pipe, methods.CoDe(0), replace(sampling, cfg=0.0))
     with pytest.raises(ValueError, match="must draw the release's greedy tokens, got"):
         compare(Duel("ar", plain.fresh(), other, 2, 32), 1, Budget())
-    with pytest.raises(ValueError, match="must compute what the release does within 0.0001, got"):
+    with pytest.raises(ValueError, match=r"must compute what the release does within 0\.0001, got"):
         compare(Duel("ar", plain, plain, 2, 32, {"network_gap": 2e-4}), 1, Budget())
 
 
