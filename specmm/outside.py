@@ -89,7 +89,8 @@ def usual_tree(spec: object) -> Tree:
 def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:
     """The drafter of others that ``spec`` names or is, for ``target``.
 
-    Raises ``ValueError`` for options that it does not take and for what is no drafter.
+    Raises ``ValueError`` for options that it does not take, for what is no drafter and for one that
+    cannot make a tree that grows.
     """
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     thing = OTHERS[name] if isinstance(spec, str) else _checked(name, spec)
@@ -103,7 +104,16 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
     except TypeError as error:
         rest = ", ".join(str(one) for one in list(signature.parameters.values())[2:])
         raise ValueError(f"drafter {name} takes ({rest}), got {spec}: {error}") from error
-    return OutsideDrafter(thing(target, request, *values, **options), name, maker_of(thing))
+    try:
+        made = thing(target, request, *values, **options)
+    except AttributeError as error:
+        if not isinstance(request.tree, Dynamic):
+            raise
+        raise ValueError(
+            f"drafter {name} must make trees that grow, got {error}; give one of fixed shape, as "
+            "tree=chain(3)"
+        ) from error
+    return OutsideDrafter(made, name, maker_of(thing))
 
 
 class OutsideDrafter:

@@ -255,7 +255,15 @@ def preset_of(method: methods.Composed) -> Method:
 
 
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
-    """What ``method`` drafts with for the ``target`` model, from its ``folder``."""
+    """What ``method`` drafts with for the ``target`` model, from its ``folder``.
+
+    Raises ``ValueError`` for methods that draft without one.
+    """
+    if method not in KINDS or not KINDS[method].load:
+        raise ValueError(
+            f"method {method} needs no drafter, got {folder}; leave it out, or the method, which "
+            "is then the drafter's"
+        )
     return named(KINDS[method].load)(folder, target, method)
 
 

@@ -85,8 +85,9 @@ def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) 
         model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
+        said = str(error).partition("\nModel type should be")[0]  # of the hundreds that there are
         raise ValueError(
-            f"{folder} must hold a causal language model and its tokenizer ({error})"
+            f"{folder} must hold a causal language model and its tokenizer ({said})"
         ) from error
     return model.eval(), tokenizer
 

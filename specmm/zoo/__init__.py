@@ -96,7 +96,10 @@ def files_of(
                 f"{entry.name} must be fetched by hand, no hub has its {part.file}: {part.address}"
                 f"; then run: specmm convert {part.file} FOLDER --like {entry.name}"
             )
-    wanted = [Wanted(part.repository, (part.file,), part.revision) for part in parts.values()]
+    wanted = [
+        Wanted(part.repository, (part.file,), part.revision, part.bytes or part.about)
+        for part in parts.values()
+    ]
     found = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
     for place, part in parts.items():
         check_release(found[place], part.file, "" if source.revision else part.sha256)

@@ -45,11 +45,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Wanted:
-    """``files`` of a repository, by exact names; none: whatever its model is made of."""
+    """``files`` of a repository, by exact names; none: whatever its model is made of. They have
+    about so many ``bytes``, 0 where that is not known.
+    """
 
     repository: str
     files: tuple[str, ...] = ()
     revision: str | None = None
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,8 @@ def _explained(
         given = source.revision or wanted.revision
         return ValueError(f"revision must be one of {repository}'s, got {given!r}; check it")
     why = "HF_HUB_OFFLINE is set" if _offline(error) else type(error).__name__
-    lacks = f", and the cache lacks {', '.join(absent)}" if absent else ""
+    size = f" (about {wanted.bytes / 1e9:.1f} GB)" if wanted.bytes else ""
+    lacks = f", and the cache lacks {', '.join(absent)}{size}" if absent else ""
     return ValueError(
         f"model {name!r} could not be fetched: the hub {constants.ENDPOINT} cannot be reached "
         f"({why}){lacks}; check the name or the network, or name a folder"

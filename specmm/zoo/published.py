@@ -38,6 +38,7 @@ class Part:
     repository: str = ""
     revision: str | None = None
     bytes: int = 0  # 0 where it is not known
+    about: int = 0  # bytes of its parameters in float32, where those of the file are not known
     sha256: str = ""
     address: str = ""
 

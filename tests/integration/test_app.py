@@ -140,6 +140,9 @@ def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
     assert page.locator(".answer mark").count() > 0
     assert page.get_by_text("Certificate: exact").count() == 2
     look(page, "answer")
+    page.set_viewport_size(PHONE)
+    look(page, "answer-phone")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
 def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:

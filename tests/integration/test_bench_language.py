@@ -128,12 +128,23 @@ BOTH = "is a method of its own; leave --methods out, or give --methods ar,draft(
         ("plan pocket/llava -q hi --batch 1", f"--batch does not serve {TEXTS} pocket/llava"),
         ("plan d30,d16 -p hi", f"--prompt does not serve {SIZES}"),
         ("plan d30,d16 --height 4", f"--height does not serve {SIZES}"),
+        ("complete pocket/coder -p hi --method ar --drafter pocket/llava", "ar needs no drafter"),
+        (
+            "complete pocket/coder -p hi --method prompt-lookup --drafter pocket/coder",
+            "method prompt-lookup needs no drafter",
+        ),
+        ("complete pocket/llava -p hi", "AutoModel: AutoModelForCausalLM.)"),
+        (
+            "generate pocket/llamagen --class 0 --method lantern --drafter echo",
+            "drafter echo must make trees that grow, got 'Dynamic' object has no attribute 'size'",
+        ),
         ("demo --port 3000", "--port does not serve the page (give --app)"),
         ("demo --app --seed 0", "--seed does not serve the app"),
         ("convert var-d30 OUT --like var-d16", "--like says what a file is, got var-d30, a name"),
     ],
 )
-def test_options_of_another_kind_are_refused(words, said):
+def test_options_of_another_kind_are_refused(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     refused = run("--load", ECHO, *words.split())
     assert refused.exit_code == 2 and said in refused.stderr, refused.output
     assert refused.stderr.count("\n") == 1
