@@ -167,14 +167,18 @@ class LlamaGenAttention(nn.Module):
         self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None) -> Tensor:
+    def forward(
+        self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None, last: int = 0
+    ) -> Tensor:
         """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds
-        under ``bias``.
+        under ``bias``; only the ``last`` of the T positions, if given.
         """
         rows, steps, _ = x.shape
         qkv = self.wqkv(x).view(rows, steps, 3 * self.heads, -1)
         turned = rotate(qkv[:, :, : 2 * self.heads], factors)
         q = turned[:, :, : self.heads].transpose(1, 2)  # [R, H, T, D]
+        if last:
+            q = q[:, :, -last:]
         k = turned[:, :, self.heads :]  # [R, T, H, D]
         v = qkv[:, :, 2 * self.heads :]
         if memory is not None:
@@ -210,9 +214,12 @@ class TransformerBlock(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
 
-    def forward(self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None) -> Tensor:
-        """[R, T, C] -> [R, T, C]."""
-        x = x + self.attention(self.attention_norm(x), factors, bias, memory)
+    def forward(
+        self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None, last: int = 0
+    ) -> Tensor:
+        """[R, T, C] -> [R, T, C], or the ``last`` positions of it, whose ``bias`` is given."""
+        read = self.attention(self.attention_norm(x), factors, bias, memory, last)
+        x = (x[:, -last:] if last else x) + read
         return x + self.feed_forward(self.ffn_norm(x))
 
 

@@ -103,16 +103,23 @@ class BlockHead(nn.Module):
         bias: Tensor,
         memories: list[Memory] | None = None,
         rotary: RotaryTable | None = None,
+        queries: int = 0,
     ) -> Tensor:
-        """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T].
+        """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T];
+        or only those of so many ``queries``, which come last.
 
         ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over what ``memories``
         hold. ``rotary`` is for pictures of another size than usual.
         """
         factors = (rotary or self.rotary).at(cells)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, factors, bias, memories[i] if memories else None)
-        return x
+        given: list[Memory | None] = [*(memories or [None] * len(self.layers))]
+        *earlier, final = zip(self.layers, given, strict=True)
+        for layer, memory in earlier:
+            x = layer(x, factors, bias, memory)
+        # of features the last layer only needs keys and values
+        last, memory = final
+        states: Tensor = last(x, factors, bias[:, :, -queries:], memory, queries)
+        return states
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
         """What the target's head reads [..., C]: level ``states`` corrected by the ``previous``
@@ -277,9 +284,10 @@ class BlockDrafter:
         cells = self.cache.lengths[:, None] + self.order - ahead * (self.most - kept)[:, None]
         self._aim(kept)
         cells = branched(cells, self.branches)
-        states = self.head(x, cells, self.bias, self.cache.layers, self.rotary)
+        memories = self.cache.layers
+        states = self.head(x, cells, self.bias, memories, self.rotary, self.max_depth)
         self.cache.keep(self.order[: self.most].expand(len(kept), -1), kept)
-        return states[:, self.most :]
+        return states
 
     def _committed(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
         """States [R, M, C], the tokens drawn from them [B, M], how many of each row count [B]."""

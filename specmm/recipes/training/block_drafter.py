@@ -154,7 +154,7 @@ def block_loss(
     shown = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
     bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
     bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
-    states = drafter(x, cells, bias, rotary=rotary)[:, count:]
+    states = drafter(x, cells, bias, rotary=rotary, queries=wanted[0].numel())
     previous = seen.drawable.gather(1, wanted.flatten(1) - 1)
     drafted = head(drafter.read(states, previous), wanted.flatten(1)).float() / temperature
     drafted = drafted.log_softmax(-1)  # [B, A·K, V]
