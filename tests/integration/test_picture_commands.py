@@ -55,6 +55,7 @@ def test_a_drafter_is_trained_and_drafts(kind, folder, tmp_path, eager):
     train = ["train", "drafter", model, "--out", tmp_path / "run"]
     settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
     settings |= dict(drawn=5, aux_layers="1", inner=32, **sized(kind))
+    settings |= dict(memory=4, surroundings="true")
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     made = run(*train, *sets)
     assert made.exit_code == 0, made.output
@@ -157,7 +158,7 @@ def test_what_is_learnt_is_what_is_drafted(tmp_path):
     seen = SeenPictures(target, ids, ids, tokens, ())
     read = seen.batch(torch.tensor([0]), torch.tensor([False]))
     torch.manual_seed(1)
-    head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes))
+    head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes, memory=3, surroundings=True))
     drafter = BlockDrafter(head, target, TreeShape.chain(2))
     asked = picture_prompt(target, ids, ids)
     feedback = Feedback(target.prefill(asked, drafter.max_nodes), tokens[:, 0])
