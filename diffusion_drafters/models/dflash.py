@@ -9,8 +9,9 @@ a release brings its own. Names are z-lab's; those of other releases are renamed
 Three things may be added. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
 and draft token i is the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper.
 ``markov_rank``: a token's logits depend on the token before it in the block, too
-(:class:`PairTable`). ``recurrent_size``: and on all before it (:class:`BlockMemory`). Releases have
-heads of their own for that (:mod:`block_heads`).
+(:class:`PairTable`). ``recurrent_size``: and on all before it
+(:class:`specmm.block_memory.BlockMemory`). Releases have heads of their own for that
+(:mod:`block_heads`).
 
 Shape letters: B batch, M new context positions, K block (anchor included), F
 target layers read, C width, H heads, D head width, R size of the memory or rank of the table, S
@@ -32,10 +33,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from specmm.block_memory import BlockMemory
 from specmm.cache import Cache, CacheSize, alike
 from specmm.checkpoints import State, fingerprint, load_strict, read_json
 from specmm.diffusion_drafters.models.block_heads import (
-    BlockMemory,
     ConfidenceHead,
     DominoHead,
     MarkovHead,

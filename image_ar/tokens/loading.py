@@ -340,9 +340,12 @@ def load_block_for(owner: Owner, folder: Path) -> BlockHead:
             f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}"
         )
     check_fingerprint(facts["target_fingerprint"], owner.fingerprint, folder)
-    sizes = (tuple(facts["aux_layers"]), facts.get("inner", 0))
+    later = {key: facts[key] for key in ("inner", "memory", "surroundings") if key in facts}
+    config = BlockConfig(
+        facts["levels"], facts["layers"], owner.sizes, tuple(facts["aux_layers"]), **later
+    )
     with WithoutWeights():
-        head = BlockHead(BlockConfig(facts["levels"], facts["layers"], owner.sizes, *sizes))
+        head = BlockHead(config)
     load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)
     return head.to(owner.device, owner.dtype).eval()
 

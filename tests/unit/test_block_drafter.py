@@ -7,15 +7,25 @@ Shape letters: R rows, T positions, C width.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.decode import decode
+from specmm.guidance import Guidance
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import load_block, save_drafter, target_fingerprint
-from specmm.recipes.training.block_drafter import go_on_from
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.processors import Processor
+from specmm.randomness import Uniforms
+from specmm.recipes.training.block_drafter import block_loss, go_on_from
+from specmm.recipes.training.llamagen_drafters import seen_by
+from specmm.tree import TreeShape
+from specmm.verify import Recursive
 
 GPT = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=3, multiple_of=16
@@ -43,8 +53,8 @@ def test_a_wider_drafter_begins_as_the_one_it_goes_on_from() -> None:
     assert not torch.allclose(states(wide), states(narrow), atol=1e-2)
     go_on_from(wide, narrow)
     torch.testing.assert_close(states(wide), states(narrow))
-    with pytest.raises(ValueError, match="at most 96 wide, got one with 3 levels"):
-        go_on_from(narrow, wide)
+    go_on_from(narrow, wide)  # the units that it lacks weigh nothing
+    torch.testing.assert_close(states(narrow), states(wide))
     with pytest.raises(ValueError, match="got one with 2 levels"):
         go_on_from(wide, BlockHead(BlockConfig(2, 2, GPT, (1,))))
 
@@ -67,3 +77,56 @@ def test_the_width_is_kept_on_disk(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(facts | {"inner": 48}))
     with pytest.raises(ValueError, match=r"feed_forward\.w"):
         load_block(tmp_path, target)
+
+
+def randomly(module: torch.nn.Module) -> torch.nn.Module:
+    """``module`` with weights of some size everywhere."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return module.eval()
+
+
+CHAIN = TreeShape.chain(3), (0, 1, 2, 3)
+TREE = TreeShape.from_parents([-1, 0, 0, 0, 1, 3, 5]), (0, 3, 5, 6)  # and a path of it
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("shape", "path"), [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("added", [{}, {"memory": 5}, {"surroundings": True}], ids=str)
+def test_what_is_drafted_is_what_was_learnt(
+    added: dict[str, Any], shape: TreeShape, path: tuple[int, ...]
+) -> None:
+    """In every round of a picture: the recorded distribution of each draft that has no earlier
+    sibling is that which training compares with the target's, after the same tokens.
+    """
+    model = randomly(Transformer(GPT))
+    target = LlamaGenTarget(model, Guidance(), Processor())
+    head = randomly(BlockHead(BlockConfig(3, 2, GPT, (1,), **added)))
+    drafter = BlockDrafter(head, target, shape)
+    alone = [int(shape.ranks[0, node]) == 0 for node in path[1:]]
+    trees = []
+    propose = drafter.propose
+
+    def noted(*given: Any) -> Any:
+        tree = propose(*given)
+        trees.append((int(drafter.cache.lengths) - 1, tree))
+        return tree
+
+    drafter.propose = noted
+    labels = torch.tensor([2])
+    uniforms = Uniforms.from_seeds([1])
+    *_, end = decode(target, drafter, Recursive(), Prompt(labels), 16, uniforms)
+    logits = torch.randn(1, 16, 20, generator=torch.Generator().manual_seed(5))
+    inside = [(root, tree) for root, tree in trees if root + 3 < 16]
+    assert any(root >= 4 for root, _ in inside)  # below the first row
+    for root, tree in inside:
+        drafts = tree.tokens[:, path]
+        tokens = torch.cat([end.tokens[:, :root], drafts, end.tokens[:, root + 4 : 16]], dim=1)
+        seen = replace(seen_by(model, labels, tokens, (1,)), logits=logits)
+        at = torch.tensor([[root]])
+        overlap = block_loss(head, seen, lambda x, _: model.output(x), at, head.rotary)
+        probs = logits[0, root + 1 : root + 4].softmax(-1)
+        wanted = torch.minimum(probs, tree.probs[0, path[1:]]).sum(-1)
+        torch.testing.assert_close(overlap[1][alone], wanted[alone])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmm.block_memory import BlockMemory
 from specmm.training import Losses
 
 ANCHORS = 16  # blocks a row
@@ -88,3 +89,23 @@ def probs_loss(
 def fading(count: int, length: float) -> Tensor:
     """Weights [K] exp(-k / ``length``): a later draft counts less, for it needs all before it."""
     return torch.exp(-torch.arange(count) / length)
+
+
+def along(memory: BlockMemory, states: Tensor, embeddings: Tensor) -> Tensor:
+    """``states`` [B, A, K, C] with the memory of the real tokens before each draft, of
+    ``embeddings`` [B, A, K, C].
+    """
+    latest = None
+    found = []
+    tokens = memory.read(embeddings).unbind(2)
+    for place, token in zip(memory.places(states).unbind(2), tokens, strict=True):
+        state, latest = memory(place, token, latest)
+        found.append(state)
+    return torch.stack(found, dim=2)
+
+
+@torch.no_grad()
+def silence(memory: BlockMemory) -> None:
+    """Make an untrained ``memory`` add nothing yet."""
+    memory.place.bias.zero_()
+    memory.out.weight.zero_()

@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.block_heads import BlockMemory
 from specmm.diffusion_drafters.models.dflash import CACHE, DFlash, context_keys
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.hf.target import VLMTarget
-from specmm.recipes.training.blocks import ANCHORS, Anchors, Head, fading, probs_loss
+from specmm.recipes.training.blocks import (
+    ANCHORS,
+    Anchors,
+    Head,
+    along,
+    fading,
+    probs_loss,
+    silence,
+)
 from specmm.recipes.training.drawn_rows import Batch, Rows
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.training import MUON, Losses, fit, seeded
@@ -61,17 +68,10 @@ def build_block(
             model.markov.before.weight.data.normal_(0, sizes.initializer_range)
             model.markov.after.weight.data.zero_()  # it adds nothing yet
         if model.recurrent is not None:
-            _silence(model.recurrent)
+            silence(model.recurrent)
     if ids is not None:
         model.set_ids(ids.sort().values)
     return model.to(target.device)
-
-
-@torch.no_grad()
-def _silence(memory: BlockMemory) -> None:
-    """Make an untrained ``memory`` add nothing yet."""
-    memory.place.bias.zero_()
-    memory.out.weight.zero_()
 
 
 def _sizes(target: VLMTarget, layers: int, block: int, inner: int) -> Any:
@@ -118,7 +118,7 @@ def with_memory(before: DFlash, size: int) -> DFlash:
     with seeded(0):
         model = DFlash(dataclasses.replace(config, recurrent=size or config.recurrent))
     if model.recurrent is not None and before.recurrent is None:
-        _silence(model.recurrent)
+        silence(model.recurrent)
     model.load_state_dict(before.state_dict(), strict=False)
     if model.ids is not None:
         model.set_ids(model.ids)
@@ -175,19 +175,6 @@ def block_loss(
     pairs = None if model.markov is None else model.pairs(before)
     weights = fading(size - 1, fade).to(device)
     return probs_loss(states, wanted.view_as(states), weights, head, pairs)
-
-
-def along(memory: BlockMemory, states: Tensor, embeddings: Tensor) -> Tensor:
-    """``states`` [B, A, K, C] with the memory of the real tokens before each draft, of
-    ``embeddings`` [B, A, K, C].
-    """
-    latest = None
-    found = []
-    tokens = memory.read(embeddings).unbind(2)
-    for place, token in zip(memory.places(states).unbind(2), tokens, strict=True):
-        state, latest = memory(place, token, latest)
-        found.append(state)
-    return torch.stack(found, dim=2)
 
 
 def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:

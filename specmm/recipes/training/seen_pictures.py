@@ -59,7 +59,8 @@ class SeenPictures:
         drawn = slice(ids.shape[1] - 1, None)  # the prompt's last place predicts the first token
         order = torch.arange(tokens.shape[1])[None]
         logits = self.logits(states[:, drawn], order)
-        return Seen(logits, hidden[:, drawn], embedded, self.target.drawable(tokens))
+        places = self.target.drawable(tokens)
+        return Seen(logits, hidden[:, drawn], embedded, places, self.target.sizes.columns)
 
     def _places(self, mask: Tensor, drawn: int) -> Tensor:
         """Positions [B, L + T - 1] after prompts of ``mask`` [B, L], or [3, B, L + T - 1] where the

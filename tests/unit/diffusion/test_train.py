@@ -4,9 +4,9 @@ import pytest
 import torch
 import transformers as tf
 
+from specmm.block_memory import BlockMemory
 from specmm.decode import decode_plain
 from specmm.diffusion_drafters.cached_sources import CausalSource
-from specmm.diffusion_drafters.models.block_heads import BlockMemory
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.drafter import Feedback

@@ -1,0 +1,68 @@
+"""A memory along a block of drafts, for drafters of texts and of pictures.
+
+Shape letters: C width, R size of the memory, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specmm.hardware import state_of
+
+NORM_EPS = 1e-6  # added to an embedding's mean square
+TABLE_ROWS = 8192  # embeddings normed at a time
+
+
+class BlockMemory(nn.Module):
+    """A memory of ``size`` R along a block of states of ``width`` C, which binds each draft to
+    those before it.
+
+        h_k = silu(token e(x_{k-1}) + place s_k + memory h_{k-1}),   logits_k = head(s_k + out h_k)
+
+    with the block's states s, the target's normed embeddings e and its head: a few small products a
+    draft. The products of tokens are computed once for all of them. Source: DSpark's sequential
+    head; the cell and its names are our own.
+    """
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.token = nn.Linear(width, size, bias=False)
+        self.place = nn.Linear(width, size)
+        self.memory = nn.Linear(size, size, bias=False)
+        self.out = nn.Linear(size, width, bias=False)
+        self._table = torch.empty(0)
+        self._table_of: tuple[object, ...] = ()
+
+    def read(self, embeddings: Tensor) -> Tensor:
+        """The part [..., R] of drafted tokens with the target's ``embeddings`` [..., C]."""
+        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
+        return found
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def table(self, embeddings: Tensor) -> Tensor:
+        """``read`` of all tokens [V, R], again where ``embeddings`` [V, C] or weights changed."""
+        state = (state_of(embeddings), state_of(self.token.weight))
+        if self._table_of[:2] != state:
+            parts = [self.read(part) for part in embeddings.split(TABLE_ROWS)]
+            self._table = torch.cat(parts)
+            # The embeddings are kept alive, or their place in memory could become another's.
+            self._table_of = (*state, embeddings)
+        return self._table
+
+    def places(self, states: Tensor) -> Tensor:
+        """The block's ``states`` [..., C] and their part of the memory, joined [..., C + R]."""
+        return torch.cat([states, self.place(states)], dim=-1)
+
+    def forward(self, place: Tensor, token: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
+        """A draft's state [..., C] and the memory [..., R] after it.
+
+        ``place`` [..., C + R] is of :meth:`places`, ``token`` [..., R] of the token before by
+        :meth:`read`, ``memory`` the one after that token (None: the block begins).
+        """
+        states, inner = place.split([self.out.out_features, self.out.in_features], dim=-1)
+        inner = inner + token
+        memory = F.silu(inner if memory is None else inner + self.memory(memory))
+        return states + self.out(memory), memory
