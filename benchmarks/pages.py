@@ -231,6 +231,7 @@ OFFICIAL = (
     ("ours, s", "ours"),
     ("theirs / ours", "speedup"),
     *SPEED[2:],
+    ("repeats", "repeats"),
     ("theirs, MiB", "theirs_mib"),
     ("ours, MiB", "ours_mib"),
     ("load", "load"),
