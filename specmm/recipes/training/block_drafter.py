@@ -120,12 +120,13 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """
     config = drafter.config
     begun = other.config
-    added = dict(
+    wanted = replace(
+        begun,
         inner=config.inner,
         memory=begun.memory or config.memory,
         surroundings=begun.surroundings or config.surroundings,
     )
-    if replace(begun, **added) != config:
+    if wanted != config:
         raise ValueError(
             "drafter must go on from one of its levels, layers and auxiliary layers, with no more "
             f"than its memory and surroundings, got one with {begun.levels} levels, "
