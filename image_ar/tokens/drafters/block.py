@@ -18,6 +18,7 @@ levels, S cache slots, C width, N tree nodes, D tree depth, P parents of a level
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +127,7 @@ class BlockHead(nn.Module):
         hold. ``rotary`` is for pictures of another size than usual.
         """
         factors = (rotary or self.rotary).at(cells)
-        given: list[Memory | None] = [*(memories or [None] * len(self.layers))]
+        given: Sequence[Memory | None] = memories or [None] * len(self.layers)
         *earlier, final = zip(self.layers, given, strict=True)
         for layer, memory in earlier:
             x = layer(x, factors, bias, memory)
