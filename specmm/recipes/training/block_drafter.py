@@ -120,7 +120,7 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """
     config = drafter.config
     begun = other.config
-    added = dict(
+    added: dict[str, Any] = dict(
         inner=config.inner,
         memory=begun.memory or config.memory,
         surroundings=begun.surroundings or config.surroundings,
