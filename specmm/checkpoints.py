@@ -38,9 +38,12 @@ class FileError(ValueError):
     """Something is wrong with ``file``, as is ``said`` of it."""
 
     def __init__(self, file: str | Path, said: str) -> None:
-        super().__init__(f"{file} {said}")
+        super().__init__(file, said)  # as given, so that it is whole in another process, too
         self.file = file
         self.said = said
+
+    def __str__(self) -> str:
+        return f"{self.file} {self.said}"
 
 
 def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State:

@@ -2,13 +2,14 @@
 
 import argparse
 import os
+import pickle
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from specmm.checkpoints import load_strict, read_checkpoint
+from specmm.checkpoints import FileError, load_strict, read_checkpoint
 
 SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
 
@@ -172,3 +173,9 @@ def test_wrong_state_is_named_and_nothing_is_loaded(state, message):
         load_strict(target, state, source="some/file.pt")
     assert str(caught.value).startswith("some/file.pt must hold") and "\n" not in str(caught.value)
     assert same(target, module(1))
+
+
+def test_an_error_about_a_file_is_whole_in_another_process():
+    error = FileError("model.pt", "is damaged")
+    passed = pickle.loads(pickle.dumps(error))
+    assert (passed.file, passed.said, str(passed)) == ("model.pt", "is damaged", str(error))

@@ -264,6 +264,7 @@ def test_broken_files_are_named_errors() -> None:
     assert {key.split(": ")[1] for key in found["outcomes"]} <= {
         "read",
         "ValueError",
+        "FileError",
         "OSError",
         "FileNotFoundError",
     }
