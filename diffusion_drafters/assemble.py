@@ -81,7 +81,8 @@ def load_deer_or_diffusion(
 def load_diffusion(folder: Path, target: PreTrainedModel, method: str) -> Diffusion:
     """The diffusion language model in ``folder``, its tokenizer and its n-gram proxy, if any."""
     proxy = NGram.load(folder / PROXY) if (folder / PROXY).is_file() else None
-    return Diffusion(load_diffusion_lm(folder, target.dtype), own_tokenizer(folder), proxy)
+    model = load_diffusion_lm(folder, target.dtype).to(target.device)
+    return Diffusion(model, own_tokenizer(folder), proxy)
 
 
 def make_block(

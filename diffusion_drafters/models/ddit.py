@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -99,6 +100,11 @@ class MaskedDDiT:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.network.vocab_embed.embedding.device
+
+    def to(self, device: torch.device) -> Self:
+        """Move the weights to ``device``."""
+        self.network.to(device)
+        return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
         """States [B, L, C]; see :class:`DiffusionLM`."""

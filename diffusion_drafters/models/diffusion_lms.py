@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -99,6 +99,11 @@ class FullAttention:
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.model.lm_head.weight.device
+
+    def to(self, device: torch.device) -> Self:
+        """Move the weights to ``device``."""
+        self.model.to(device)
+        return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
         """States [B, L, C]; see :class:`DiffusionLM`."""

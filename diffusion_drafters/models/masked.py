@@ -9,7 +9,7 @@ drafter's vocabulary.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,10 @@ class DiffusionLM(Protocol):
     end: int | None
     room: int
     shift: int
+
+    def to(self, device: torch.device) -> Self:
+        """Move the weights to ``device``."""
+        ...
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
         """States [B, L, C] of ``tokens`` [B, L]; those not ``valid`` [B, L] bool are not seen."""

@@ -127,8 +127,10 @@ def infer_vqvae_config(
     scales = shape_of(state, "quantize.ema_vocab_hit_SV", source)[0]
     sides = patch_nums or (PATCHES_256 if scales == len(PATCHES_256) else ())
     if len(sides) != scales:
-        raise ValueError(
-            f"patch_nums must be the sides of the {scales} scales of {source}, got {patch_nums}"
+        raise FileError(
+            source,
+            f"needs other sizes: patch_nums must be the sides of the {scales} scales in it, got "
+            f"{patch_nums}",
         )
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
     levels = count(state, r"encoder\.down\.(\d+)\.")

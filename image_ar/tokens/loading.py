@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from specmm.checkpoints import (
     LEFTOVERS,
+    FileError,
     State,
     check_fingerprint,
     fingerprint,
@@ -387,9 +388,10 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
         facts["vocab_size"], facts["hidden_size"] = state["embed_tokens.weight"].shape
     for name, value in wanted.items():
         if value is not None and facts.get(name, value) != value:
-            raise ValueError(
-                f"drafter must be of this target ({name} {value}), got {facts[name]} in {path}, "
-                "train one for it"
+            raise FileError(
+                path,
+                f"is not for it: drafter must be of this target ({name} {value}), got "
+                f"{facts[name]} in the file, train one for it",
             )
 
 

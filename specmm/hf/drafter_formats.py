@@ -155,8 +155,8 @@ BLOCKS = "specmm.diffusion_drafters.export"
 HEADS = "specmm.hf.drafters.eagle3_files"
 EAGLE3 = {layout: f"{HEADS}:to_{layout}" for layout in ("speculators", "eagle", "specforge")}
 FORMATS: tuple[DrafterFormat, ...] = (
-    DrafterFormat("LlamaGen block drafter", _model("BlockHead"), ("speculative",)),
-    DrafterFormat("LlamaGen EAGLE head", _model("EagleHead"), ("eagle",)),
+    DrafterFormat("picture model's block drafter", _model("BlockHead"), ("speculative",)),
+    DrafterFormat("picture model's EAGLE head", _model("EagleHead"), ("eagle",)),
     DrafterFormat("speculators EAGLE-3 head", _named("eagle3"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators P-EAGLE head", _named("peagle"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators DFlash drafter", _named("dflash"), ("block",)),

@@ -141,10 +141,11 @@ class _Reader:
         names = self.folder.weights
         if not names or any(picture.scores in name for name in names):
             found["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
-            if not (self.folder.path / "drafters" / "block").is_dir():
+            drafters = self.folder.path / "drafters"
+            if not any((drafters / kind).is_dir() for kind in ("block", "eagle")):
                 self.notes.append(
-                    "speculative, lantern and lantern++ need a block drafter, and there is none in "
-                    "drafters/block; specmm train drafter makes one, or an EAGLE head for eagle"
+                    "speculative, lantern, lantern++ and eagle need a drafter, and there is none "
+                    "in drafters/block or drafters/eagle; specmm train drafter makes one"
                 )
         else:
             self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specmm import zoo
-from specmm.checkpoints import NESTING, FileError, read_checkpoint
+from specmm.checkpoints import NESTING, PICKLED, FileError, read_checkpoint
 from specmm.files import writable
 from specmm.image_ar.continuous import loading as mar
 from specmm.image_ar.scales import loading as var
@@ -85,9 +85,11 @@ def _files(
     if file.is_dir():
         raise ValueError(f"{source} must be a release's file of weights or a name, got a folder")
     if not file.is_file():
-        if like is not None:
-            raise ValueError(f"--like says what a file is, got {source}, a name; leave it out")
         entry = zoo.entry_of(str(source))
+        if like is not None and entry is not None:
+            raise ValueError(f"--like says what a file is, got {source}, a name; leave it out")
+        if like is not None:
+            raise ValueError(f"{source} must be a file of weights, it is not there")
         _check(entry, source)
         assert entry is not None
         return entry, _with_others(entry, {}, others)
@@ -111,6 +113,10 @@ def _with_others(
         if not file.is_file():
             raise ValueError(f"{place} must be a file of weights, got {file}, which is not there")
     given = {**files, **others}
+    for file in given.values():
+        if file.suffix not in (".safetensors", *PICKLED):
+            known = ", ".join((".safetensors", *PICKLED))
+            raise ValueError(f"{file} must be a file of weights, which end in {known}")
     rest = {place: part for place, part in entry.parts.items() if place not in given}
     return given | zoo.files_of(entry, parts=rest)
 
@@ -161,4 +167,7 @@ def _write_parts(entry: Published, links: Path, out: Path, dtype: torch.dtype | 
 def _dtype_of(path: Path) -> torch.dtype:
     """The dtype of the weights in ``path``, which are not read."""
     state = read_checkpoint(path, (mar.EMA, "trainer", *NESTING))
-    return next(x.dtype for x in state.values() if x.is_floating_point())
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            return tensor.dtype
+    raise FileError(path, "must hold weights, got whole numbers alone")

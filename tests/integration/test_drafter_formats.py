@@ -54,8 +54,8 @@ KINDS = {
 POCKET = {
     "coder/drafters/deer": "DEER drafter",
     "llava/drafters/msd": "MSD head",
-    "llamagen/drafters/block": "LlamaGen block drafter",
-    "llamagen/drafters/eagle": "LlamaGen EAGLE head",
+    "llamagen/drafters/block": "picture model's block drafter",
+    "llamagen/drafters/eagle": "picture model's EAGLE head",
     "llava": "vision-language model",
     "smollm2": "language model in a Python package",
     "var": "picture model of this library",

@@ -277,7 +277,7 @@ def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
     assert found["format"] == "picture model of transformers"
     assert {"sjd", "speculative", "eagle", "gsd", "self"} <= set(found["takes"]["draws"])
     assert list(found["takes"]) == ["draws"] and "specmm generate" in found["use"]
-    assert any("need a block drafter" in note for note in found["notes"])
+    assert any("need a drafter" in note for note in found["notes"])
     said = run("inspect", tmp_path).stdout
     assert "  draws     by ar, sjd" in said and "vision-language" not in said
 

@@ -340,8 +340,12 @@ def test_mistakes_in_files_are_told_by_their_own_names(server, releases, tmp_pat
     cut, other = tmp_path / "cut.pth", tmp_path / "other.pth"
     cut.write_bytes(whole.read_bytes()[:-900])
     torch.save({"x": torch.zeros(2)}, other)
+    counts, unknown = tmp_path / "counts.pth", tmp_path / "unknown.dat"
+    torch.save({"x": torch.zeros(2, dtype=torch.int64)}, counts)
+    unknown.write_bytes(b"0")
     vae = releases[VAR] / "vae_ch160v4096z32.pth"
-    for file, beside, at_fault in ((cut, vae, cut), (other, vae, other), (whole, other, other)):
+    pairs = ((cut, vae, cut), (other, vae, other), (whole, other, other))
+    for file, beside, at_fault in (*pairs, (counts, vae, counts), (whole, unknown, unknown)):
         given = ["--like", "var-d16", "--with", f"vae={beside}"]
         run = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "out"), *given])
         assert run.exit_code == 2 and run.stderr.startswith(f"error: {at_fault} must "), run.output

@@ -5,11 +5,13 @@ Shape letters: none.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specmm.diffusion_drafters.assemble import load_diffusion
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention, load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import block_logits
 
@@ -119,3 +121,11 @@ def test_prefixes_and_blocks_that_do_not_fit(prefix, block, message):
     model = load_diffusion_lm(PARITY / "dream")
     with pytest.raises(ValueError, match=message):
         block_logits(model, torch.ones(1, prefix, dtype=torch.int64), block)
+
+
+@pytest.mark.parametrize("name", ["dream", "llada", "mdlm", "bd3lm"])
+def test_a_drafter_is_where_its_target_is(name):
+    target = SimpleNamespace(device=torch.device("meta"), dtype=torch.float32)  # all that is read
+    model = load_diffusion(PARITY / name, target, "diffuspec").model
+    states = model.states(torch.zeros(1, 3, dtype=torch.int64, device="meta"))
+    assert states.device == model.head(states).device == target.device
