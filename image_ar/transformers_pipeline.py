@@ -314,7 +314,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         def static() -> PictureTarget:
             make = partial(StaticPictureTarget, target)
-            return static_target(method, self.parts, key, make, self.device)
+            return static_target(method, self.parts, key, make, self.device, self.works)
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 

@@ -171,6 +171,11 @@ class Works:
         """Programs of this process no longer serve: the networks have moved."""
         self.all.clear()
 
+    def replaced(self) -> None:
+        """Programs of this process are gone, and are built or loaded when they are needed again."""
+        for work in self.all.values():
+            work.ready = False
+
     def begin(
         self,
         compiled: Compiled,

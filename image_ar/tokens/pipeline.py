@@ -350,7 +350,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
 
         def static() -> LlamaGenTarget:
             make = partial(StaticTarget, target)
-            return static_target(method, self.parts, key, make, self.device)
+            return static_target(method, self.parts, key, make, self.device, self.works)
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 
