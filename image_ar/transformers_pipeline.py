@@ -49,6 +49,7 @@ from specmm.image_ar.tokens.loading import (
     DrafterHead,
     DrafterHeads,
     Owner,
+    kind_of,
     load_drafters,
     save_drafters_of,
 )
@@ -133,7 +134,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
         Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own,
-        or one's own (see :func:`specmm.register`).
+        in place of the model's of its kind, or one's own (see :func:`specmm.register`).
         ``device_map``, ``quantization_config`` and ``variant`` are transformers', of the model
         alone; ``revision`` and ``cache_dir`` are a hub id's.
         Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
@@ -158,7 +159,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             prepack(module)
         tokenizer = load_tokenizer(words)
         given = (str(name), drafters, owner)
-        return cls(model, tokenizer, facts, folder, method, *given)
+        pipe = cls(model, tokenizer, facts, folder, method, *given)
+        pipe.parts.given = None if drafter is None else kind_of(drafter)
+        return pipe
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
@@ -311,7 +314,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         def static() -> PictureTarget:
             make = partial(StaticPictureTarget, target)
-            return static_target(method, self.parts, key, make, self.device)
+            return static_target(method, self.parts, key, make, self.device, self.works)
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 

@@ -31,6 +31,7 @@ Compiled: TypeAlias = bool | Literal["auto"]
 # Of this machine's programs until one has been timed on it: half a minute to two (the CPU).
 BUILD = 90.0
 LOAD = 0.25  # of the seconds to build: programs that lie in the folder (5.8 of 23.4 CPU seconds)
+TRIES = 3  # batches by which programs are judged: one may run beside other work
 SHARE = 0.35  # of uncompiled seconds saved until both are measured: LlamaGen 0.3 to 0.45
 
 
@@ -49,11 +50,16 @@ class Seconds:
     load: float | None = None
 
     @property
+    def usual(self) -> float:
+        """What a compiled picture usually saves."""
+        return (self.plain or 0.0) * SHARE
+
+    @property
     def saved(self) -> float:
         """By a compiled picture."""
-        if self.plain is None:
-            return 0.0
-        return self.plain * SHARE if self.quick is None else self.plain - self.quick
+        if self.plain is None or self.quick is None:
+            return self.usual
+        return self.plain - self.quick
 
     @property
     def cost(self) -> float:
@@ -81,6 +87,7 @@ class Work:
     missed: float = 0.0  # seconds that programs would have saved in this process
     ready: bool = False  # programs have run in this process
     able: bool = True  # there are programs for it
+    tried: int = 0  # compiled batches of this process after the first
 
     @classmethod
     def of(cls, key: object) -> Work:
@@ -91,11 +98,19 @@ class Work:
         file = place / "seconds" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
         return cls(_read(file), file)
 
+    @property
+    def saved(self) -> float:
+        """By a compiled picture; that it is nothing is believed after ``TRIES`` batches, and anew
+        in every process.
+        """
+        found = self.seconds.saved
+        return found if found > 0 or self.tried >= TRIES else self.seconds.usual
+
     def pays(self, pictures: int) -> bool:
         """Whether programs pay for ``pictures`` to come, after those of this process so far."""
         if self.ready:
-            return self.seconds.saved > 0
-        return self.missed + pictures * self.seconds.saved > self.seconds.cost
+            return self.saved > 0
+        return self.missed + pictures * self.saved > self.seconds.cost
 
     def observe(self, seconds: float, pictures: int, quick: bool) -> None:
         """``pictures`` took ``seconds``, compiled if ``quick``."""
@@ -103,8 +118,9 @@ class Work:
         each = seconds / pictures
         if not quick:
             known.plain = each if known.plain is None else min(each, known.plain)
-            self.missed += pictures * max(known.saved, 0.0)
+            self.missed += pictures * max(self.saved, 0.0)
         elif self.ready:
+            self.tried += 1
             known.quick = each if known.quick is None else min(each, known.quick)
         else:
             usual = known.quick or (known.plain or 0.0) * (1 - SHARE)
@@ -154,6 +170,11 @@ class Works:
     def clear(self) -> None:
         """Programs of this process no longer serve: the networks have moved."""
         self.all.clear()
+
+    def replaced(self) -> None:
+        """Programs of this process are gone, and are built or loaded when they are needed again."""
+        for work in self.all.values():
+            work.ready = False
 
     def begin(
         self,

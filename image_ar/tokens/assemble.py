@@ -49,7 +49,7 @@ SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
 WITHOUT_DRAFTER: tuple[methods.Method, ...] = (methods.SJD(), methods.SelfDraft())
-ANY = "any"  # drafter: EAGLE's head on its tree where there is one, else the block drafter
+ANY = "any"  # drafter: the one given, else EAGLE's head on its tree, else the block drafter
 TRAINED = ("block", "eagle", ANY)
 PICTURES = 3  # drawn by each method where nothing can be planned
 MARGIN = 0.05  # what a method must gain at least
@@ -61,7 +61,8 @@ class PictureParts:
 
     Drafters by kind, the codebook [W, E] and the rising ids [W] of the tokens that are its codes
     (None: all, in order), trees by method that the model's maker recommends (children by level of a
-    spine) and the block drafter's measured acceptance by level and rank.
+    spine) and the block drafter's measured acceptance by level and rank. ``given`` is the kind of
+    the drafter that whoever opened the model gave.
     ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
     what they depend on.
     """
@@ -71,6 +72,7 @@ class PictureParts:
     code_ids: Tensor | None = None
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
+    given: str | None = None
     plans: dict[Hashable, Plan] = field(default_factory=dict)
     made: dict[Hashable, object] = field(default_factory=dict)
 
@@ -86,6 +88,11 @@ class PictureParts:
         if choice is None or choice.drafter not in TRAINED:
             return True
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
+
+    @property
+    def any(self) -> str:
+        """The kind that ``ANY`` stands for."""
+        return self.given or ("eagle" if "eagle" in self.drafters else "block")
 
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
@@ -108,9 +115,8 @@ def assemble(
     if choice is None:
         raise ValueError(f"method {method.name!r} drafts nothing")
     if choice.drafter == ANY:
-        kind_there = "eagle" if "eagle" in parts.drafters else "block"
-        tree = choice.tree if kind_there == "eagle" else None
-        choice = replace(choice, drafter=kind_there, tree=tree)
+        tree = choice.tree if parts.any == "eagle" else None
+        choice = replace(choice, drafter=parts.any, tree=tree)
     own = not isinstance(choice.drafter, str) or of_others(choice.drafter)
     make = _outside if own else DRAFTERS.get(choice.drafter)
     if make is None:

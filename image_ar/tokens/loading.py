@@ -265,25 +265,29 @@ def load_drafters(
     owner: Owner, model: Path, drafter: str | Path | None = None
 ) -> dict[str, DrafterHead]:
     """Every drafter in the folder of a ``model``, at ``drafters/<kind>/{model.safetensors,
-    config.json}``, and a ``drafter`` in a folder of its own, by kind and in the target's dtype.
+    config.json}``, by kind and in the target's dtype; a ``drafter`` in a folder of its own in place
+    of the model's of its kind, which is not read.
 
     Raises ``ValueError`` for a ``drafter`` that is none, and for one of another target.
     """
     own = model / "drafters"
-    found = {k: load(owner, own / k) for k, load in READERS.items() if (own / k).is_dir()}
-    return found if drafter is None else found | _load_drafter(owner, Path(drafter))
+    folders = {kind: own / kind for kind in READERS if (own / kind).is_dir()}
+    if drafter is not None:
+        folders[kind_of(drafter)] = Path(drafter)
+    return {kind: READERS[kind](owner, folder) for kind, folder in folders.items()}
 
 
-def _load_drafter(owner: Owner, folder: Path) -> dict[str, DrafterHead]:
-    file = folder / "config.json"
+def kind_of(drafter: str | Path) -> str:
+    """The kind of the ``drafter`` in a folder of its own; raises ``ValueError`` for none."""
+    file = Path(drafter) / "config.json"
     kinds = {"BlockHead": "block", "EagleHead": "eagle"}
     kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
     if kind is None:
         raise ValueError(
-            f"drafter must be a folder with a block drafter or an EAGLE head, got {folder}; "
+            f"drafter must be a folder with a block drafter or an EAGLE head, got {drafter}; "
             "specmm train drafter makes one"
         )
-    return {kind: READERS[kind](owner, folder)}
+    return kind
 
 
 def save_drafters(

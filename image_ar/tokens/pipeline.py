@@ -41,6 +41,7 @@ from specmm.image_ar.tokens.loading import (
     DrafterHead,
     DrafterHeads,
     Owner,
+    kind_of,
     load_drafters,
     load_gpt,
     load_vq,
@@ -179,7 +180,9 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         captions = None
         if text_encoder:
             captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num)
-        return cls(transformer, vq, drafters, settings, resolved, captions, str(name))
+        pipe = cls(transformer, vq, drafters, settings, resolved, captions, str(name))
+        pipe.parts.given = None if drafter is None else kind_of(drafter)
+        return pipe
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, with the official parameter names, in
@@ -347,7 +350,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
 
         def static() -> LlamaGenTarget:
             make = partial(StaticTarget, target)
-            return static_target(method, self.parts, key, make, self.device)
+            return static_target(method, self.parts, key, make, self.device, self.works)
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 

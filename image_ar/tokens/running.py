@@ -25,6 +25,7 @@ from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
+from specmm.when_compiled import Works
 
 T = TypeVar("T")
 
@@ -93,10 +94,15 @@ def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
 
 
 def static_target(
-    method: Method, parts: PictureParts, key: Hashable, make: Callable[[], T], device: torch.device
+    method: Method,
+    parts: PictureParts,
+    key: Hashable,
+    make: Callable[[], T],
+    device: torch.device,
+    works: Works,
 ) -> T:
     """What ``make`` gives for compiled steps and rounds of ``method``; calls with the same ``key``
-    share it.
+    share it, and ``works`` are told when it is another.
 
     Raises ``ValueError`` for a method that compiled rounds do not serve, and where there is no
     compiler.
@@ -110,4 +116,5 @@ def static_target(
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache
         parts.made["static of"] = key
         parts.made.pop("static", None)
+        works.replaced()
     return parts.once("static", make)

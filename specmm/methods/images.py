@@ -127,8 +127,9 @@ class Lantern(Composed):
     """LANTERN (arXiv 2410.03355): a token may borrow its ``k`` nearest codes' mass up to ``delta``.
 
     ``residual`` is the distribution sampled after a rejection. The default never emits an excluded
-    token; "release" reproduces the authors' code. ``drafter`` "any" is EAGLE's head where the model
-    has one. ``total``, ``depth`` and ``top_k`` shape its tree; a block drafter has its own.
+    token; "release" reproduces the authors' code. ``drafter`` "any" is the one given when the model
+    was opened, else EAGLE's head where the model has one. ``total``, ``depth`` and ``top_k`` shape
+    its tree; a block drafter has its own.
     """
 
     name: ClassVar[str] = "lantern"

@@ -373,6 +373,25 @@ def test_drafters_are_saved_and_given(kind, pipe, folder, tmp_path):
             assert torch.equal(out.tokens, wanted.tokens) and out.stats.tau == wanted.stats.tau
 
 
+def test_a_given_drafter_takes_the_place_of_the_models(kind, folder, tmp_path):
+    """Also of one that no longer fits, which is not read; and it is what "any" stands for."""
+    copied = shutil.copytree(folder, tmp_path / "model")
+    block = copied / "drafters/block/config.json"
+    facts = json.loads(block.read_text()) | {"target_fingerprint": "0" * 12}
+    block.write_text(json.dumps(facts))
+    drafted = {}
+    for name, (model, drafter) in {
+        "block": (copied, folder / "drafters/block"),
+        "eagle": (folder, folder / "drafters/eagle"),
+        "none": (folder, None),
+    }.items():
+        pipe = opened(model, drafter=drafter)
+        assert sorted(pipe.parts.drafters) == ["block", "eagle"]
+        target = target_of(pipe, kind, SCALE)
+        drafted[name] = type(assemble(methods.Lantern(k=3), target, pipe.parts)[1])
+    assert drafted == {"block": BlockDrafter, "eagle": EagleDrafter, "none": EagleDrafter}
+
+
 def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
     bare = shutil.copytree(folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters"))
     with pytest.raises(ValueError, match="has no 'block' drafter"):

@@ -111,6 +111,32 @@ def test_pictures_are_compiled_once_it_pays(kept, traced, monkeypatch):
     assert len(pipe.works.all) == 2, "other guidance is other work"
 
 
+def test_programs_that_others_took_the_place_of_are_paid_again(kept, traced, monkeypatch):
+    """A pipeline holds the programs of one guidance; what is drawn after a change is no picture's
+    usual time.
+    """
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    pipe = tiny_pipeline(tokens=16)
+
+    def drawn(cfg):
+        """The guidance whose programs there are after a call."""
+        draw(pipe, methods.AR(), cfg, "auto")
+        return pipe.parts.made["static of"][0].scale
+
+    draw(pipe, methods.AR(), 1.0, "auto")
+    assert drawn(1.0) == 1.0
+    (first,) = pipe.works.all.values()
+    draw(pipe, methods.AR(), 1.5, "auto")
+    assert first.ready and drawn(1.5) == 1.5
+    assert not first.ready and first.seconds.load is None and first.tried == 0
+    first.seconds.build = 0.0  # so that loading costs nothing
+    assert drawn(1.0) == 1.0 and first.seconds.load and first.tried == 0
+    draw(pipe, methods.AR(), 1.5, True)
+    assert not first.ready
+    first.seconds.load = 1e9
+    assert [drawn(1.0) for _ in range(3)] == [1.5] * 3, "not worth another change"
+
+
 def test_what_cannot_be_compiled_is_drawn_as_it_is(kept, traced, monkeypatch):
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
     pipe = tiny_pipeline(tokens=16)

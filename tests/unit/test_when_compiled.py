@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specmm import program_cache
-from specmm.when_compiled import BUILD, LOAD, SHARE, Seconds, Work
+from specmm.when_compiled import BUILD, LOAD, SHARE, TRIES, Seconds, Work
 
 
 @pytest.fixture
@@ -39,10 +39,29 @@ def test_what_was_missed_counts_until_it_has_reached_what_programs_take(kept):
 
 
 def test_programs_that_save_nothing_are_not_used():
-    work = Work(Seconds(plain=1.0, quick=1.2, build=40.0), ready=True)
+    work = Work(Seconds(plain=1.0, quick=1.2, build=40.0), ready=True, tried=TRIES)
     assert not work.pays(100)
     work.ready = False
     assert not work.pays(10**9)
+
+
+def test_a_compiled_batch_beside_other_work_does_not_end_compiling():
+    """Programs are judged by several batches, and again in the next process."""
+    work = Work()
+    work.observe(2.0, 1, quick=False)
+    work.observe(60.0, 1, quick=True)
+    for _ in range(TRIES - 1):
+        work.observe(2.6, 1, quick=True)
+        assert work.pays(1)
+    work.observe(2.5, 1, quick=True)
+    assert not work.pays(10**6)
+    later = Work(work.seconds)
+    assert not later.pays(1) and later.pays(10**6)
+    later.observe(2000.0, 1000, quick=False)
+    assert later.missed == pytest.approx(2000 * SHARE) and later.pays(1)
+    later.observe(20.0, 1, quick=True)
+    later.observe(1.0, 1, quick=True)
+    assert later.pays(1) and Work(later.seconds).saved == 1.0
 
 
 def test_the_next_process_knows_the_seconds(kept):
