@@ -249,6 +249,14 @@ def test_gain_by_tau():
     assert report.break_even(row | fixed, PLAIN | fixed) == 1.5
 
 
+def test_a_round_faster_than_a_plain_step_is_pointed_out(tmp_path):
+    facts = {"model": "m", "batch": 1, "mode": "graph", "nodes": 1, "depth": 0}
+    rows = [facts | PLAIN, facts | {"method": "slow", "round_ms": 6.0}]
+    assert "mismeasured" not in "".join(report._rounds("text", rows, tmp_path))
+    rows.append(facts | {"method": "odd", "round_ms": 3.0})
+    assert "mismeasured: odd.**" in "".join(report._rounds("text", rows, tmp_path))
+
+
 def test_the_page_says_what_is_there_and_what_is_not(tmp_path):
     options = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["text", "var", "report", *options]) == 0
