@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.gpu import published, report, running
+from benchmarks.gpu import published, report, rounds, running
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Bench, Case, Part
 from specmm.image_ar.continuous.mar import MAR
@@ -247,6 +247,25 @@ def test_gain_by_tau():
     fixed = {"fixed_ms": 40.0, "rounds": 10}
     assert report.gain(row | fixed, PLAIN | fixed, 6.0) == 80 / 50
     assert report.break_even(row | fixed, PLAIN | fixed) == 1.5
+
+
+def test_the_clock_is_read_at_the_ends_of_all_steps_alone():
+    """Reading it waits for the device, which the loop itself would not."""
+    order = []
+
+    def steps():
+        for number in range(9):
+            order.append(number)
+            yield number
+
+    def now():
+        order.append("now")
+        return float(len(order))
+
+    assert rounds.loop_seconds(now, steps(), 4) == 5 / 4  # from the 5th to the 10th entry
+    assert order == [0, 1, 2, 3, "now", 4, 5, 6, 7, "now"]
+    with pytest.raises(ValueError, match="must have more than 4 rounds, got 4"):
+        rounds.loop_seconds(now, iter(range(4)), 4)
 
 
 def test_a_round_faster_than_a_plain_step_is_pointed_out(tmp_path):
