@@ -80,6 +80,8 @@ def _state(facts: Mapping[str, Any]) -> list[str]:
     dtype = facts["dtype"].removeprefix("torch.")
     lines = [f"- {dtype}, torch {facts['torch']}, {facts['date']}."]
     lines += [f"- Failed: {name or 'the part'} ({why})." for name, why in facts["errors"].items()]
+    if facts["at"] or not (facts["finished"] or facts["errors"] or facts["left"]):
+        lines.append(f"- **Stopped, incomplete**{', at: ' * bool(facts['at'])}{facts['at']}.")
     if facts["left"]:
         lines.append(f"- Left for want of time: {', '.join(facts['left'])}.")
     return lines

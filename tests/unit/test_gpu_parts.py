@@ -141,8 +141,11 @@ def test_a_killed_part_goes_on_where_it_was(bench):
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert not facts(bench.out, "three")["finished"]
     STOPS["dead at"] = ""
-    assert running.run(THREE, bench) and CALLS == ["b", "c"]
-    assert [row["case"] for row in read(bench.out, "three")[1]] == ["a", "b", "c"]
+    assert facts(bench.out, "three")["at"] == "b"
+    assert report._state(facts(bench.out, "three"))[-1] == "- **Stopped, incomplete**, at: b."
+    assert running.run(THREE, bench) and CALLS == ["c", "b"]  # what stopped it is last
+    assert [row["case"] for row in read(bench.out, "three")[1]] == ["a", "c", "b"]
+    assert "Stopped" not in "".join(report._state(facts(bench.out, "three")))
 
 
 def test_a_file_cut_in_two_is_measured_again(bench):
