@@ -36,6 +36,7 @@ ROUND_COLUMNS = {
 }
 REAL_COLUMNS = {
     "batch": "batch",
+    "dtype": "dtype",
     "mode": "mode",
     "method": "method",
     "speedup": "speed-up",

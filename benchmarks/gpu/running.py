@@ -125,6 +125,10 @@ def _told(error: Exception) -> str:
 def _write(part: Part, bench: Bench, done: Progress, facts: dict[str, Any]) -> None:
     names = ("finished", "errors", "left", "at")
     state = {"part": part.name, **{name: getattr(done, name) for name in names}}
+    # a pocket model has its device's fastest dtype, which its rows say
+    dtypes = {str(row.get("dtype", bench.dtype)).removeprefix("torch.") for row in done.rows}
+    if dtypes:
+        state["dtype"] = ", ".join(sorted(dtypes))
     write_results(bench.out, part.name, done.rows, facts | state)
 
 

@@ -29,8 +29,8 @@ from specmm.mapped import META, size_of
 ROOT = Path(__file__).parents[2]
 ROUNDS = {"model", "batch", "mode", "method", "nodes", "depth", "round_ms", "peak_mib"}
 LOOPS = ROUNDS | {"draft_ms", "verify_ms", "host_share", "repeats"}
-REAL = {"model", "batch", "mode", "method", "seconds", "speedup", "repeats"}
-RACED = REAL | {"tau", "host_overhead", "dtype", "certificate", "peak_mib"}
+REAL = {"model", "batch", "mode", "method", "seconds", "speedup", "repeats", "dtype"}
+RACED = REAL | {"tau", "host_overhead", "certificate", "peak_mib"}
 RACED |= {"speedup_low", "speedup_high"}
 COLUMNS = {
     "kernels": {"check", "error", "model", "S", "T", "batch", "contender", "ms", "bytes"},
@@ -288,6 +288,13 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path):
     shown = [line for line in page.splitlines() if line.startswith("![")]
     files = {line.split("(")[1].rstrip(")") for line in shown}
     assert len(files) == 2 and all((tmp_path / name).stat().st_size > 5000 for name in files)
+
+
+def test_a_page_says_the_dtype_that_rows_were_measured_in(bench):
+    rows = running.Progress([{"case": "a", "dtype": "float32"}], at="b")
+    running._write(THREE, bench, rows, running.environment(dtype=str(bench.dtype)))
+    assert facts(bench.out, "three")["dtype"] == "float32" and bench.dtype == torch.bfloat16
+    assert report._state(facts(bench.out, "three"))[0].startswith("- float32, ")
 
 
 @pytest.mark.slow
