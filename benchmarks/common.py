@@ -63,9 +63,11 @@ def parse(text: str) -> methods.Method:
     return methods.resolve(name, **found)
 
 
-def load_pipeline(model: str | Path, dtype: torch.dtype | None = None) -> Any:
-    """The pipeline of ``model``'s family, without a progress bar, in the fastest dtype."""
-    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
+def load_pipeline(
+    model: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> Any:
+    """The pipeline of ``model``'s family, without a progress bar, in ``device``'s fastest dtype."""
+    pipe = ImagePipeline.from_pretrained(model, torch_dtype=dtype, device=device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

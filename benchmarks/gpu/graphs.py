@@ -22,7 +22,7 @@ from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
-from specmm.image_ar.tokens.target import LlamaGenTarget, StaticTarget
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
 from specmm.randomness import PredrawnUniforms
 from specmm.stats import Clock
@@ -86,11 +86,25 @@ def mask_of(cache: Cache, words: Tensor) -> TreeMask:
 
 
 class GraphTarget(StaticTarget):
-    """LlamaGen, class-conditional, with captured forwards; one batch size an instance."""
+    """LlamaGen, class-conditional, with captured forwards; one batch size an instance.
+
+    A plain step is a tree of one node, as :class:`VLMGraphTarget`'s: it has what a round has, the
+    processor within the graph and no check, so that neither is handicapped.
+    """
 
     def __init__(self, plain: LlamaGenTarget) -> None:
         super().__init__(plain, Graph)
         self.graphs = TreeGraphs(self._tree_forward)
+        self.alone = TreeShape.chain(0, self.device)
+
+    @torch.inference_mode()
+    def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
+        """As the parent's, with room for a plain step's node; another memory forgets the graphs."""
+        before = self.kept
+        output = super().prefill(prompt, max(scratch, 1))
+        if self.kept is not before:
+            self.graphs.by_size = {}
+        return output
 
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
@@ -98,6 +112,11 @@ class GraphTarget(StaticTarget):
         self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
         self.calls += 1
         return TargetOutput(*self.graphs(tree))
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> TargetOutput:
+        """One plain step."""
+        return one_node(self, tokens)
 
     def _tree_forward(self, tokens: Tensor, depths: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
         """Probs [B, N, V] and hidden states [R, N, C] of drafts [B, N] after the committed."""
@@ -109,6 +128,13 @@ class GraphTarget(StaticTarget):
             x, positions, mask_of(self.cache, words), self.cache.layers, self.aux_layers
         )
         return self.processor(self.guide(logits.float(), positions)), hidden
+
+
+def one_node(target: GraphTarget | VLMGraphTarget, tokens: Tensor) -> TargetOutput:
+    """The forward of ``tokens`` [B], scored as a tree of one node and kept."""
+    output = target.score(DraftTree(tokens[:, None], target.alone))
+    target.cache.keep(torch.zeros_like(tokens)[:, None], torch.ones_like(tokens))
+    return output
 
 
 class VLMGraphTarget(VLMTarget):
@@ -148,10 +174,7 @@ class VLMGraphTarget(VLMTarget):
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
         """One plain step."""
-        output = self.score(DraftTree(tokens[:, None], self.alone))
-        one = torch.ones_like(tokens)
-        self.cache.keep(torch.zeros_like(tokens)[:, None], one)
-        return output
+        return one_node(self, tokens)
 
     def _tree_forward(
         self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor

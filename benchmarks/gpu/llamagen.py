@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.common import Row, label, load_pipeline, parse
+from benchmarks.common import Row, dtype_name, label, load_pipeline, parse
 from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from specmm import methods
@@ -34,7 +34,7 @@ BATCHES = (1, 8, 64)
 
 def cases(bench: Bench) -> Iterator[Case]:
     """A case for each batch size, then again with what is compiled, which takes minutes."""
-    pipe = cache(lambda: move(load_pipeline("pocket/llamagen"), bench.device))
+    pipe = cache(lambda: load_pipeline("pocket/llamagen", device=bench.device))
     if bench.tiny:
         yield Case("batch 1", lambda: measure(pipe(), 1, bench, MODES[1:2], METHODS[:2]))
         return
@@ -44,15 +44,6 @@ def cases(bench: Bench) -> Iterator[Case]:
                 f"batch {batch}, {' and '.join(modes)}",
                 lambda batch=batch, modes=modes: measure(pipe(), batch, bench, modes, METHODS),
             )
-
-
-def move(pipe: LlamaGenPipeline, device: torch.device) -> LlamaGenPipeline:
-    """The pipeline with everything it draws on moved to ``device``."""
-    for module in (pipe.transformer, pipe.vq, *pipe.parts.drafters.values()):
-        module.to(device)
-    if pipe.parts.codebook is not None:
-        pipe.parts.codebook = pipe.parts.codebook.to(device)
-    return pipe
 
 
 def measure(
@@ -71,7 +62,8 @@ def measure(
             for run in runs:
                 run.once(pipe, batch, repeat)
     plain = min(run.median for run in runs if run.parts is None)
-    return [_row(batch, run, plain) | {"repeats": repeats, **memory} for run in runs]
+    facts = {"repeats": repeats, "dtype": dtype_name(pipe), **memory}
+    return [_row(batch, run, plain) | facts for run in runs]
 
 
 @dataclass

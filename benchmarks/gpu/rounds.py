@@ -1,13 +1,13 @@
 """A plain step, and a round of drafting and verifying, of any target: milliseconds and memory.
 
-Draft and verify are timed by themselves, as the planner times them; a round is that of the loop,
-with all that lies between. The weights being random, drafts are rarely kept: what tau tokens a
-round would give is for the report to say.
+Steps and rounds are those of the real loops, with all that lies between and no wait but their own:
+the clock is read before and after all of them. Draft and verify are timed by themselves, as the
+planner times them, each waited for. The weights being random, drafts are rarely kept: what tau
+tokens a round would give is for the report to say.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.common import Row
 from benchmarks.gpu.parts import Bench
-from specmm.autotune import time_round, time_step
-from specmm.decode import Progress, decode
+from specmm.autotune import time_round
+from specmm.decode import Progress, decode, decode_plain
 from specmm.drafter import DeferredDrafter, Drafter
 from specmm.randomness import Uniforms
 from specmm.target import Target
@@ -51,7 +51,8 @@ def plain_row(bench: Bench, target: Target, asked: Asked) -> Row:
     """A step of plain decoding."""
     repeats = bench.repeats
     with bench.memory() as memory:
-        step = time_step(target, asked.prompt, asked.uniforms, repeats)
+        steps = decode_plain(target, asked.prompt, asked.length, asked.uniforms)
+        step = loop_seconds(bench.now, steps, repeats)
     return {
         "method": PLAIN,
         "nodes": 1,
@@ -88,14 +89,14 @@ def round_row(
 
 
 def loop_seconds(now: Callable[[], float], steps: Iterator[Progress], repeats: int) -> float:
-    """Median seconds from one of the loop's ``steps`` to the next, the first ones apart."""
-    next(steps)  # with the prefill
-    times = []
+    """Mean seconds of ``repeats`` of the loop's ``steps``, after those that do not count.
+
+    ``now`` waits for the device, once at each end: in between the host may run ahead.
+    """
+    warm = sum(1 for _ in islice(steps, 1 + WARM))  # the first has the prefill
     start = now()
-    for _ in islice(steps, WARM + repeats):
-        end = now()
-        times.append(end - start)
-        start = end
-    if len(times) <= WARM:
-        raise ValueError(f"the loop must have more than {WARM} rounds, got {len(times)}")
-    return statistics.median(times[WARM:])
+    count = sum(1 for _ in islice(steps, repeats))
+    end = now()
+    if not count:
+        raise ValueError(f"the loop must have more than {1 + WARM} rounds, got {warm}")
+    return (end - start) / count

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,20 +19,21 @@ from typing import Any
 import torch
 
 from benchmarks.common import Row, cpu_model, environment, git_sha, read_results, write_results
-from benchmarks.gpu.parts import MOST_MINUTES, Bench, Part
+from benchmarks.gpu.parts import MOST_MINUTES, Bench, Case, Part
 
 KEY = ("gpu", "machine", "git", "tiny")
 
 
 @dataclass
 class Progress:
-    """The rows of a part so far, the errors of its cases by name, and those left for want of
-    time.
+    """The rows of a part so far, the errors of its cases by name, those left for want of time,
+    and the one that runs (``at``): in a file it is the one at which the part was stopped.
     """
 
     rows: list[Row] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    at: str = ""
     finished: bool = False
 
     @classmethod
@@ -44,7 +45,8 @@ class Progress:
             there = None
         if there is None or _key(there["environment"]) != _key(key(bench)):
             return cls()
-        return cls(there["rows"], finished=there["environment"]["finished"])
+        facts = there["environment"]
+        return cls(there["rows"], at=facts["at"], finished=facts["finished"])
 
     @property
     def cases(self) -> set[str]:
@@ -87,18 +89,32 @@ def run(part: Part, bench: Bench, again: bool = False) -> bool:
 
 
 def _measure(part: Part, bench: Bench, done: Progress, facts: dict[str, Any]) -> None:
-    for case in part.cases(bench):
+    for case in _last(part.cases(bench), done.at):
         if case.name in done.cases:
             continue
         if bench.budget.spent:
             done.left.append(case.name)
             continue
+        done.at = case.name
+        _write(part, bench, done, facts)
         try:
             done.rows += [{"case": case.name, **row} for row in case.measure()]
         except Exception as error:
             done.errors[case.name] = _told(error)
         print(f"{part.name}: {case.name}", flush=True)
+        done.at = ""
         _write(part, bench, done, facts)
+
+
+def _last(cases: Iterable[Case], name: str) -> Iterator[Case]:
+    """``cases`` as they come, the one called ``name`` last: it may stop the part again."""
+    kept = []
+    for case in cases:
+        if case.name == name:
+            kept.append(case)
+        else:
+            yield case
+    yield from kept
 
 
 def _told(error: Exception) -> str:
@@ -107,7 +123,12 @@ def _told(error: Exception) -> str:
 
 
 def _write(part: Part, bench: Bench, done: Progress, facts: dict[str, Any]) -> None:
-    state = {"part": part.name, "finished": done.finished, "errors": done.errors, "left": done.left}
+    names = ("finished", "errors", "left", "at")
+    state = {"part": part.name, **{name: getattr(done, name) for name in names}}
+    # a pocket model has its device's fastest dtype, which its rows say
+    dtypes = {str(row.get("dtype", bench.dtype)).removeprefix("torch.") for row in done.rows}
+    if dtypes:
+        state["dtype"] = ", ".join(sorted(dtypes))
     write_results(bench.out, part.name, done.rows, facts | state)
 
 

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from benchmarks.common import Row, load_pipeline
+from benchmarks.common import Row, dtype_name, load_pipeline
 from benchmarks.gpu.graphs import PictureGraph
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled
@@ -80,7 +80,8 @@ def published_pair(bench: Bench) -> Iterator[Case]:
 
 def pocket(bench: Bench) -> Iterator[Case]:
     """pocket/var."""
-    return _cases(bench, "pocket/var", cache(lambda: load_pipeline("pocket/var").to(bench.device)))
+    made = cache(lambda: load_pipeline("pocket/var", device=bench.device))
+    return _cases(bench, "pocket/var", made)
 
 
 def _cases(bench: Bench, model: str, made: Callable[[], VARPipeline]) -> Iterator[Case]:
@@ -104,6 +105,7 @@ def measure(bench: Bench, pipe: VARPipeline, model: str, batch: int) -> list[Row
                 run.once(labels, numbers)
     plain = min(run.seconds for run in runs if run.n == scales)
     facts = {"model": model, "batch": batch, "repeats": repeats, **memory}
+    facts["dtype"] = dtype_name(pipe)
     return [facts | _row(run, scales, plain) for run in runs]
 
 

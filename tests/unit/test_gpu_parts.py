@@ -17,7 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from benchmarks.gpu import published, report, running
+from benchmarks.gpu import published, report, rounds, running
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import PARTS, Bench, Case, Part
 from specmm.image_ar.continuous.mar import MAR
@@ -29,8 +29,8 @@ from specmm.mapped import META, size_of
 ROOT = Path(__file__).parents[2]
 ROUNDS = {"model", "batch", "mode", "method", "nodes", "depth", "round_ms", "peak_mib"}
 LOOPS = ROUNDS | {"draft_ms", "verify_ms", "host_share", "repeats"}
-REAL = {"model", "batch", "mode", "method", "seconds", "speedup", "repeats"}
-RACED = REAL | {"tau", "host_overhead", "dtype", "certificate", "peak_mib"}
+REAL = {"model", "batch", "mode", "method", "seconds", "speedup", "repeats", "dtype"}
+RACED = REAL | {"tau", "host_overhead", "certificate", "peak_mib"}
 RACED |= {"speedup_low", "speedup_high"}
 COLUMNS = {
     "kernels": {"check", "error", "model", "S", "T", "batch", "contender", "ms", "bytes"},
@@ -141,8 +141,11 @@ def test_a_killed_part_goes_on_where_it_was(bench):
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     assert not facts(bench.out, "three")["finished"]
     STOPS["dead at"] = ""
-    assert running.run(THREE, bench) and CALLS == ["b", "c"]
-    assert [row["case"] for row in read(bench.out, "three")[1]] == ["a", "b", "c"]
+    assert facts(bench.out, "three")["at"] == "b"
+    assert report._state(facts(bench.out, "three"))[-1] == "- **Stopped, incomplete**, at: b."
+    assert running.run(THREE, bench) and CALLS == ["c", "b"]  # what stopped it is last
+    assert [row["case"] for row in read(bench.out, "three")[1]] == ["a", "c", "b"]
+    assert "Stopped" not in "".join(report._state(facts(bench.out, "three")))
 
 
 def test_a_file_cut_in_two_is_measured_again(bench):
@@ -249,6 +252,33 @@ def test_gain_by_tau():
     assert report.break_even(row | fixed, PLAIN | fixed) == 1.5
 
 
+def test_the_clock_is_read_at_the_ends_of_all_steps_alone():
+    """Reading it waits for the device, which the loop itself would not."""
+    order = []
+
+    def steps():
+        for number in range(9):
+            order.append(number)
+            yield number
+
+    def now():
+        order.append("now")
+        return float(len(order))
+
+    assert rounds.loop_seconds(now, steps(), 4) == 5 / 4  # from the 5th to the 10th entry
+    assert order == [0, 1, 2, 3, "now", 4, 5, 6, 7, "now"]
+    with pytest.raises(ValueError, match="must have more than 4 rounds, got 4"):
+        rounds.loop_seconds(now, iter(range(4)), 4)
+
+
+def test_a_round_faster_than_a_plain_step_is_pointed_out(tmp_path):
+    facts = {"model": "m", "batch": 1, "mode": "graph", "nodes": 1, "depth": 0}
+    rows = [facts | PLAIN, facts | {"method": "slow", "round_ms": 6.0}]
+    assert "mismeasured" not in "".join(report._rounds("text", rows, tmp_path))
+    rows.append(facts | {"method": "odd", "round_ms": 3.0})
+    assert "mismeasured: odd.**" in "".join(report._rounds("text", rows, tmp_path))
+
+
 def test_the_page_says_what_is_there_and_what_is_not(tmp_path):
     options = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["text", "var", "report", *options]) == 0
@@ -258,6 +288,13 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path):
     shown = [line for line in page.splitlines() if line.startswith("![")]
     files = {line.split("(")[1].rstrip(")") for line in shown}
     assert len(files) == 2 and all((tmp_path / name).stat().st_size > 5000 for name in files)
+
+
+def test_a_page_says_the_dtype_that_rows_were_measured_in(bench):
+    rows = running.Progress([{"case": "a", "dtype": "float32"}], at="b")
+    running._write(THREE, bench, rows, running.environment(dtype=str(bench.dtype)))
+    assert facts(bench.out, "three")["dtype"] == "float32" and bench.dtype == torch.bfloat16
+    assert report._state(facts(bench.out, "three"))[0].startswith("- float32, ")
 
 
 @pytest.mark.slow

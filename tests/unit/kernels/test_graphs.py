@@ -48,9 +48,33 @@ def test_llamagen():
     model = Transformer(GPTConfig(32, 2, 2, 40, 64, num_classes=5))
     plain = LlamaGenTarget(model, Guidance(2.0), Processor())
     prompt = Prompt(torch.tensor([1, 3]))
+    captured = GraphTarget(plain)
     torch.testing.assert_close(
-        follow(GraphTarget(plain), prompt), follow(plain, prompt), rtol=1e-4, atol=1e-6
+        follow(captured, prompt), follow(plain, prompt), rtol=1e-4, atol=1e-6
     )
+    for target in (captured, plain):  # also after trees of another room
+        target.prefill(prompt, 0)
+    for tokens in torch.tensor([[4, 9], [7, 7], [0, 30]]):
+        expected = plain.step(tokens)
+        torch.testing.assert_close(captured.step(tokens), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_plain_step_has_what_a_round_has(monkeypatch):
+    """It is one call of the graph, from token to distribution, and nothing waits to check it."""
+    model = Transformer(GPTConfig(32, 2, 2, 40, 64, num_classes=5))
+    captured = GraphTarget(LlamaGenTarget(model, Guidance(2.0), Processor()))
+    captured.prefill(Prompt(torch.tensor([1, 3])), 0)
+    calls = []
+    call = Graph.__call__
+
+    def counted(graph, *inputs):
+        calls.append(call(graph, *inputs))
+        return calls[-1]
+
+    monkeypatch.setattr(Graph, "__call__", counted)
+    with torch.inference_mode():
+        output = captured.step(torch.tensor([4, 9]))
+    assert len(calls) == 1 and output.probs is calls[0][0]
 
 
 @torch.inference_mode()
