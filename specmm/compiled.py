@@ -100,7 +100,7 @@ class Program:
         except Exception as error:
             if not _of_compiling(error):
                 raise
-            why = str(error).strip().splitlines()[0]
+            why = program_cache.first_line(error)
             warnings.warn(f"runs uncompiled, since compiling failed: {why}", stacklevel=2)
         self.built = self.function
         return self.built(*args)
