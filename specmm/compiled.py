@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import traceback
 import types
 import warnings
 from collections.abc import Callable
@@ -27,6 +28,13 @@ from specmm.verify.rule import VerifyResult
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
+# modules of PyTorch that trace a function, build its program or load it from files
+COMPILING = (
+    "torch._dynamo.convert_frame",
+    "torch._inductor.codecache",
+    "torch._inductor.runtime",
+    "triton.",
+)
 # PyTorch's guards that hold for all calls with the same parts: on classes, functions, attributes
 SAME = {
     "TYPE_MATCH",
@@ -92,18 +100,24 @@ class Program:
         except Exception as error:
             if not _of_compiling(error):
                 raise
-            why = str(error).strip().splitlines()[0]
+            why = program_cache.first_line(error)
             warnings.warn(f"runs uncompiled, since compiling failed: {why}", stacklevel=2)
         self.built = self.function
         return self.built(*args)
 
 
 def _of_compiling(error: Exception) -> bool:
-    """Whether ``error`` is of building or loading a program, and not of what it computes."""
+    """Whether ``error`` is of building or loading a program, and not of what it computes: of files
+    only where PyTorch compiles.
+    """
     # imported here, since it takes a second
     from torch._dynamo.exc import BackendCompilerFailed
 
-    return isinstance(error, BackendCompilerFailed | OSError | ImportError)
+    if isinstance(error, BackendCompilerFailed):
+        return True
+    frames = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    compiling = any(str(place.get("__name__")).startswith(COMPILING) for place in frames)
+    return compiling and isinstance(error, OSError | ImportError)
 
 
 def _watched(guards: Any) -> list[bool]:

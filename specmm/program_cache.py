@@ -9,6 +9,7 @@ another one, which is empty, takes its place in this process, and one warning sa
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
@@ -79,10 +80,20 @@ def use() -> None:
 
 def leave(error: BaseException) -> None:
     """A program could not be read or written because of ``error``: PyTorch goes on in a new folder
-    of this process.
+    of this process, where one can be made, which is removed at its end.
     """
-    _warn(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}")
-    os.environ[VARIABLE] = tempfile.mkdtemp(prefix="specmm-programs-")
+    _warn(f"{type(error).__name__}: {first_line(error)}")
+    try:
+        place = tempfile.mkdtemp(prefix="specmm-programs-")
+    except OSError:  # no room there, either: what fails again runs uncompiled
+        return
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    os.environ[VARIABLE] = place
+
+
+def first_line(error: BaseException) -> str:
+    """Of what ``error`` says, or its name where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @cache

@@ -71,7 +71,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     compile_all: Compile = False,
-    compiled: Compiled = "false",
+    compiled: Compiled = None,
     batch_invariant: Annotated[
         bool,
         typer.Option(

@@ -147,7 +147,7 @@ def complete(
         bool, typer.Option(help="Put the prompt into the model's chat template.")
     ] = False,
     compile_all: Compile = False,
-    compiled: Compiled = "false",
+    compiled: Compiled = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg."),

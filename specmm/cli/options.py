@@ -38,19 +38,25 @@ Compile = Annotated[
     ),
 ]
 Compiled = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="true, false, or auto: once the time saved exceeds the time that compiling takes."
+        help="true, false (the usual), or auto: once the time saved exceeds what compiling takes."
     ),
 ]
 
 
-def compiled_as(text: str, always: bool) -> bool | Literal["auto"]:
-    """What --compiled says, or --compile (``always``); raises ``ValueError`` for anything else."""
+def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
+    """What --compiled says, or --compile (``always``); raises ``ValueError`` for anything else, and
+    where they say different things.
+    """
+    if text is None:
+        return always
     found: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
     if text not in found:
         raise ValueError(f"--compiled must be true, false or auto, got {text}")
-    return always or found[text]
+    if always and text != "true":
+        raise ValueError(f"--compile is --compiled true, got --compiled {text}; leave one out")
+    return found[text]
 
 
 def given(**options: Any) -> dict[str, Any]:

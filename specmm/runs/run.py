@@ -419,6 +419,9 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
             f"writing failed ({error.strerror or error}), make room or choose another --out; "
             f"{len(run.outputs)} of {count} pictures are in {run.out}"
         ) from error
+    finally:
+        if run.compiled:
+            pipe.works.coming = 0  # other calls of the pipeline have none to come
 
 
 def _moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
@@ -441,7 +444,8 @@ def _draw_batch(
     options: dict[str, Any] = {run.kind: inputs, **run.sampling, **run.wanted}
     if run.compiled and len(rows) == run.rows:  # programs for a smaller last batch would not pay
         options["compiled"] = run.compiled
-        pipe.works.coming = len(run.inputs) - rows.stop
+        left = len(run.inputs) - rows.stop
+        pipe.works.coming = left - left % run.rows  # a smaller last batch is not compiled
     with batch_invariant() if run.batch_invariant else nullcontext():
         out = pipe(
             generator=generator,

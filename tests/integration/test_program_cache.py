@@ -91,6 +91,27 @@ def test_errors_of_what_is_computed_are_told(traced):
         compiled(refuse)(torch.ones(1))
 
 
+@pytest.mark.parametrize("kind", [OSError, ImportError])
+def test_errors_of_files_that_are_read_by_what_is_computed_are_told(traced, kind):
+    """Which runs once, and not again after each error as for a program that is not there."""
+    ran = []
+
+    def refuse(x):
+        ran.append(x)
+        raise kind("no such file")
+
+    with pytest.raises(kind, match="no such file"):
+        compiled(torch.compiler.disable(refuse))(torch.ones(1))
+    assert len(ran) == 1
+
+    def around(x):
+        return torch.compiler.disable(refuse)(x + 1)
+
+    with pytest.raises(kind, match="no such file"):
+        compiled(around)(torch.ones(1))
+    assert len(ran) == 2
+
+
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))

@@ -1,6 +1,11 @@
 """When ``compiled="auto"`` compiles: once the seconds saved exceed the seconds it takes."""
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +101,34 @@ def test_a_folder_that_cannot_be_made_is_one_warning(kept):
     assert len(said) == 1
     work.observe(1.0, 1, quick=False)
     assert work.seconds.plain == 1.0
+
+
+LEAVING = """
+import os
+from specmm import program_cache
+program_cache.leave(OSError())
+print(os.environ[program_cache.VARIABLE], os.path.isdir(os.environ[program_cache.VARIABLE]))
+"""
+
+
+def test_the_folder_of_a_process_goes_with_it(tmp_path):
+    """Also after an error that says nothing."""
+    env = dict(os.environ) | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [sys.executable, "-c", LEAVING], env=env, capture_output=True, text=True, check=True
+    )
+    place, there = run.stdout.split()
+    assert Path(place).parent == tmp_path and there == "True"
+    assert not Path(place).exists() and "(OSError: OSError)" in run.stderr
+
+
+def test_no_room_for_another_folder_ends_no_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setenv(program_cache.VARIABLE, "as before")
+    program_cache._warn.cache_clear()
+    with pytest.warns(UserWarning, match="disk is full"):
+        program_cache.leave(OSError("disk is full"))
+    assert os.environ[program_cache.VARIABLE] == "as before"
 
 
 def test_a_full_disk_is_one_warning(kept, monkeypatch):

@@ -1,0 +1,36 @@
+"""Runs that compile once it pays: the pictures still to come are counted while a run lasts."""
+
+import pytest
+
+from specmm import methods
+from specmm.runs import run as runs
+from tests.integration.conftest import tiny_pipeline
+
+
+class Stopped(Exception):
+    """What ends a run."""
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, Stopped])
+def test_pictures_to_come_are_those_of_full_batches(error, tmp_path, monkeypatch):
+    """Three of seven in batches of two; after the run, however it ends, none."""
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))
+    pipe = tiny_pipeline(tokens=16)
+    seen = []
+
+    def watched(pipe, step, done, state):
+        seen.append(pipe.works.coming)
+        if error is not None:
+            raise error
+        return state
+
+    names = ["heart"] * 7
+    rest = (0, {}, 2, tmp_path, "auto")
+    run = runs.PictureRun("tiny", methods.AR(), "classes", names, *rest)
+    if error is Stopped:
+        with pytest.raises(Stopped):
+            runs.draw(pipe, run, print, watched)
+    else:
+        runs.draw(pipe, run, print, watched)
+    expected = {4, 2, 0} if error is None else {4}
+    assert set(seen) == expected and pipe.works.coming == 0
