@@ -2,9 +2,9 @@
 
     python -m benchmarks.official --var FOLDER --code FOLDER --llamagen FOLDER --mar FOLDER
 
-Both sides compute in float32 with the same weights. Ratios are theirs over ours, medians of calls
-with pixels; before anything is timed, both must draw the same greedy pictures. Rows of earlier runs
-stay until they are measured again.
+Both sides compute in float32 with the same weights. Ratios are theirs over ours, the median of
+pairs of calls with pixels, of five pairs or more; before anything is timed, both must draw the same
+greedy pictures. Rows of earlier runs stay until they are measured again.
 """
 
 from __future__ import annotations

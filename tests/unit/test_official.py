@@ -10,7 +10,7 @@ from benchmarks.common import Budget, write_results
 from benchmarks.official import releases, scales
 from benchmarks.official.__main__ import NAME, compare, main, merged
 from benchmarks.official.contests import open_model
-from benchmarks.official.duel import Duel
+from benchmarks.official.duel import Duel, Program
 from specmm import methods
 
 
@@ -74,12 +74,24 @@ def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
     duel = Duel("ar", plain, coarse, 2, 32)
     row = compare(duel, 2, Budget())
     assert row["token_equal"] == 1 and row["pixel_gap"] == 0 and row["repeats"] == 2
-    assert row["speedup_low"] <= row["speedup_high"] and min(row["theirs"], row["ours_mib"]) > 0
+    assert min(row["theirs"], row["ours_mib"]) > 0
+    assert row["speedup"] is row["speedup_low"] is row["speedup_high"] is None  # of two repeats
     other = scales.ours(pipe, methods.CoDe(0), replace(sampling, cfg=0.0))
     with pytest.raises(ValueError, match="must draw the release's greedy tokens, got"):
         compare(Duel("ar", plain.fresh(), other, 2, 32), 1, Budget())
     with pytest.raises(ValueError, match=r"must compute what the release does within 0\.0001, got"):
         compare(Duel("ar", plain, plain, 2, 32, {"network_gap": 2e-4}), 1, Budget())
+
+
+def test_a_ratio_is_the_median_of_pairs_and_needs_five():
+    def row(*pairs):
+        theirs, ours = (Program(None, None, list(seconds)) for seconds in zip(*pairs, strict=True))
+        return Duel("ar", theirs, ours, 1, 2).row()
+
+    pairs = [(1.0, 1.0), (3.0, 1.0), (8.0, 4.0), (10.0, 5.0)]  # medians: 5.5 over 2.5
+    assert row(*pairs)["speedup"] is None
+    found = row(*pairs, (20.0, 8.0))
+    assert found["speedup_low"] == found["speedup"] == 2.0 and found["speedup_high"] == 2.5
 
 
 def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
