@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 from specmm.stats import Stats
 from specmm.stats import quartiles as quartiles
 from specmm.stats import speedup as speedup
+
+
+def paired_speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
+    """Median of the ratios of runs made side by side: it lies between their quartiles."""
+    return statistics.median(b / s for b, s in zip(baseline, seconds, strict=True))
 
 
 def ideal_speedup(tau: float, plain_step: float, draft: float, verify: float) -> float:

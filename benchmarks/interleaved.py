@@ -20,6 +20,7 @@ import typer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from benchmarks.arithmetic import paired_speedup
 from benchmarks.common import RESULTS, Out, Row, Threads, environment, label, write_results
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from specmm import VQAPipeline, methods
@@ -129,7 +130,9 @@ def main(
         runners = [Runner(label(m), ours(pipe, m, temperature)) for m in CONTENDERS]
         runners = race(runners, ask, repeats, f"T={temperature:g}")
         plain = runners[0]
-        rows += [row(r, [plain, plain], "drawn answers", temperature, 1) for r in runners]
+        for runner in runners:
+            paired = {"speedup": paired_speedup(plain.seconds, runner.seconds)}
+            rows.append(row(runner, [plain, plain], "drawn answers", temperature, 1) | paired)
         write_results(out, "interleaved", rows, facts)
 
 

@@ -235,6 +235,8 @@ OFFICIAL = (
     ("theirs, MiB", "theirs_mib"),
     ("ours, MiB", "ours_mib"),
     ("load", "load"),
+    ("commit", "git"),
+    ("measured", "date"),
 )
 TABLES = {
     "official": Table("official", OFFICIAL),

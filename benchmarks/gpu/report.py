@@ -32,7 +32,7 @@ ROUND_COLUMNS = {
     "verify_ms": "verify, ms",
     "host_share": "host share",
     "even": "τ to be even",
-    "peak_mib": "peak, MiB",
+    "peak_mib": "peak of the case, MiB",
 }
 REAL_COLUMNS = {
     "batch": "batch",
@@ -110,7 +110,8 @@ def _rounds(name: str, rows: Sequence[Row], out: Path) -> list[str]:
         text += ["", f"### {model}, batch {batch}", "", *_table(ROUND_COLUMNS, shown)]
         text += _too_good(shown)
         text += [
-            f"\nPublished: {c.method}: τ {c.tau or 'not stated'}, {c.speedup}× ({c.source})."
+            f"\nPublished: {c.method}: τ {c.tau or 'not stated'}, {c.speedup}× ({c.source})"
+            "; such ratios are mostly over eager plain decoding."
             for c in claims_of(model)
         ]
         file = out / f"{name}-{_slug(model)}-{batch}.png"

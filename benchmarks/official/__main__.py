@@ -2,9 +2,9 @@
 
     python -m benchmarks.official --var FOLDER --code FOLDER --llamagen FOLDER --mar FOLDER
 
-Both sides compute in float32 with the same weights. Ratios are theirs over ours, medians of calls
-with pixels; before anything is timed, both must draw the same greedy pictures. Rows of earlier runs
-stay until they are measured again.
+Both sides compute in float32 with the same weights. Ratios are theirs over ours, the median of
+pairs of calls with pixels, of five pairs or more; before anything is timed, both must draw the same
+greedy pictures. Rows of earlier runs stay until they are measured again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from benchmarks.official.duel import Duel
 NAME = "official"
 AGREE = 0.98  # of greedy tokens: rounding decides between near ties, and then what follows
 GAP = 1e-4
+STAMP = ("machine", "torch", "git", "date")
 KEYS = ("release", "model", "method", "batch", "threads")
 MODELS = ["pocket/var", "pocket/llamagen", "pocket/mar"]
 
@@ -51,6 +52,12 @@ def compare(duel: Duel, repeats: int, budget: Budget, memory: bool = True) -> Ro
         )
     duel.race(repeats, budget)
     return duel.row() | agreement | (duel.peaks() if memory else {})
+
+
+def measured() -> Row:
+    """Where and when a row is measured: rows of one file may be of several runs."""
+    facts = environment()
+    return {name: facts[name] for name in STAMP}
 
 
 def merged(out: Path, rows: list[Row]) -> list[Row]:
@@ -101,7 +108,7 @@ def main(
             for batch in map(int, batches.split(",")):
                 duel = duel_of(contest, batch)
                 facts = {"release": contest.release, "model": name, "threads": threads}
-                rows.append(facts | compare(duel, repeats, Budget(minutes), memory))
+                rows.append(facts | compare(duel, repeats, Budget(minutes), memory) | measured())
                 write_results(out, NAME, merged(out, rows), environment(dtype="torch.float32"))
 
 

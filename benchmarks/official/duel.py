@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from benchmarks.arithmetic import quartiles, speedup
+from benchmarks.arithmetic import paired_speedup, quartiles
 from benchmarks.common import Budget, Row, load
 from benchmarks.memory import measured_peak
 from benchmarks.official.releases import running
 from specmm.runs.race import in_turn
+
+ENOUGH = 5  # repeats of each; fewer say nothing about a ratio
 
 
 class Made(NamedTuple):
@@ -105,15 +107,16 @@ class Duel:
         return found
 
     def row(self) -> Row:
-        """What was measured so far."""
+        """What was measured so far; a ratio only of :data:`ENOUGH` repeats."""
         theirs, ours = self.theirs.seconds, self.ours.seconds
-        low, high = quartiles(theirs, ours)
+        told = len(ours) >= ENOUGH
+        low, high = quartiles(theirs, ours) if told else (None, None)
         return {
             "method": self.method,
             "batch": self.batch,
             "theirs": statistics.median(theirs),
             "ours": statistics.median(ours),
-            "speedup": speedup(theirs, ours),
+            "speedup": paired_speedup(theirs, ours) if told else None,
             "speedup_low": low,
             "speedup_high": high,
             "repeats": len(ours),

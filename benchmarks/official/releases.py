@@ -4,7 +4,7 @@ Three things keep releases from running here, and are set aside at run time:
 
 - they give their packages the same names (``models``, ``utils``): each is imported with its folder
   first on the path, and its modules are taken out of ``sys.modules`` afterwards;
-- they call ``.cuda()``: where there is no GPU that is the identity while they run;
+- they call ``.cuda()``: that is the identity while they run, for both sides are timed on the CPU;
 - sizes of the published models stand in their functions: ``with_constant`` exchanges one.
 
 flash-attn, xformers and apex are optional in all of them and are not needed.
@@ -75,11 +75,12 @@ def imported(folder: Path, modules: Sequence[str]) -> Modules:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """Within it ``.cuda()`` leaves tensors where they are, if there is no GPU; prints are kept."""
+    """Within it ``.cuda()`` leaves tensors where they are, on a GPU's machine, too; prints are
+    kept.
+    """
     tensor: Any = torch.Tensor
     kept = tensor.cuda
-    if not torch.cuda.is_available():
-        tensor.cuda = lambda self, *_, **__: self
+    tensor.cuda = lambda self, *_, **__: self
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # they are older than torch here

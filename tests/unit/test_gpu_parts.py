@@ -285,6 +285,7 @@ def test_the_page_says_what_is_there_and_what_is_not(tmp_path):
     page = (tmp_path / report.NAME).read_text()
     assert "A rehearsal with small shapes" in page and "## var: VAR-d30 and d16" in page
     assert "Not there yet: kernels, " in page and "arXiv 2602.06036" in page
+    assert "such ratios are mostly over eager plain decoding" in page
     shown = [line for line in page.splitlines() if line.startswith("![")]
     files = {line.split("(")[1].rstrip(")") for line in shown}
     assert len(files) == 2 and all((tmp_path / name).stat().st_size > 5000 for name in files)

@@ -2,15 +2,16 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.common import Budget, write_results
+from benchmarks.common import Budget, git_sha, read_results, write_results
 from benchmarks.official import releases, scales
-from benchmarks.official.__main__ import NAME, compare, main, merged
+from benchmarks.official.__main__ import NAME, compare, main, measured, merged
 from benchmarks.official.contests import open_model
-from benchmarks.official.duel import Duel
+from benchmarks.official.duel import Duel, Program
 from specmm import methods
 
 
@@ -23,13 +24,14 @@ def clone(folder, body):
     return folder
 
 
-def test_releases_with_modules_of_the_same_names_are_imported_apart(tmp_path):
+def test_releases_with_modules_of_the_same_names_are_imported_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # they stay on the CPU there, too
     kept = sys.modules.get("models")
     path = list(sys.path)
     first = clone(tmp_path / "a", "import torch\nprint('loud')\nAT = torch.ones(1).cuda()\n")
     second = clone(tmp_path / "b", "from models import vqvae\nAT = 'b'\n")
     one, two = (scales.VAR_SOURCE.load(folder) for folder in (first, second))
-    assert one["models.var"].AT.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert one["models.var"].AT.device.type == "cpu"
     assert two["models.var"].AT == "b" and two["models.var"].vqvae is two["models.vqvae"]
     assert sys.modules.get("models") is kept and "models.var" not in sys.modules
     assert sys.path == path and not list(tmp_path.rglob("*.pyc"))
@@ -74,12 +76,24 @@ def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
     duel = Duel("ar", plain, coarse, 2, 32)
     row = compare(duel, 2, Budget())
     assert row["token_equal"] == 1 and row["pixel_gap"] == 0 and row["repeats"] == 2
-    assert row["speedup_low"] <= row["speedup_high"] and min(row["theirs"], row["ours_mib"]) > 0
+    assert min(row["theirs"], row["ours_mib"]) > 0
+    assert row["speedup"] is row["speedup_low"] is row["speedup_high"] is None  # of two repeats
     other = scales.ours(pipe, methods.CoDe(0), replace(sampling, cfg=0.0))
     with pytest.raises(ValueError, match="must draw the release's greedy tokens, got"):
         compare(Duel("ar", plain.fresh(), other, 2, 32), 1, Budget())
     with pytest.raises(ValueError, match=r"must compute what the release does within 0\.0001, got"):
         compare(Duel("ar", plain, plain, 2, 32, {"network_gap": 2e-4}), 1, Budget())
+
+
+def test_a_ratio_is_the_median_of_pairs_and_needs_five():
+    def row(*pairs):
+        theirs, ours = (Program(None, None, list(seconds)) for seconds in zip(*pairs, strict=True))
+        return Duel("ar", theirs, ours, 1, 2).row()
+
+    pairs = [(1.0, 1.0), (3.0, 1.0), (8.0, 4.0), (10.0, 5.0)]  # medians: 5.5 over 2.5
+    assert row(*pairs)["speedup"] is None
+    found = row(*pairs, (20.0, 8.0))
+    assert found["speedup_low"] == found["speedup"] == 2.0 and found["speedup_high"] == 2.5
 
 
 def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
@@ -89,6 +103,17 @@ def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
 
     write_results(tmp_path, NAME, [row(1, 5.0), row(16, 6.0)], {})
     assert merged(tmp_path, [row(1, 4.0)]) == [row(16, 6.0), row(1, 4.0)]
+
+
+def test_a_row_keeps_its_own_commit_and_date(tmp_path):
+    names = {"release": "VAR", "model": "m", "method": "ar", "threads": 2}
+    earlier = names | {"batch": 1} | measured() | {"git": "earlier"}
+    write_results(tmp_path, NAME, [earlier], {})
+    now = names | {"batch": 16} | measured()
+    assert [row["git"] for row in merged(tmp_path, [now])] == ["earlier", git_sha()]
+    assert all(now[name] for name in ("machine", "torch", "date"))
+    table = Path(__file__).parents[2] / "benchmarks" / "results"
+    assert all(row["git"] and row["date"] for row in read_results(table, NAME)["rows"])
 
 
 def test_a_release_must_be_given(tmp_path):
