@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from scipy.stats import t as student
 from tqdm import tqdm
 
 from benchmarks.common import (
@@ -39,7 +40,7 @@ from specmm.metrics.kernel import KernelResult, kernel_distance
 from specmm.metrics.neighbours import nearest_neighbours, pixels
 
 GROUPS = 8  # of samples, each left out once
-NORMAL = 1.96  # standard errors of a 95% interval
+ERRORS = float(student.ppf(0.975, GROUPS - 1))  # standard errors of a 95% interval
 
 
 class Network(Protocol):
@@ -245,7 +246,7 @@ def fid_interval(
     groups = range(GROUPS)
     logs = np.log([real.without(found, count, g) / real.without(plain, count, g) for g in groups])
     error = float(np.sqrt((GROUPS - 1) * logs.var()))
-    return float(ratio * np.exp(-NORMAL * error)), float(ratio * np.exp(NORMAL * error))
+    return float(ratio * np.exp(-ERRORS * error)), float(ratio * np.exp(ERRORS * error))
 
 
 def _memorised(images: np.ndarray, real: Real) -> Row:

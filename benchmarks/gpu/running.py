@@ -21,7 +21,7 @@ import torch
 from benchmarks.common import Row, cpu_model, environment, git_sha, read_results, write_results
 from benchmarks.gpu.parts import MOST_MINUTES, Bench, Case, Part
 
-KEY = ("gpu", "machine", "git", "tiny")
+KEY = ("gpu", "machine", "torch", "git", "tiny")
 
 
 @dataclass
@@ -45,6 +45,8 @@ class Progress:
             there = None
         if there is None or _key(there["environment"]) != _key(key(bench)):
             return cls()
+        if not bench.tiny and not _known(git_sha()):
+            return cls()
         facts = there["environment"]
         return cls(there["rows"], at=facts["at"], finished=facts["finished"])
 
@@ -59,9 +61,15 @@ def key(bench: Bench) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name() if bench.on_gpu else None,
         "machine": cpu_model(),
+        "torch": torch.__version__,
         "git": git_sha(),
         "tiny": bench.tiny,
     }
+
+
+def _known(git: str) -> bool:
+    """Whether a commit says what was measured: there is one, and nothing was changed since."""
+    return git != "unknown" and not git.endswith("+")
 
 
 def _key(facts: dict[str, Any]) -> list[Any]:
