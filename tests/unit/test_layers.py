@@ -45,6 +45,7 @@ def test_nothing_imports_the_command_line() -> None:
         for file in (ROOT / part).rglob("*.py")
         if not file.is_relative_to(COMMANDS)
     ]
+    files.remove(ROOT / "specmm" / "__main__.py")  # the command itself
     assert len(files) > 100
     assert [str(file) for file in files if above(file)] == []
 
