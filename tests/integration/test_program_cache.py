@@ -58,7 +58,7 @@ def test_the_second_process_loads_what_the_first_built(tmp_path):
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").touch()
-    assert process(tmp_path / "file" / "folder") == ("0", 1)
+    assert process(tmp_path / "file" / "folder")[1] == 1  # PyTorch's own folder may hold programs
 
 
 def test_a_compiler_that_fails_leaves_the_function_as_it_is():
