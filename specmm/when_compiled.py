@@ -112,6 +112,18 @@ class Work:
             return self.saved > 0
         return self.missed + pictures * self.saved > self.seconds.cost
 
+    def programs(self, pictures: int, make: Callable[[], T]) -> T | None:
+        """What ``make`` gives for compiled pictures, if that pays for ``pictures`` to come and this
+        model and method have programs, and there is a compiler.
+        """
+        if not (self.able and self.pays(pictures)):
+            return None
+        try:
+            return make()
+        except ValueError:
+            self.able = False
+            return None
+
     def observe(self, seconds: float, pictures: int, quick: bool) -> None:
         """``pictures`` took ``seconds``, compiled if ``quick``."""
         known = self.seconds
@@ -224,13 +236,7 @@ class Turn(Generic[T]):
         if self.work is None:
             yield self.chosen if fits else self.plain
             return
-        target = self.plain
-        quick = fits and self.work.able and self.work.pays(left + self.coming)
-        if quick:
-            try:
-                target = self.make()
-            except ValueError:  # this model or method has no programs, or there is no compiler
-                self.work.able = quick = False
+        made = self.work.programs(left + self.coming, self.make) if fits else None
         start = time.perf_counter()
-        yield target
-        self.work.observe(time.perf_counter() - start, pictures, quick)
+        yield self.plain if made is None else made
+        self.work.observe(time.perf_counter() - start, pictures, made is not None)

@@ -21,8 +21,6 @@ import torch
 from benchmarks.common import Row, cpu_model, environment, git_sha, read_results, write_results
 from benchmarks.gpu.parts import MOST_MINUTES, Bench, Case, Part
 
-KEY = ("gpu", "machine", "torch", "git", "tiny")
-
 
 @dataclass
 class Progress:
@@ -43,11 +41,12 @@ class Progress:
             there = read_results(bench.out, part.name)
         except json.JSONDecodeError:  # it was stopped while it wrote
             there = None
-        if there is None or _key(there["environment"]) != _key(key(bench)):
-            return cls()
-        if not bench.tiny and not _known(git_sha()):
+        wanted = key(bench)
+        if there is None or not (bench.tiny or _known(wanted["git"])):
             return cls()
         facts = there["environment"]
+        if any(facts.get(name) != value for name, value in wanted.items()):
+            return cls()
         return cls(there["rows"], at=facts["at"], finished=facts["finished"])
 
     @property
@@ -70,10 +69,6 @@ def key(bench: Bench) -> dict[str, Any]:
 def _known(git: str) -> bool:
     """Whether a commit says what was measured: there is one, and nothing was changed since."""
     return git != "unknown" and not git.endswith("+")
-
-
-def _key(facts: dict[str, Any]) -> list[Any]:
-    return [facts.get(name) for name in KEY]
 
 
 def run(part: Part, bench: Bench, again: bool = False) -> bool:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchmarks.official import duel
 from benchmarks.official.duel import Made, Program
-from benchmarks.official.releases import Modules, Source, running
+from benchmarks.official.releases import Modules, Source, running, with_weights
 from specmm import methods
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.continuous.pipeline import MARPipeline
@@ -36,8 +37,7 @@ def their_mar(release: Modules, pipe: MARPipeline) -> Any:
     steps = pipe.settings.head_steps
     with running():
         made = release[MODULE].MAR(num_sampling_steps=steps, norm_layer=norm, **given)
-    made.load_state_dict(pipe.transformer.state_dict())
-    return made.eval().requires_grad_(False)
+    return with_weights(made, pipe.transformer.state_dict())
 
 
 def official(theirs: Any, pipe: MARPipeline) -> Program:
@@ -57,14 +57,7 @@ def official(theirs: Any, pipe: MARPipeline) -> Program:
 
 def ours(pipe: MARPipeline, method: methods.ContinuousMethod) -> Program:
     """Our pipeline's call with its settings."""
-
-    def draw(classes: Sequence[int], seed: int) -> Made:
-        generator = torch.Generator().manual_seed(seed)
-        call: dict[str, Any] = dict(batch_size=len(classes), output_type="uint8", method=method)
-        out = pipe(list(classes), generator=generator, **call)
-        return Made(torch.as_tensor(out.images), out.tokens)
-
-    return Program(draw, draw)
+    return duel.ours(pipe, {}, method=method)
 
 
 @torch.inference_mode()

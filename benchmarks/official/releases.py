@@ -17,7 +17,7 @@ import importlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -87,6 +87,12 @@ def running() -> Iterator[None]:
             yield
     finally:
         tensor.cuda = kept
+
+
+def with_weights(made: Any, state: Mapping[str, torch.Tensor]) -> Any:
+    """Their module ``made`` with the weights of ``state``, ready to draw."""
+    made.load_state_dict(state)
+    return made.eval().requires_grad_(False)
 
 
 def with_constant(function: Callable[..., Any], old: object, new: object) -> FunctionType:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.official import duel
 from benchmarks.official.duel import Draw, Made, Program
-from benchmarks.official.releases import Modules, Source, running, with_constant
+from benchmarks.official.releases import Modules, Source, running, with_constant, with_weights
 from specmm import methods
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -51,8 +52,7 @@ def their_vqvae(release: Modules, vae: VQVAE) -> Any:
         blocks = release["models.basic_vae"]
         made.encoder = blocks.Encoder(double_z=False, z_channels=config.z_channels, **sizes)
         made.decoder = blocks.Decoder(z_channels=config.z_channels, **sizes)
-    made.load_state_dict(vae.state_dict())
-    return made.eval().requires_grad_(False)
+    return with_weights(made, vae.state_dict())
 
 
 def their_var(release: Modules, model: VAR, vqvae: Any) -> Any:
@@ -71,8 +71,7 @@ def their_var(release: Modules, model: VAR, vqvae: Any) -> Any:
             attn_l2_norm=config.attn_l2_norm,
             patch_nums=config.patch_nums,
         )
-    made.load_state_dict(model.state_dict())
-    return made.eval().requires_grad_(False)
+    return with_weights(made, model.state_dict())
 
 
 @contextmanager
@@ -141,22 +140,6 @@ def refining(refiner: Any, schedule: ScaleSchedule) -> Any:
 
 def ours(pipe: VARPipeline, method: methods.ScalesMethod, sampling: Sampling) -> Program:
     """Our pipeline's call."""
-
-    def drawing(given: Sampling) -> Draw:
-        options: dict[str, Any] = dict(
-            method=method,
-            cfg=given.cfg,
-            top_k=given.top_k,
-            top_p=given.top_p,
-            temperature=given.temperature,
-            output_type="uint8",
-        )
-
-        def draw(classes: Sequence[int], seed: int) -> Made:
-            generator = torch.Generator().manual_seed(seed)
-            out = pipe(list(classes), generator=generator, batch_size=len(classes), **options)
-            return Made(torch.as_tensor(out.images), out.tokens)
-
-        return draw
-
-    return Program(drawing(sampling), drawing(replace(sampling, top_k=1)))
+    names = ("cfg", "top_k", "top_p", "temperature")
+    options = {name: getattr(sampling, name) for name in names}
+    return duel.ours(pipe, {"top_k": 1}, method=method, **options)

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.official import duel
 from benchmarks.official.duel import Draw, Made, Program
-from benchmarks.official.releases import Modules, Source, running
+from benchmarks.official.releases import Modules, Source, running, with_weights
 from specmm import methods
 from specmm.image_ar.autoencoder import VQModel, to_uint8
 from specmm.image_ar.tokens.gpt import GPTConfig
@@ -30,8 +31,7 @@ def their_gpt(release: Modules, config: GPTConfig, weights: dict[str, Any]) -> A
     sizes = vars(config) | dict(class_dropout_prob=0.1)
     with running():
         made = release[GPT].Transformer(release[GPT].ModelArgs(**sizes))
-    made.load_state_dict(weights)
-    return made.eval().requires_grad_(False)
+    return with_weights(made, weights)
 
 
 def their_vq(release: Modules, vq: VQModel) -> Any:
@@ -51,8 +51,7 @@ def their_vq(release: Modules, vq: VQModel) -> Any:
         sizes |= dict(num_res_blocks=config.num_res_blocks, z_channels=config.z_channels)
         made.encoder = theirs.Encoder(**sizes)
         made.decoder = theirs.Decoder(**sizes)
-    made.load_state_dict(vq.state_dict())
-    return made.eval().requires_grad_(False)
+    return with_weights(made, vq.state_dict())
 
 
 def official(release: Modules, pipe: LlamaGenPipeline) -> Program:
@@ -81,13 +80,4 @@ def official(release: Modules, pipe: LlamaGenPipeline) -> Program:
 
 def ours(pipe: LlamaGenPipeline, method: methods.Method) -> Program:
     """Our pipeline's call with its settings."""
-
-    def drawing(**options: Any) -> Draw:
-        def draw(classes: Sequence[int], seed: int) -> Made:
-            call = dict(batch_size=len(classes), method=method, output_type="uint8") | options
-            out = pipe(list(classes), generator=torch.Generator().manual_seed(seed), **call)
-            return Made(torch.as_tensor(out.images), out.tokens)
-
-        return draw
-
-    return Program(drawing(), drawing(temperature=0.0))
+    return duel.ours(pipe, {"temperature": 0.0}, method=method)

@@ -287,13 +287,8 @@ class TextPipeline(Pipeline):
     def _pays(self, work: Work, prompts: str | Sequence[str], options: Options) -> bool:
         """Whether a call is compiled, and can be."""
         most = options.max_new_tokens * len(texts_of("prompt", prompts))
-        if not (work.able and work.pays(most)):
-            return False
-        try:
-            self._compiled(options.chosen(methods.TEXT, self.method), options)
-        except ValueError:  # this model or method has no programs, or there is no compiler
-            work.able = False
-        return work.able
+        method = options.chosen(methods.TEXT, self.method)
+        return work.programs(most, lambda: self._compiled(method, options)) is not None
 
     def _compiled(self, method: methods.TextMethod, options: Options) -> CompiledMethod:
         """The compiled rounds of ``method``; calls with the same options share them."""

@@ -81,17 +81,23 @@ def fit_block(
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, batch, count, seed)
-        mirrored = torch.randint(2, (batch,), generator=generator)
-        dropped = torch.rand(batch, generator=generator) < dropout
+        shown = batch_rows(i, batch, count, seed), *varied(batch, dropout, generator)
         last = length - drafter.config.levels
         at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
         with torch.autocast("cpu", torch.bfloat16):
-            cross_entropy, overlap = loss_of(Batch(rows, mirrored, dropped, at))
+            cross_entropy, overlap = loss_of(Batch(*shown, at))
         loss = cross_entropy + overlap_weight * (1 - overlap.mean())
         return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
 
     fit(drafter, step, out=out, steps=steps, lr=lr, weight_decay=0.01)
+
+
+def varied(batch: int, dropout: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Which pictures of a ``batch`` are mirrored [B] (0 or 1), and whose condition is dropped [B],
+    a share ``dropout`` of them.
+    """
+    mirrored = torch.randint(2, (batch,), generator=generator)
+    return mirrored, torch.rand(batch, generator=generator) < dropout
 
 
 @torch.no_grad()

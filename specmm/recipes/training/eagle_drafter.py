@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specmm.image_ar.tokens.drafters.eagle import EagleHead
 from specmm.image_ar.tokens.gpt import RotaryTable
-from specmm.recipes.training.block_drafter import Seen
+from specmm.recipes.training.block_drafter import Seen, varied
 from specmm.training import Losses, batch_rows, fit
 
 PROBS_WEIGHT = 0.1  # of EAGLE's cross-entropy beside its SmoothL1
@@ -49,13 +49,11 @@ def fit_eagle(
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, batch, count, seed)
-        mirrored = torch.randint(2, (batch,), generator=generator)
-        dropped = torch.rand(batch, generator=generator) < dropout
+        shown = batch_rows(i, batch, count, seed), *varied(batch, dropout, generator)
         shape = (batch, length - 1, head.config.target.dim)
         shift = (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(rows, mirrored, dropped, shift)
+            return loss_of(*shown, shift)
 
     fit(head, step, out=out, steps=steps, lr=lr, weight_decay=weight_decay)
 
