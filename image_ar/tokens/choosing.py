@@ -40,7 +40,7 @@ UNPLANNED: tuple[Method, ...] = (
 BORROWING = ((2.0, 10), (5.0, 20), (20.0, 60), (40.0, 100))  # λ and k of LANTERN++
 PICTURES = 3  # drawn by each method in a race
 MARGIN = 0.05  # what a method must gain at least
-BEHIND = 0.8  # of the fastest one's speed: what is slower than that leaves a race
+BEHIND = 0.7  # of another's speed: what is slower, and no nearer to the target, leaves a race
 
 
 def choose_method(
@@ -147,8 +147,8 @@ class Record:
 class Race:
     """Whole pictures by several methods in turn, compared by the median ratios of their seconds.
 
-    One whose total variation a token is measured above ``tv`` leaves, and so does one that falls
-    far behind where relaxed methods take part.
+    One whose total variation a token is measured above ``tv`` leaves. Where relaxed methods take
+    part, so does one that falls far behind another that is no further from the target.
     """
 
     target: DrawingTarget
@@ -165,9 +165,13 @@ class Race:
             for method, record in self.records.items():
                 self._draw(method, record, i)
             gains = self.gains()
-            least = BEHIND * max(gains.values()) if self.tv else 0.0
-            kept = {m: r for m, r in self.records.items() if r.tv <= self.tv and gains[m] >= least}
+            kept = {m: r for m, r in self.records.items() if not self._leaves(m, gains)}
             self.records = {plain: self.records[plain], **kept}
+
+    def _leaves(self, method: Method, gains: dict[Method, float]) -> bool:
+        own = self.records[method]
+        nearer = [gains[other] for other, r in self.records.items() if r.tv <= own.tv]
+        return own.tv > self.tv or (self.tv > 0 and gains[method] < BEHIND * max(nearer))
 
     def _draw(self, method: Method, record: Record, i: int) -> None:
         length = self.target.length

@@ -177,16 +177,18 @@ def _trees(pipe: Images, model: str, batch: int, target: Any, auto: methods.Auto
     from specmm.image_ar.tokens.choosing import choose_method, planned_for
 
     made = planned_for(target, pipe.parts, batch, auto)
+    chosen = choose_method(target, pipe.parts, batch, auto)
+    said = chosen.name if made.shape is not None else label(chosen)  # a tree has its own line
     found = {
         "model": model,
         "batch": batch,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "choice": choose_method(target, pipe.parts, batch, auto).name,
+        "choice": said,
         **_record(made),
     }
     lines = [f"{model}, {batch} at a time, {found['dtype']}, {found['threads']} threads"]
-    lines += _lines(made, f"{found['choice']}: ")
+    lines += _lines(made, f"{said}: ")
     return found, lines
 
 

@@ -128,10 +128,17 @@ def test_relaxed_methods_leave_a_race_above_the_total_variation_allowed(
     assert f"total variation {left[made.draft_free].tv:.3f}" in made.reason
 
 
-def test_what_falls_behind_leaves_a_race_of_relaxed_methods(parts_and_target, monkeypatch):
-    monkeypatch.setattr(pictures, "BEHIND", 1.0)
-    race, left = relaxed_race(*parts_and_target, 1.0)
-    assert len(left) <= 1 and methods.AR() in race.records
+def test_what_is_slower_and_no_nearer_leaves_a_race(parts_and_target):
+    """What is slower but nearer to the target stays: the limit may exclude the faster one yet."""
+    race = pictures.Race(parts_and_target[1], parts_and_target[0], 1, 0.5)
+    made = {"ar": (1.0, 0.0), "gsd": (0.9, 0.1), "lantern": (0.5, 0.3), "lantern++": (1.0, 0.4)}
+    for name, (seconds, tv) in made.items():
+        race.records[methods.resolve(name)] = pictures.Record([seconds], [1.0], tv * 10, 10)
+    gains = race.gains()
+    leaving = [method.name for method in race.records if race._leaves(method, gains)]
+    assert leaving == ["lantern++"]
+    race.tv = 0.2
+    assert [m.name for m in race.records if race._leaves(m, gains)] == ["lantern", "lantern++"]
 
 
 @pytest.mark.parametrize("kind", ["bounded", "exact"])
