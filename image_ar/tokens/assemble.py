@@ -71,6 +71,14 @@ class PictureParts:
             return True
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
 
+    def take_given(self, kind: str) -> None:
+        """Whoever opened the model gave the drafter called ``kind``: of its acceptance nothing is
+        known, whatever was measured of the model's own.
+        """
+        self.given = kind
+        if kind == "block":
+            self.acceptance = ()
+
     @property
     def any(self) -> str:
         """The kind that ``ANY`` stands for."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import specmm
 from specmm import methods
 from specmm.autotune import plan
 from specmm.cli import app
@@ -126,6 +127,18 @@ def test_relaxed_methods_leave_a_race_above_the_total_variation_allowed(
     made = race.plan("as asked")
     assert made.draft_free in left and made.expected_speedup == 2
     assert f"total variation {left[made.draft_free].tv:.3f}" in made.reason
+
+
+def test_of_a_given_drafter_no_acceptance_is_known(make_tiny, tmp_path):
+    """What was measured of the model's own says nothing of it."""
+    made = make_tiny(tokens=16)
+    made.settings = dataclasses.replace(made.settings, acceptance=((0.5,), (0.5,)))
+    made.save_pretrained(tmp_path)
+    assert specmm.ImagePipeline.from_pretrained(tmp_path).parts.acceptance == ((0.5,), (0.5,))
+    for kind, known in {"block": False, "eagle": True}.items():
+        given = tmp_path / "drafters" / kind
+        pipe = specmm.ImagePipeline.from_pretrained(tmp_path, drafter=given)
+        assert bool(pipe.parts.acceptance) == known, kind
 
 
 def test_what_is_slower_and_no_nearer_leaves_a_race(parts_and_target):
