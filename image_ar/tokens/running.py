@@ -110,8 +110,8 @@ def static_target(
     """
     if not method.static_shapes:
         raise ValueError(
-            "compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), "
-            f"got {method}"
+            "compiled=True needs ar, sjd, gsd or a method with a block drafter or an EAGLE head "
+            f"(rounds all alike), got {method}"
         )
     prepare_compiler(device)
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache

@@ -139,8 +139,8 @@ class Composed(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """Of a block drafter or none."""
-        return self.choice.drafter in ("block", "jacobi")
+        """Of drafters whose trees have as many nodes and levels every round."""
+        return self.choice.drafter in ("block", "eagle", "any", "jacobi")
 
 
 class Itself:
