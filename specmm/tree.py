@@ -19,7 +19,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-class computed_once(Generic[T]):  # noqa: N801  a decorator, as functools.cached_property is
+class computed_once(Generic[T]):
     """``functools.cached_property`` without its lock, at which PyTorch would end a program: a
     dynamic drafter's shapes are made inside one.
     """
