@@ -48,8 +48,12 @@ def same_threads() -> Iterator[None]:
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Programs are traced as for a compiler, and not built: seconds instead of half a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    """Programs are traced as for a compiler, and not built: seconds instead of half a minute. A
+    round that would end its program midway is an error.
+    """
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -110,7 +110,7 @@ def static_target(
     """
     if not method.static_shapes:
         raise ValueError(
-            "compiled=True needs ar, sjd, gsd or a method with a block drafter or an EAGLE head "
+            "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
             f"(rounds all alike), got {method}"
         )
     prepare_compiler(device)
