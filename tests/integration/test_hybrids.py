@@ -267,7 +267,7 @@ def test_methods_equal_generate_in_ragged_batches(model, name, method):
     assert torch.equal(drafted(target, parts, padded(RAGGED)), wanted)
 
 
-@ALL
+@pytest.mark.parametrize("name", some(CONFIGS, (*EACH, "mamba", "zamba2")))
 def test_greedy_chains_equal_generate_in_ragged_batches(model, name):
     wanted = alone(name)
     target = VLMTarget(model, Processor(0))

@@ -227,6 +227,20 @@ DRAFTERS = {
         DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3
     ),
 }
+FAST = (  # those that `make test` runs: each kind of source, chain and tree
+    "chain of dream",
+    "chain of mdlm",
+    "chain of few tokens",
+    "chain of spark",
+    "chain of deer",
+    "sure chain",
+    "recalling chain of pairs",
+    "drawn tree of pairs",
+    "tree with a memory",
+    "steps of dream",
+    "diffuspec",
+    "diffuspec, kept",
+)
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
 
 
