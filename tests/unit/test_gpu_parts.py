@@ -121,7 +121,7 @@ def test_a_mistake_is_a_sentence(arguments, said, capsys, monkeypatch, tmp_path)
     assert said in told and told.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", some(QUICK, {*QUICK} - {"qwen-vl", "text"}))
+@pytest.mark.parametrize("name", some(QUICK, {*QUICK} - {"llava", "qwen-vl", "text"}))
 def test_a_part_writes_its_columns_and_is_not_run_again(name, tmp_path, capsys):
     options = [name, "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main(options) == 0, capsys.readouterr().err
