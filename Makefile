@@ -6,6 +6,9 @@ STAMP := $(VENV)/.specmm-installed
 ARGS ?=
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# Tests are compiled once, not by each process of each run.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-portable mutants quality format bench docs
 

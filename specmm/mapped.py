@@ -73,10 +73,10 @@ def _mappings(file: Path) -> list[tuple[int, int]]:
     """Where ``file`` lies in this process."""
     if sys.platform != "linux" or not MAPS.is_file():
         return []
-    found = []
+    found, name = [], str(file.resolve())
     for line in MAPS.read_text().splitlines():
         parts = line.split(maxsplit=5)
-        if len(parts) == 6 and parts[5] == str(file.resolve()):
+        if len(parts) == 6 and parts[5] == name:
             start, _, end = parts[0].partition("-")
             found.append((int(start, 16), int(end, 16)))
     return found

@@ -4,9 +4,11 @@ the threads.
 Tests run in two processes (``make test``): with one thread each they do not wait for one another.
 """
 
+import ctypes
 import functools
 import gc
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
 
@@ -22,11 +24,20 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+if platform.libc_ver()[0] == "glibc":
+    # memory of a tensor is used again: asking the system for new pages each time costs a tenth
+    ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2**30)
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**25)
+
+gc.disable()  # what is imported and collected is not garbage
+
 
 def pytest_collection_finish() -> None:
     """What was imported stays: the garbage collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")

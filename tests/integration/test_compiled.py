@@ -74,7 +74,7 @@ def test_tokens_are_those_of_eager_rounds(pipe, name):
     same(pipe, *OPTIONS[name])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", some(OPTIONS, ("guided tree", "sjd")))
 def test_traced_tokens_are_those_of_eager_rounds(name, traced):
     found = same(tiny_pipeline(tokens=16), *OPTIONS[name])
     assert (found.certificate.tv or 0) > 0 or not name.startswith("lantern")

@@ -18,7 +18,7 @@ DOCS = ROOT / "docs"
 GENERATED = {"models.md", "janus.md"}  # a benchmark's table; the card of a model that is not here
 PAGES = sorted(p for p in DOCS.rglob("*.md") if p.name not in GENERATED)
 # the others train, time, or answer at length
-QUICK = {"certificates.md", "drafter.md", "rule.md", "target.md"}
+QUICK = {"certificates.md", "drafter.md"}
 NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 
 

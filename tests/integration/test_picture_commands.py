@@ -4,6 +4,7 @@ and used; pictures, benches and jobs of prompts.
 
 import json
 import shutil
+from itertools import product
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from specmm.recipes.training.seen_pictures import SeenPictures
 from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify.rule import VerifyResult
+from tests.cases import some
 from tests.integration.picture_kinds import KINDS, PROMPTS, reference, saved, sized
 
 
@@ -53,7 +55,11 @@ def run(*words):
 DRAFTED = {"block": "speculative", "eagle": "eagle"}
 
 
-@pytest.mark.parametrize("trained", DRAFTED)
+@pytest.mark.parametrize(
+    ("kind", "trained"),
+    some(product(["janus", "emu3"], DRAFTED), [("janus", "block"), ("emu3", "eagle")]),
+    indirect=["kind"],
+)
 def test_a_drafter_is_trained_and_drafts(kind, folder, trained, tmp_path, eager):
     """From prompts alone, by the command line; then it draws."""
     model = shutil.copytree(folder, tmp_path / "model")

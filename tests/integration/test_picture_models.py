@@ -208,7 +208,8 @@ def twins(pipe, kind, exact):
 
 
 # those that `make test` draws
-DRAWN = [*product(["janus", "anole"], DRAFTERS), ("emu3", "sjd")]
+DRAWN = [*product(["janus"], ["sjd", "prompt-lookup"]), ("emu3", "sjd")]
+DRAWN += product(["anole"], ["ar", "sjd, coupled"])
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import to_lantern
 from specmm.zoo import POCKET, hub, published
+from tests.cases import some
 from tests.hub_server import Hub, attached
 from tests.unit.test_captions import save_t5
 
@@ -148,7 +149,7 @@ FAMILIES = {
 DRAWN = ("llamagen-c2i-b-256", "var-code-8", "mar-b")  # one of each family
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, DRAWN))
 def test_a_name_draws_what_its_weights_draw_and_fetches_its_files_alone(name, server):
     same, options, files = FAMILIES[name]
     pipe = specmm.ImagePipeline.from_pretrained(name, torch_dtype=torch.float32)

@@ -36,7 +36,7 @@ from tests.cases import some
 from tests.integration.vlm_models import END, MODELS, save
 from tests.noisy import noisy
 
-QUICK = ("qwen2.5-vl", "internvl", "qwen3.5")  # M-RoPE, tiles, states
+QUICK = ("qwen2.5-vl", "qwen3.5")  # M-RoPE, states
 LENGTH = 20
 SETTINGS = dict(steps=41, batch=4, width=32, scenes=2, ramp=20, lr=1e-2)
 

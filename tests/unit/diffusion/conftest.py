@@ -3,6 +3,7 @@
 Shape letters: B batch, T tokens, V vocabulary.
 """
 
+import functools
 import itertools
 
 import torch
@@ -54,6 +55,12 @@ def target_model(vocabulary, seed=0, room=128):
     for weight in model.requires_grad_(False).model.layers[3].parameters():
         weight.zero_()
     return model.eval()
+
+
+@functools.cache
+def shared_target(vocabulary):
+    """The same, which no test may change."""
+    return target_model(vocabulary)
 
 
 def dream(vocabulary, room=128, layers=3, shift=1):
@@ -227,11 +234,25 @@ DRAFTERS = {
         DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3
     ),
 }
+FAST = (  # those that `make test` runs: each kind of source, chain and tree
+    "chain of dream",
+    "chain of mdlm",
+    "chain of few tokens",
+    "chain of spark",
+    "chain of deer",
+    "sure chain",
+    "recalling chain of pairs",
+    "drawn tree of pairs",
+    "tree with a memory",
+    "steps of dream",
+    "diffuspec",
+    "diffuspec, kept",
+)
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
 
 
 def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
-    target = VLMTarget(target_model(vocabulary), processor, "tiny")
+    target = VLMTarget(shared_target(vocabulary), processor, "tiny")
     prompt = VLMPrompt(padded(rows, "cpu"), length)
     if make is None:
         *_, end = decode_plain(target, prompt, length, uniforms)
@@ -262,7 +283,7 @@ class Stream(Uniforms):
 
 
 def sequence_distribution(processor, row, length):
-    model, probs = target_model(SMALL), torch.ones(1, dtype=torch.float64)
+    model, probs = shared_target(SMALL), torch.ones(1, dtype=torch.float64)
     for depth in range(length):
         paths = torch.tensor(list(itertools.product(range(SMALL), repeat=depth)), dtype=torch.int64)
         ids = torch.cat(

@@ -9,10 +9,19 @@ from specmm.diffusion_drafters.block_drafters import with_root
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree
-from tests.unit.diffusion.conftest import DRAFTERS, SMALL, fits, run, samples, sequence_distribution
+from tests.cases import some
+from tests.unit.diffusion.conftest import (
+    DRAFTERS,
+    FAST,
+    SMALL,
+    fits,
+    run,
+    samples,
+    sequence_distribution,
+)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", some(DRAFTERS, FAST))
 def test_samples_follow_the_targets_distribution(name):
     processor = Processor(1.3)
     tokens = samples(DRAFTERS[name], processor, 600 if "diffuspec" in name else 3000)

@@ -31,7 +31,11 @@ def noise():
     return [noisy((20, 12), 40 + 30 * i).convert("RGB") for i in range(7)]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+FAST = ("internvl", "gemma3", "lfm2-vl", "qwen3-vl", "mllama", "idefics3", "kimi", "glm4v", "janus")
+TYPES = some(CONFIGS, FAST)  # the others are slow only in that they are many
+
+
+@pytest.fixture(scope="module", params=TYPES)
 def asked(request, noise):
     """A pipeline, pictures and videos of four questions (two pictures, none, one, a video), and
     what generate answers to all together.
@@ -99,7 +103,7 @@ def test_what_is_shown_matters(asked, noise):
     assert not torch.equal(generated(pipe, other, QUESTIONS, videos), first)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", TYPES)
 def test_a_folder_is_opened_and_answers_the_same(name, noise, tmp_path):
     """The model, the processor, its template and its parts come back from their files."""
     model, processor = random_model(name), PROCESSORS[name]()
