@@ -5,7 +5,8 @@
 Files of the published sizes are made with random weights in the releases' containers, one release
 at a time, and deleted; LLaVA has two of its 32 layers. A reading is the most memory that a process
 had resident, less what it had before it opened the files (Linux; as root, who may begin a peak
-anew).
+anew). A row "as it runs" is of a whole pipeline, which stores a network of up to 2^30 weights twice
+where the processor multiplies in bfloat16 (``specmm.hardware.prepack``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 from benchmarks.common import CACHE, RESULTS, Out, Row, environment, read_results, write_results
 from benchmarks.gpu.published import llava
 from specmm import mapped
+from specmm.hardware import Place
+from specmm.hf.placing import Placing
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
@@ -41,7 +44,7 @@ from specmm.image_ar.scales.var import VAR, published
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.runs.convert import CONVERTERS, convert
-from specmm.vlm.loading import load_processor
+from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import MSDConfig, MSDHead, load_msd
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.zoo import pocket_models
@@ -203,7 +206,8 @@ def file_of(name: str, place: str) -> str:
 def read(name: str, folder: Path, dtype: torch.dtype) -> list[object]:
     """The modules of a release, as pipelines load them."""
     if RELEASES[name].config is not None:
-        return [VQAPipeline.from_pretrained(folder, dtype=dtype, device="cpu")]
+        placing = Placing.of(folder, Place.named("cpu", dtype))
+        return [placing.put(load_model(folder, placing.dtype))]
     entry = published_models()[name]
     if not entry.parts:
         return [load_msd(folder, dtype=dtype)]
@@ -233,6 +237,9 @@ def tell(name: str, made: str) -> None:
         dtype: partial(read, name, folder, getattr(torch, dtype))
         for dtype in (str(RELEASES[name].dtype).removeprefix("torch."), "bfloat16")
     }
+    if RELEASES[name].config is not None:
+        open_folder = VQAPipeline.from_pretrained
+        runs["bfloat16, as it runs"] = partial(open_folder, folder, dtype="bfloat16", device="cpu")
     if published_models()[name].parts:
         runs["convert"] = partial(write_ours, name, folder)
     for what, run in runs.items():

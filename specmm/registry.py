@@ -11,7 +11,6 @@ import ast
 import difflib
 import functools
 import importlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
@@ -28,11 +27,11 @@ class OldName(FutureWarning):
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
 
-    A folder that all names share says nothing about how near they are.
+    A folder that all names are in says nothing about how near they are.
     """
     names = sorted(known)
-    shared = os.path.commonprefix(names).rpartition("/")
-    folder = "".join(shared[:2])
+    folders = {one.rpartition("/")[0] for one in names}
+    folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
     bare = [one.removeprefix(folder) for one in names]
     near = difflib.get_close_matches(str(name).removeprefix(folder), bare, n=1, cutoff=0.5)
     if near:

@@ -125,7 +125,7 @@ class VQAPipeline(Pipeline):
         source = Source(None, revision, cache_dir, download)
         folder = find(name, source=source, kind="questions")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model = placing.put(load_model(folder, wanted.dtype, **placing.options))
+        model = placing.put(load_model(folder, placing.dtype, **placing.options))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)

@@ -117,11 +117,11 @@ def files_of(
         if part.address:
             raise ValueError(
                 f"{entry.name} must be fetched by hand, no hub has its {part.file}"
-                f"{told(part.size)}: {part.address}; then run: specmm convert {part.file} FOLDER --like {entry.name}"
+                f"{told(part.size)}: {part.address}; then run: specmm convert {part.file} FOLDER "
+                f"--like {entry.name}"
             )
     wanted = [
-        Wanted(part.repository, (part.file,), part.revision, part.size)
-        for part in parts.values()
+        Wanted(part.repository, (part.file,), part.revision, part.size) for part in parts.values()
     ]
     found = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
     for place, part in parts.items():

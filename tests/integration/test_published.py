@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import specmm
-from specmm import mapped, zoo
+from specmm import zoo
 from specmm.cli import app
 from specmm.image_ar.autoencoder import VQConfig, VQModel
-from specmm.image_ar.scales import var as scales
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import to_lantern

@@ -65,15 +65,9 @@ MODELS = {  # whole repositories of transformers, in half precision
     ),
     "qwen3-4b": (tf.Qwen3ForCausalLM, QWEN3_4B),
     "qwen3-8b": (tf.Qwen3ForCausalLM, sizes.qwen3()),
-    "llama-3.1-8b": (
-        tf.LlamaForCausalLM,
-        tf.LlamaConfig(**text(128256, 4096, 14336, 32, 32, 8)),
-    ),
+    "llama-3.1-8b": (tf.LlamaForCausalLM, tf.LlamaConfig(**text(128256, 4096, 14336, 32, 32, 8))),
     "vicuna-13b": (tf.LlamaForCausalLM, tf.LlamaConfig(**LLAMA_13B | {"vocab_size": 32000})),
-    "qwen2.5-32b": (
-        tf.Qwen2ForCausalLM,
-        tf.Qwen2Config(**text(152064, 5120, 27648, 64, 40, 8)),
-    ),
+    "qwen2.5-32b": (tf.Qwen2ForCausalLM, tf.Qwen2Config(**text(152064, 5120, 27648, 64, 40, 8))),
     "dream-7b": (tf.Qwen2ForCausalLM, tf.Qwen2Config(**QWEN2_7B)),
     "llada-8b": (tf.LlamaForCausalLM, tf.LlamaConfig(**text(126464, 4096, 12288, 32, 32))),
 }
