@@ -67,10 +67,11 @@ class Found:
     absent: tuple[str, ...] = ()
     reason: BaseException | None = None
 
-    @property
-    def lacks(self) -> str:
-        """What is absent, its size, and where it would come from."""
-        return f"{', '.join(self.absent)}{told(self.wanted.bytes)} of {self.wanted.repository}"
+    def lacks(self, name: str) -> str:
+        """What is absent, its size, and where the model called ``name`` would have it from."""
+        repository = self.wanted.repository
+        place = "" if repository == name else f" of {repository}"
+        return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{place}"
 
     @property
     def missing(self) -> list[Any]:
@@ -219,7 +220,7 @@ def _check_cached(name: str, found: Sequence[Found], source: Source) -> None:
     if lacking:
         first = lacking[0]
         assert first.reason is not None
-        lacks = ", ".join(one.lacks for one in lacking)
+        lacks = ", ".join(one.lacks(name) for one in lacking)
         raise _explained(name, first.wanted, source, first.reason, lacks) from first.reason
 
 
