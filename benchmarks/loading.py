@@ -3,8 +3,10 @@
     python -m benchmarks.loading --only llamagen-c2i-xl-384
 
 Files of the published sizes are made with random weights in the releases' containers, one release
-at a time, and deleted. A reading is the most memory that a process had resident, less what it had
-before it opened the files (Linux; as root, who may begin a peak anew).
+at a time, and deleted; LLaVA has two of its 32 layers. A reading is the most memory that a process
+had resident, less what it had before it opened the files (Linux; as root, who may begin a peak
+anew). A row "as it runs" is of a whole pipeline, which stores a network of up to 2^30 weights twice
+where the processor multiplies in bfloat16 (``specmm.hardware.prepack``).
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
+import transformers as tf
 import typer
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
 from benchmarks.common import CACHE, RESULTS, Out, Row, environment, read_results, write_results
+from benchmarks.gpu.published import llava
 from specmm import mapped
+from specmm.hardware import Place
+from specmm.hf.placing import Placing
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
@@ -37,7 +44,10 @@ from specmm.image_ar.scales.var import VAR, published
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.runs.convert import CONVERTERS, convert
+from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import MSDConfig, MSDHead, load_msd
+from specmm.vlm.pipeline import VQAPipeline
+from specmm.zoo import pocket_models
 from specmm.zoo.published import published_models
 
 BLOCK = 2**20  # random weights that are repeated
@@ -47,10 +57,13 @@ RESET = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Release:
-    """A model by its modules, each with its file and the ``nest`` of its weights there."""
+    """A model by its modules, each with its file and the ``nest`` of its weights there, or a
+    folder of transformers by its ``config``.
+    """
 
     files: Mapping[str, tuple[Callable[[], nn.Module], tuple[str, ...]]]
     dtype: torch.dtype = torch.float32
+    config: Callable[[], tf.PreTrainedConfig] | None = None
 
 
 def _gpt(name: str) -> Callable[[], nn.Module]:
@@ -71,6 +84,16 @@ VQ = (lambda: VQModel(VQConfig()), ("model",))
 VQ_VAE = (lambda: VQVAE(VQVAEConfig()), ())
 KL = (lambda: AutoencoderKL(KLConfig()), ("model",))
 LLAVA_7B = MSDConfig(32064, 4096, 11008, 32, 32)
+WEIGHTS = (".safetensors", ".pt", ".pth", ".ckpt", ".bin")
+
+
+def _llava() -> tf.PreTrainedConfig:
+    """Two layers as wide as LLaVA-1.5-7B's, and its whole vision tower."""
+    config = llava()
+    config.text_config.num_hidden_layers = 2
+    return config
+
+
 RELEASES = {
     **{
         name: Release({"transformer": (_gpt(name), ("model",)), "vq": VQ})
@@ -85,6 +108,14 @@ RELEASES = {
         for name in ("mar-b", "mar-h")
     },
     "msd-llava-1.5-7b": Release({"": (lambda: MSDHead(LLAVA_7B), ())}, torch.float16),
+    "llava-1.5-7b": Release({}, torch.float16, _llava),
+}
+# what transformers calls the parts of LLaVA, and the release
+NAMES = {
+    "model.vision_tower.": "vision_tower.vision_model.",
+    "model.language_model.": "language_model.model.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
 }
 
 
@@ -129,6 +160,8 @@ def state_of(make: Callable[[], nn.Module], dtype: torch.dtype, folder: Path) ->
 def write(name: str, folder: Path) -> None:
     """The files of a release, in ``folder``."""
     release = RELEASES[name]
+    if release.config is not None:
+        return write_folder(release, folder)
     for place, (make, nest) in release.files.items():
         tree: Any
         with TemporaryDirectory(dir=folder) as made:
@@ -141,6 +174,29 @@ def write(name: str, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(LLAVA_7B.to_json()))
 
 
+def write_folder(release: Release, folder: Path) -> None:
+    """The folder of a LLaVA, its weights in shards, with the processor of pocket/llava."""
+    assert release.config is not None
+    config = release.config()
+    kind = tf.LlavaForConditionalGeneration
+    with TemporaryDirectory(dir=folder) as made:
+        state = state_of(lambda: kind._from_config(config), release.dtype, Path(made))
+        save_torch_state_dict(
+            {published_name(name): tensor for name, tensor in state.items()},
+            folder,
+            max_shard_size="1GB",
+        )
+    facts = config.to_dict() | {"architectures": [kind.__name__], "dtype": "float16"}
+    (folder / "config.json").write_text(json.dumps(facts))
+    load_processor(pocket_models()["pocket/llava"]).save_pretrained(folder)
+
+
+def published_name(name: str) -> str:
+    """What the release calls a weight of LLaVA."""
+    ours = next(ours for ours in NAMES if name.startswith(ours))
+    return NAMES[ours] + name.removeprefix(ours)
+
+
 def file_of(name: str, place: str) -> str:
     """What a part of a release is called there."""
     parts = published_models()[name].parts
@@ -149,6 +205,9 @@ def file_of(name: str, place: str) -> str:
 
 def read(name: str, folder: Path, dtype: torch.dtype) -> list[object]:
     """The modules of a release, as pipelines load them."""
+    if RELEASES[name].config is not None:
+        placing = Placing.of(folder, Place.named("cpu", dtype))
+        return [placing.put(load_model(folder, placing.dtype))]
     entry = published_models()[name]
     if not entry.parts:
         return [load_msd(folder, dtype=dtype)]
@@ -173,11 +232,14 @@ def tell(name: str, made: str) -> None:
     """All readings of a release, for a process of its own."""
     folder = Path(made)
     ImagePipeline.from_pretrained("pocket/llamagen")  # whatever is imported and made once
-    size = sum((folder / file_of(name, p)).stat().st_size for p in RELEASES[name].files)
+    size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
     runs: dict[str, Callable[[], object]] = {
         dtype: partial(read, name, folder, getattr(torch, dtype))
         for dtype in (str(RELEASES[name].dtype).removeprefix("torch."), "bfloat16")
     }
+    if RELEASES[name].config is not None:
+        open_folder = VQAPipeline.from_pretrained
+        runs["bfloat16, as it runs"] = partial(open_folder, folder, dtype="bfloat16", device="cpu")
     if published_models()[name].parts:
         runs["convert"] = partial(write_ours, name, folder)
     for what, run in runs.items():

@@ -408,7 +408,8 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
             "writes; use a checkpoint that draws, or VQAPipeline for questions"
         )
     kind = getattr(transformers, facts.architecture)
-    model = load_model(kind, folder, facts.unneeded, dtype=placing.dtype, **placing.options)
+    dtype = placing.dtype or "auto"
+    model = load_model(kind, folder, facts.unneeded, dtype=dtype, **placing.options)
     facts.check(model)
     if facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names):
         facts.fill(model, folder)

@@ -13,11 +13,12 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ LEFTOVERS = ("freqs_cis", "kv_cache", "causal_mask")
 FOLDER_NAMES = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 LINKED = ("model.pt", "model.pth", "model.ckpt")  # releases' files in a folder of ours
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SHOWN = 3
 SIGNS = 2048  # weights read of each tensor of a fingerprint
 
@@ -77,6 +79,21 @@ def weights_file(path: str | Path) -> Path:
             return file
     looked = f" (looked for {', '.join(FOLDER_NAMES)})" if path.is_dir() else ""
     raise FileNotFoundError(f"no checkpoint at {path}{looked}")
+
+
+def stored_dtype(files: Iterable[Path]) -> torch.dtype | None:
+    """The dtype of all weights in safetensors ``files``, which are not read; None where there are
+    none or they differ, and for what cannot be told.
+    """
+    found = set()
+    for file in files:
+        try:
+            with safe_open(file, "pt") as weights:
+                names = weights.keys()
+                found |= {weights.get_slice(name).get_dtype() for name in names}
+        except (OSError, SafetensorError):  # whoever reads it says what is wrong
+            return None
+    return STORED.get(found.pop()) if len(found) == 1 else None
 
 
 def _read_safetensors(file: Path) -> State:

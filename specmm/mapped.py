@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ def mark(tensors: Iterable[Tensor], file: Path) -> None:
             setattr(tensor, MAPPED, tensor._version)
 
 
+@contextmanager
+def marked(tensors: Iterable[Tensor], files: Iterable[Path]) -> Iterator[None]:
+    """Within it those of ``tensors`` that are mapped from one of ``files`` are marked; not longer,
+    since they may get memory of their own and stay.
+    """
+    given = list(tensors)
+    for file in files:
+        mark(given, file)
+    try:
+        yield
+    finally:
+        for tensor in given:
+            vars(tensor).pop(MAPPED, None)
+
+
 def _mappings(file: Path) -> list[tuple[int, int]]:
     """Where ``file`` lies in this process."""
     if sys.platform != "linux" or not MAPS.is_file():
@@ -95,6 +111,14 @@ def give_back(tensor: Tensor) -> None:
     stop = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if start < stop:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), UNUSED)
+
+
+def moved(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    """``tensor`` on ``device`` and, if it is floating, in ``dtype``; the pages it had go back."""
+    made = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+    if made is not tensor:
+        give_back(tensor)
+    return made
 
 
 def owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,11 +25,17 @@ class OldName(FutureWarning):
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
-    """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all."""
+    """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
+
+    A folder that all names are in says nothing about how near they are.
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    folders = {one.rpartition("/")[0] for one in names}
+    folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
+    bare = [one.removeprefix(folder) for one in names]
+    near = difflib.get_close_matches(str(name).removeprefix(folder), bare, n=1, cutoff=0.5)
     if near:
-        hint = f"did you mean {near[0]!r}?"
+        hint = f"did you mean {folder + near[0]!r}?"
     else:
         hint = f"choose from: {', '.join(names) or '(there are none)'}"
     return ValueError(f"unknown {kind} {name!r}; {hint}")

@@ -123,9 +123,9 @@ class VQAPipeline(Pipeline):
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype, device_map)
         source = Source(None, revision, cache_dir, download)
-        folder = find(name, source=source)
+        folder = find(name, source=source, kind="questions")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model = placing.put(load_model(folder, wanted.dtype, **placing.options))
+        model = placing.put(load_model(folder, placing.dtype, **placing.options))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
+
+if TYPE_CHECKING:
+    from specmm.zoo.published import Published
 
 Name = Annotated[str, typer.Argument(help="A published name (specmm zoo --published) or a hub id.")]
 Like = Annotated[
@@ -28,11 +31,18 @@ def list_published(as_json: bool) -> None:
     if as_json:
         return emit([model.as_dict() for model in models])
     rows = [
-        (one.name, one.family, one.licence, ", ".join(one.goes_with) or "-", one.what)
+        (one.name, one.family, _size(one), one.licence, ", ".join(one.goes_with) or "-", one.what)
         for one in models
     ]
-    typer.echo(table([("name", "family", "licence", "goes with", "what"), *rows]))
+    typer.echo(table([("name", "family", "size", "licence", "goes with", "what"), *rows]))
     typer.echo("\nrun one by its name; specmm fetch NAME fetches it beforehand")
+    typer.echo("~: by its parameters; the hub tells the files' sizes before large ones are fetched")
+
+
+def _size(model: Published) -> str:
+    if not model.estimate:
+        return "unknown"
+    return f"{'' if model.bytes else '~'}{model.estimate / 1e9:.1f} GB"
 
 
 def fetch(

@@ -5,28 +5,37 @@ quantised or not.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specmm import zoo
-from specmm.checkpoints import read_json
+from specmm import mapped, zoo
+from specmm.checkpoints import read_json, stored_dtype
 from specmm.hardware import Place, choose_dtype
 from specmm.kinds import shown
 
 ELSEWHERE = ("cpu", "disk", "meta")  # where accelerate keeps weights until a layer runs
 
 
-def moved(model: Any, device: torch.device | str, dtype: torch.dtype) -> Any:
+def moved(
+    model: Any, device: torch.device | str, dtype: torch.dtype, files: Sequence[Path] = ()
+) -> Any:
     """``model`` on ``device`` in ``dtype``; its complex numbers stay, of which a cast keeps the
     real part only (Llama 4's vision tower turns by such).
+
+    Weights that are still mapped from ``files`` are copied one by one, within the memory of the
+    copies.
     """
     kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mapped.marked([*model.parameters(), *model.buffers()], files):
         warnings.filterwarnings("ignore", "Casting complex values to real")
-        model = model.to(device, dtype)
+        if files:
+            model._apply(lambda tensor: mapped.moved(tensor, device, dtype))
+        else:
+            model = model.to(device, dtype)
     for name, buffer in kept.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer.to(device))
@@ -40,9 +49,12 @@ def is_quantised(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Placing:
-    """A ``place``, and further ``options`` of transformers' ``from_pretrained``."""
+    """A ``place`` of the model in ``folder``, and further ``options`` of transformers'
+    ``from_pretrained``.
+    """
 
     place: Place
+    folder: Path
     options: dict[str, Any]
 
     @classmethod
@@ -72,12 +84,21 @@ class Placing:
         given = dict(
             device_map=device_map, quantization_config=quantization_config, variant=variant
         )
-        return cls(place, {name: value for name, value in given.items() if value is not None})
+        return cls(
+            place, folder, {name: value for name, value in given.items() if value is not None}
+        )
 
     @property
-    def dtype(self) -> torch.dtype | str:
-        """What is loaded: the wanted dtype, or that of the files."""
-        return self.place.dtype or "auto"
+    def dtype(self) -> torch.dtype | None:
+        """What is loaded: what the files hold, so that :meth:`put` makes the only copy, or the
+        wanted dtype where they differ or transformers places the model; None for the config's.
+        """
+        found = None if self.options else stored_dtype(self._files)
+        return found or self.place.dtype
+
+    @property
+    def _files(self) -> list[Path]:
+        return sorted(self.folder.glob("*.safetensors"))
 
     def put(self, model: Any) -> Any:
         """``model`` where it runs, in the dtype that is wanted or is the fastest there.
@@ -90,7 +111,8 @@ class Placing:
             return model
         device = self.place.where
         size = sum(p.numel() for p in model.parameters())
-        return moved(model, device, self.place.dtype or choose_dtype(size, device=device))
+        wanted = self.place.dtype or choose_dtype(size, device=device)
+        return moved(model, device, wanted, self._files)
 
 
 def _check_one_device(model: Any) -> None:

@@ -144,9 +144,9 @@ class TextPipeline(Pipeline):
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype, device_map)
         source = Source(None, revision, cache_dir, download)
-        folder = find_target(name, source=source)
+        folder = find_target(name, source=source, kind="text")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model, tokenizer = load_target(folder, wanted.dtype, **placing.options)
+        model, tokenizer = load_target(folder, placing.dtype, **placing.options)
         model = placing.put(model)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):

@@ -11,7 +11,7 @@ from typing import Any
 from specmm.kinds import shown
 from specmm.registry import unknown
 from specmm.zoo.hub import Source as Source
-from specmm.zoo.hub import Wanted, check_release, fetch
+from specmm.zoo.hub import Wanted, check_release, fetch, told
 from specmm.zoo.published import PIPELINE as PIPELINE
 from specmm.zoo.published import SETTINGS as SETTINGS
 from specmm.zoo.published import TRANSFORMERS as TRANSFORMERS
@@ -19,38 +19,45 @@ from specmm.zoo.published import Part, Published, linked_folder, published_model
 from specmm.zoo.published import entry_of as entry_of
 
 POCKET = Path(__file__).parent / "pocket"
+POCKETS = "pocket/"  # what their names begin with
 PACKAGE = "package.json"  # in the folder of a model whose weights come in a separate package
 
 
 def pocket_models() -> dict[str, Path]:
     """Shipped models by name ("pocket/llamagen")."""
-    return {f"pocket/{f.parent.name}": f.parent for f in sorted(POCKET.glob("*/card.json"))}
+    return {f"{POCKETS}{f.parent.name}": f.parent for f in sorted(POCKET.glob("*/card.json"))}
 
 
 USUAL = Source()
 LOCATED: dict[tuple[str, Source], Path] = {}  # what names led to, in this process
 
 
-def find(name: str | Path, index: str = PIPELINE, source: Source = USUAL) -> Path:
+def kind_of(folder: Path) -> str:
+    """What the pocket model in ``folder`` is for: "images", "questions" or "text"."""
+    if (folder / PIPELINE).is_file():
+        return "images"
+    config = folder / TRANSFORMERS
+    sees = config.is_file() and "vision_config" in json.loads(config.read_text())
+    return "questions" if sees else "text"
+
+
+def find(
+    name: str | Path, index: str = PIPELINE, source: Source = USUAL, kind: str | None = None
+) -> Path:
     """The folder of a model ``name``: a local folder, a pocket model, a published name or a hub
     id, fetched as ``source`` says.
 
-    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a hub id's
-    ``revision`` comes from ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such
-    model.
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a pocket
+    model must be of a ``kind``, if given, as in :func:`kind_of`. A hub id's ``revision`` comes from
+    ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such model.
     """
     if not isinstance(name, str | Path):
         raise ValueError(f"model must be a folder, a pocket name or a hub id, got {shown(name)}")
     folder = Path(name)
     if (folder / index).is_file():
         return folder
-    shipped = pocket_models()
-    if (shipped.get(str(name), folder) / index).is_file():
-        return shipped[str(name)]
-    if str(name) in shipped:
-        right = [n for n, f in shipped.items() if (f / index).is_file()]
-        others = ", ".join(right) or "your own"
-        raise ValueError(f"{name} is a model of another kind, this needs one like {others}")
+    if str(name).startswith(POCKETS) and not folder.exists():
+        return _shipped(str(name), index, kind)
     if folder.exists():
         raise ValueError(
             f"{folder} must hold a {index}; give the folder that save_pretrained wrote"
@@ -61,11 +68,27 @@ def find(name: str | Path, index: str = PIPELINE, source: Source = USUAL) -> Pat
     return fetched(str(name), source)
 
 
+def _shipped(name: str, index: str, kind: str | None) -> Path:
+    """The folder of a pocket model; see :func:`find`."""
+    shipped = pocket_models()
+    suit = [
+        one
+        for one, folder in shipped.items()
+        if (kind_of(folder) == kind if kind else (folder / index).is_file())
+    ]
+    if name in suit:
+        return shipped[name]
+    if name in shipped:
+        others = ", ".join(suit) or "your own"
+        raise ValueError(f"{name} is a model of another kind, this needs one like {others}")
+    raise unknown("pocket model", name, suit)
+
+
 def fetched(name: str, source: Source = USUAL) -> Path:
     """The folder of a published model or a hub's, fetched unless it is in the cache; see
     :func:`find`.
     """
-    if name.startswith("pocket/"):
+    if name.startswith(POCKETS):
         shipped = pocket_models()
         if name not in shipped:
             raise unknown("pocket model", name, shipped)
@@ -93,12 +116,12 @@ def files_of(
     for part in parts.values():
         if part.address:
             raise ValueError(
-                f"{entry.name} must be fetched by hand, no hub has its {part.file}: {part.address}"
-                f"; then run: specmm convert {part.file} FOLDER --like {entry.name}"
+                f"{entry.name} must be fetched by hand, no hub has its {part.file}"
+                f"{told(part.size)}: {part.address}; then run: specmm convert {part.file} FOLDER "
+                f"--like {entry.name}"
             )
     wanted = [
-        Wanted(part.repository, (part.file,), part.revision, part.bytes or part.about)
-        for part in parts.values()
+        Wanted(part.repository, (part.file,), part.revision, part.size) for part in parts.values()
     ]
     found = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
     for place, part in parts.items():
@@ -118,7 +141,8 @@ def _repository(name: str, entry: Published | None, source: Source) -> Path:
         if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
             raise unknown("model", name, known)
     repository = name if entry is None else entry.repository
-    return fetch(name, [Wanted(repository)], source)[0]
+    size = None if entry is None else entry.about
+    return fetch(name, [Wanted(repository, bytes=size)], source)[0]
 
 
 def card(name: str) -> dict[str, Any]:

@@ -46,24 +46,32 @@ class Source:
 @dataclass(frozen=True)
 class Wanted:
     """``files`` of a repository, by exact names; none: whatever its model is made of. They have
-    about so many ``bytes``, 0 where that is not known.
+    about so many ``bytes``, 0 where that is not known, None where nobody has asked.
     """
 
     repository: str
     files: tuple[str, ...] = ()
     revision: str | None = None
-    bytes: int = 0
+    bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Found:
-    """What of ``wanted`` is where: ``files`` as the hub tells them, or the ``folder`` in the cache
-    where it cannot be reached.
+    """What of ``wanted`` is where: ``files`` as the hub tells them, or, where it cannot be reached
+    for a ``reason``, the ``folder`` in the cache and what is ``absent`` there.
     """
 
     wanted: Wanted
     files: tuple[Any, ...] = ()
     folder: Path | None = None
+    absent: tuple[str, ...] = ()
+    reason: BaseException | None = None
+
+    def lacks(self, name: str) -> str:
+        """What is absent, its size, and where the model called ``name`` would have it from."""
+        repository = self.wanted.repository
+        place = "" if repository == name else f" of {repository}"
+        return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{place}"
 
     @property
     def missing(self) -> list[Any]:
@@ -78,6 +86,7 @@ def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]
     reached, more than ``LARGE`` bytes that nobody agreed to, and files that arrived damaged.
     """
     found = [_look(name, wanted, source) for wanted in everything]
+    _check_cached(name, found, source)
     _check_agreed(name, [file for one in found for file in one.missing], source)
     return [one.folder or _take(name, one, source) for one in found]
 
@@ -101,7 +110,7 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
     except answers as error:
         raise _explained(name, wanted, source, error) from error
     except Exception as error:  # of the network, whose errors differ by the client and the place
-        return Found(wanted, folder=_cached(name, wanted, source, error.__cause__ or error))
+        return _cached(wanted, source, error.__cause__ or error)
     names = {file.filename for file in files}
     absent = [file for file in wanted.files if file not in names]
     if absent or not names:
@@ -192,25 +201,33 @@ def check_release(folder: Path, file: str, sha256: str) -> None:
         )
 
 
-def _cached(name: str, wanted: Wanted, source: Source, reason: BaseException) -> Path:
-    """The folder in the cache; raises ``ValueError`` where it lacks what is wanted."""
+def _cached(wanted: Wanted, source: Source, reason: BaseException) -> Found:
+    """What of ``wanted`` the cache holds."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    needed = wanted.files or ("config.json", "model_index.json")
     try:
-        needed = wanted.files or ("config.json", "model_index.json")
         folder = Path(_snapshot(wanted, source, needed, local_files_only=True))
-        absent = [file for file in wanted.files if not (folder / file).is_file()]
     except (LocalEntryNotFoundError, OSError):
-        absent = list(wanted.files) or ["its files"]
-    if absent:
-        raise _explained(name, wanted, source, reason, absent) from reason
-    return folder
+        return Found(wanted, absent=wanted.files or ("its files",), reason=reason)
+    absent = tuple(file for file in wanted.files if not (folder / file).is_file())
+    return Found(wanted, folder=folder, absent=absent, reason=reason)
+
+
+def _check_cached(name: str, found: Sequence[Found], source: Source) -> None:
+    """Raise ``ValueError`` for what the cache lacks and the hub cannot be asked for."""
+    lacking = [one for one in found if one.absent]
+    if lacking:
+        first = lacking[0]
+        assert first.reason is not None
+        lacks = ", ".join(one.lacks(name) for one in lacking)
+        raise _explained(name, first.wanted, source, first.reason, lacks) from first.reason
 
 
 def _explained(
-    name: str, wanted: Wanted, source: Source, error: BaseException, absent: Sequence[str] = ()
+    name: str, wanted: Wanted, source: Source, error: BaseException, lacks: str = ""
 ) -> ValueError:
-    """``error`` of the hub as one line."""
+    """``error`` of the hub as one line; ``lacks`` is what the cache has not."""
     from huggingface_hub import constants, errors
 
     repository = wanted.repository
@@ -230,12 +247,18 @@ def _explained(
         given = source.revision or wanted.revision
         return ValueError(f"revision must be one of {repository}'s, got {given!r}; check it")
     why = "HF_HUB_OFFLINE is set" if _offline(error) else type(error).__name__
-    size = f" (about {wanted.bytes / 1e9:.1f} GB)" if wanted.bytes else ""
-    lacks = f", and the cache lacks {', '.join(absent)}{size}" if absent else ""
+    also = f", and the cache lacks {lacks}" if lacks else ""
     return ValueError(
         f"model {name!r} could not be fetched: the hub {constants.ENDPOINT} cannot be reached "
-        f"({why}){lacks}; check the name or the network, or name a folder"
+        f"({why}){also}; check the name or the network, or name a folder"
     )
+
+
+def told(size: int | None) -> str:
+    """A ``size`` that is about right, 0 where it is not known, after the name of what has it."""
+    if size is None:
+        return ""
+    return f" (about {size / 1e9:.1f} GB)" if size else " (of unknown size)"
 
 
 def _offline(error: BaseException) -> bool:

@@ -42,13 +42,19 @@ class Part:
     sha256: str = ""
     address: str = ""
 
+    @property
+    def size(self) -> int:
+        """Its bytes, or about those."""
+        return self.bytes or self.about
+
 
 @dataclass(frozen=True)
 class Published:
     """A model: a whole ``repository``, or ``parts`` by their place in a folder of ours.
 
-    ``configs`` are sizes that the weights do not tell, by part; ``goes_with`` are drafters, targets
-    or text encoders by name.
+    ``configs`` are sizes that the weights do not tell, by part; ``about`` is what the parameters of
+    a whole repository take, 0 where nothing tells; ``goes_with`` are drafters, targets or text
+    encoders by name.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Published:
     what: str
     licence: str
     repository: str = ""
+    about: int = 0
     parts: Mapping[str, Part] = field(default_factory=dict)
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +81,14 @@ class Published:
         sizes = [part.bytes for part in self.parts.values()]
         return sum(sizes) if sizes and all(sizes) else 0
 
+    @property
+    def estimate(self) -> int:
+        """About how large it is, by its parameters where files' sizes are not known; 0 where
+        nothing tells.
+        """
+        sizes = [part.size for part in self.parts.values()]
+        return sum(sizes) if sizes and all(sizes) else self.about
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         files = {
@@ -88,6 +103,7 @@ class Published:
             "repositories": self.repositories,
             "files": files,
             "bytes": self.bytes,
+            "estimated_bytes": self.estimate,
             "with": list(self.goes_with),
         }
 

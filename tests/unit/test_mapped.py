@@ -5,11 +5,15 @@ import sys
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
 from specmm import mapped
-from specmm.checkpoints import load_strict, read_checkpoint
+from specmm.checkpoints import load_strict, read_checkpoint, stored_dtype
+from specmm.hardware import Place
+from specmm.hf.placing import Placing
+from specmm.hf.pretrained import load_model
 
 MEASURED = """
 import sys, torch
@@ -137,3 +141,75 @@ def test_loading_takes_the_memory_of_the_weights(tmp_path, suffix, dtype, bytes_
     assert run.returncode == 0, run.stderr
     weights = 12 * 2048**2 * bytes_each
     assert int(run.stdout) * 1024 <= 1.2 * weights
+
+
+OPENED = """
+import sys, torch, transformers
+from pathlib import Path
+from specmm.hardware import Place
+from specmm.hf.placing import Placing
+from specmm.hf.pretrained import load_model
+
+def most():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+def opened(folder):
+    placing = Placing.of(Path(folder), Place("cpu", getattr(torch, sys.argv[3])))
+    kind = transformers.LlamaForCausalLM
+    return placing.put(load_model(kind, folder, dtype=placing.dtype or "auto"))
+
+opened(sys.argv[2])
+before = most()
+model = opened(sys.argv[1])
+print(most() - before)
+"""
+
+
+def llama(folder, layers, width, dtype):
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(dtype)
+    model.save_pretrained(folder, max_shard_size="40MB")
+    return model
+
+
+@pytest.mark.skipif(not mapped.MAPS.is_file(), reason="counts memory as Linux tells it")
+@pytest.mark.parametrize("dtype, bytes_each", [("float32", 4), ("bfloat16", 2)])
+def test_models_of_transformers_take_the_memory_of_their_weights(tmp_path, dtype, bytes_each):
+    """In float16 on the disk, several shards of 40 MB."""
+    model = llama(tmp_path / "large", 8, 1024, torch.float16)
+    llama(tmp_path / "small", 1, 64, torch.float16)
+    folders = [str(tmp_path / name) for name in ("large", "small")]
+    command = [sys.executable, "-c", OPENED, *folders, dtype]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    weights = bytes_each * sum(weight.numel() for weight in model.parameters())
+    assert 0.8 * weights < 1024 * int(said.split()[-1]) < 1.2 * weights + 40e6  # and one shard
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float32])
+def test_models_of_transformers_are_cast_once(tmp_path, stored, wanted):
+    model = llama(tmp_path, 2, 64, stored)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace(str(stored)[6:], "bfloat16"))  # says otherwise
+    placing = Placing.of(tmp_path, Place("cpu", wanted))
+    assert placing.dtype == stored == stored_dtype(sorted(tmp_path.glob("*.safetensors")))
+    found = placing.put(load_model(type(model), tmp_path, dtype=placing.dtype))
+    pairs = zip(model.parameters(), found.parameters(), strict=True)
+    assert all(torch.equal(ours.to(wanted), theirs) for ours, theirs in pairs)
+    assert not any(hasattr(weight, mapped.MAPPED) for weight in found.parameters())
+
+
+def test_files_of_several_dtypes_have_none(tmp_path):
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2).half()}, tmp_path / "model.safetensors")
+    (tmp_path / "damaged.safetensors").write_bytes(b"no header")
+    assert stored_dtype([tmp_path / "model.safetensors"]) is None
+    assert stored_dtype([tmp_path / "damaged.safetensors"]) is None
+    assert stored_dtype([]) is None

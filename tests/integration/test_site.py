@@ -1,0 +1,53 @@
+"""The documentation site in a real browser: nothing keeps people from using it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.browser import (
+    DESKTOP,
+    PATIENCE,
+    PHONE,
+    browser_here,
+    look,
+    needs_browser,
+    serious_findings,
+)
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("index.html", "quickstart/index.html", "methods/index.html", "measured/index.html")
+
+pytestmark = [needs_browser, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: Any) -> Path:
+    pytest.importorskip("mkdocs")
+    folder: Path = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True)
+    return folder
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_nothing_keeps_people_from_reading_it(site: Path, size: dict[str, int]) -> None:
+    """By axe, of pages of each kind: text, commands, and tables wider than a phone."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_here(), args=["--no-sandbox"])
+        page = browser.new_page(viewport=size)
+        page.set_default_timeout(PATIENCE)
+        for name in PAGES:
+            page.goto((site / name).as_uri())
+            page.locator("h1").first.wait_for()
+            look(page, f"site-{name.split('/')[0]}-{size['width']}")
+            assert serious_findings(page) == [], name
+            assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], name
+        page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=\"\">')")
+        assert serious_findings(page) != []  # a picture without a description is noticed
+        browser.close()
