@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from PIL import Image
@@ -136,6 +136,11 @@ class VQAPipeline(Pipeline):
     def reader(self) -> Any:
         """The processor."""
         return self.processor
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """See :class:`Pipeline`; what decodes pictures is read anew, to where the model is."""
+        self.__dict__.pop("_reader", None)
+        return super().to(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See :class:`Pipeline`; a model of two packages is copied as it is."""
@@ -300,14 +305,18 @@ class VQAPipeline(Pipeline):
             parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, prompts)
 
+    def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
+        """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures
+        and these can be decoded.
+        """
+        _check_drafting(method)
+        self._reader.check(max_new_tokens)
+
     def _target(self, method: methods.VQAMethod, options: Options) -> VLMTarget:
         """The model as a target; raises ``ValueError`` for pictures by methods without them."""
         if not options.draw:
             return VLMTarget(self.model, options.processor, self.name)
-        if method.name not in DRAFTING:
-            raise ValueError(
-                f"draw=True needs a method of {', '.join(DRAFTING)}, got {method.name!r}"
-            )
+        _check_drafting(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 
     def _text_of(self, options: Options) -> Callable[[Tensor | list[int]], str]:
@@ -325,7 +334,13 @@ class VQAPipeline(Pipeline):
     @cached_property
     def _reader(self) -> PictureReader:
         """What finds pictures in answers."""
-        return PictureReader(self.model, self.drafters.folder or Path(self.name))
+        return PictureReader(self.model, self.drafters.folder or Path(self.name), self.name)
+
+
+def _check_drafting(method: methods.VQAMethod) -> None:
+    """Raise ``ValueError`` for a method that serves no answers with pictures."""
+    if method.name not in DRAFTING:
+        raise ValueError(f"draw=True needs a method of {', '.join(DRAFTING)}, got {method.name!r}")
 
 
 def _is_judged(method: methods.VQAMethod) -> bool:

@@ -182,7 +182,7 @@ def saved(out: Any, model: str, name: str, seed: int) -> str:
     """
     facts = {"method": out.method, "certificate": out.certificate.as_dict()}
     item = Item(f"{name}-{seed}", "class", name, seed)
-    data = encode(Result(item, facts, image=out.images[0]), "png", model)
+    data = encode(Result(item, facts, image=out.images[0]), "png", model)["png"]
     folder = Path(_pictures().name)
     for old in folder.iterdir():
         if time.time() - old.stat().st_mtime > KEPT:

@@ -160,9 +160,10 @@ class AnswerWorker:
         self.spec = spec
         self.questions = questions
         self.methods = _Methods(methods_of(kind, spec.model), spec)
-        Options.of(dict(spec.sampling))
+        self.options = Options.of(dict(spec.sampling))
         place = Place.named(device, spec.dtype)
         self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
+        self._check_drawing(self.methods.own, self.options.draw)
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`."""
@@ -179,10 +180,19 @@ class AnswerWorker:
                 f"a job's {method.name} must not be cut by sure at temperature above 0: "
                 "leave sure out"
             )
+        self._check_drawing(method, self._draws(item))
+
+    def _draws(self, item: Item) -> bool:
+        """Whether the item's answer may hold pictures."""
+        return self.options.draw if item.draw is None else item.draw
+
+    def _check_drawing(self, method: Any, draw: bool) -> None:
+        if draw and self.questions:  # of texts the call itself refuses it
+            self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:
         """See :class:`Worker`."""
-        return item.method, len(item.images), len(item.videos)
+        return item.method, len(item.images), len(item.videos), self._draws(item)
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
@@ -200,14 +210,25 @@ class AnswerWorker:
         if any(item.videos for item in items):
             options["videos"] = [item.films for item in items]
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0
+        options |= self.spec.sampling
+        drawn = self._draws(items[0])
+        if drawn != self.options.draw:
+            options["draw"] = drawn
         with batch_invariant():
-            out = self.pipe(*shown, [i.text for i in items], **options, **self.spec.sampling)
+            out = self.pipe(*shown, [i.text for i in items], **options)
         facts = _facts(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
+        pictures = out.pictures if drawn else [None] * len(items)
+        made = zip(items, answers, out.tokens, pictures, strict=True)
         return [
-            Result(item, {**facts, "stats": {**facts["stats"], "tokens": len(ids)}}, answer=answer)
-            for item, answer, ids in zip(items, answers, out.tokens, strict=True)
+            Result(item, _of_tokens(facts, len(ids)), answer=answer, pictures=shown)
+            for item, answer, ids, shown in made
         ]
+
+
+def _of_tokens(facts: dict[str, Any], count: int) -> dict[str, Any]:
+    """``facts`` of a batch as those of an item of ``count`` tokens."""
+    return {**facts, "stats": {**facts["stats"], "tokens": count}}
 
 
 def _facts(

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from benchmarks.soak.kills import campaign
+from benchmarks.soak.kills import campaign, items_of
 from specmm.cli import app
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import folder as job_folder
@@ -466,7 +466,7 @@ def test_a_file_limit_is_a_clear_error(make: Callable[..., JobCounts], tmp_path:
 
 def test_kills_at_random_moments_lose_nothing(worker: ImageWorker) -> None:
     """A handful; benchmarks/soak/kills.py does sixty of each layout."""
-    assert campaign(worker, kills=5, count=4)["kills"] >= 5
+    assert campaign(worker, 5, items_of(4))["kills"] >= 5
 
 
 def test_read_only_output(tiny: Path, tmp_path: Path) -> None:
