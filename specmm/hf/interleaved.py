@@ -13,6 +13,7 @@ Shape letters: B batch, N tree nodes, T tokens of a picture, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,8 @@ from specmm.verify.rule import VerifyResult
 
 WRITERS = {"chameleon": "specmm.hf.chameleon:INTERLEAVED"}  # descriptions by model type
 PIXELS = "specmm.image_ar.autoencoder:to_uint8"
-DRAFTING = ("ar", "prompt-lookup", "sjd")  # the methods that serve such answers
+DRAFTING = ("prompt-lookup", "sjd")  # the methods that draft such answers
+SERVING = ("ar", *DRAFTING, "auto")
 TEXT = -1  # no picture is open
 IN_TEXT, IN_FULL_TEXT, IN_PICTURE, AT_END = range(4)  # the masks of tokens, by where they come
 
@@ -90,6 +92,13 @@ class Grammar:
         begin, end = writer.marks(model)
         pictures = writer.pictures(model).to(model.device)
         return cls(begin, end, writer.layout(model).length, pictures)
+
+    def of_words(self) -> Grammar:
+        """The same of answers in which no picture begins."""
+        found = copy.copy(self)
+        found.masks = self.masks.clone()
+        found.masks[IN_TEXT, self.begin] = False
+        return found
 
     def check_room(self, max_new_tokens: int) -> None:
         """Raise ``ValueError`` for answers that no picture fits into."""

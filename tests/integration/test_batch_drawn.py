@@ -48,12 +48,13 @@ def files(out: Path) -> dict[str, bytes]:
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Some that draw, one that is shown a picture and one that may not draw."""
+    """Some that draw, one of them shown a picture, and one that may not draw."""
     made: list[dict[str, Any]] = [
-        {"id": f"set/{i}", "question": ASKED[i % 3], "draw": True} for i in range(count - 2)
+        {"id": f"set/{i}", "question": ASKED[i % 3], "draw": True} for i in range(count - 3)
     ]
     made.append({"id": "shown", "question": ASKED[0], "image": "seen.png", "draw": True})
-    return [*made, {"id": "words", "question": ASKED[0], "method": "prompt-lookup"}]
+    other = {"question": ASKED[0], "method": "prompt-lookup"}
+    return [*made, {"id": "drawn", **other, "draw": True}, {"id": "words", **other}]
 
 
 def job_file(place: Path, made: list[dict[str, Any]]) -> Path:
@@ -172,7 +173,7 @@ def test_a_model_that_cannot_draw_is_refused_in_a_sentence(folder, tmp_path):
     refusal = refused(*common, "pocket/llava", "--max-new-tokens", COUNT)
     assert "needs a model that writes text and pictures in turn" in refusal
     assert "must be at least 18" in refused(*common, folder, "--max-new-tokens", 17)
-    said = "needs a method of ar, prompt-lookup, sjd, got 'self'"
+    said = "needs a method of ar, prompt-lookup, sjd, auto, got 'self'"
     assert said in refused(*common, folder, "--method", "self", "--max-new-tokens", COUNT)
     blind = shutil.copytree(folder, tmp_path / "blind", ignore=shutil.ignore_patterns("vq"))
     refusal = refused(*common, blind, "--max-new-tokens", COUNT)
