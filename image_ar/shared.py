@@ -41,7 +41,7 @@ T = TypeVar("T", bound="DataclassInstance")
 @dataclass
 class ImageOutput(BaseOutput):  # type: ignore[misc]
     """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
-    ``certificate``, ``method``.
+    ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for.
     """
 
     images: Pictures
@@ -49,6 +49,7 @@ class ImageOutput(BaseOutput):  # type: ignore[misc]
     stats: Stats
     certificate: Certificate
     method: str
+    compiled: list[bool]
 
 
 M = TypeVar("M", bound=methods.Declared)
@@ -208,9 +209,11 @@ def draw_batches(
     bar: Any,
     settings: Mapping[str, object],
     return_dict: bool = True,
+    compiled: list[bool] | None = None,
 ) -> Any:
     """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``,
-    which ``draw`` may move earlier. ``settings`` are those the certificate is about.
+    which ``draw`` may move earlier. ``settings`` are those the certificate is about. ``draw`` fills
+    ``compiled`` [B], whether programs are run for a picture; None: for none.
 
     What a call returns: an :class:`ImageOutput`, or without ``return_dict`` a tuple of its fields.
     """
@@ -229,6 +232,7 @@ def draw_batches(
         stats=total([part.stats for part in parts]),
         certificate=certificate.under(settings),
         method=parts[-1].method,
+        compiled=[False] * count if compiled is None else compiled,
     )
     return output if return_dict else output.to_tuple()
 

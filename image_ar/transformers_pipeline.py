@@ -272,7 +272,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
-        return draw_batches(draw, len(rows), batch_size, output_type, bar, settings, return_dict)
+        rest = (settings, return_dict, turn.compiled)
+        return draw_batches(draw, len(rows), batch_size, output_type, bar, *rest)
 
     def target(
         self,

@@ -295,8 +295,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
                 return self._batch(batch, decided, name, output_type, tell)
 
         bar = self.progress_bar(total=len(labels))
-        claimed = sampling.settings
-        return draw_batches(draw, len(labels), batch_size, output_type, bar, claimed, return_dict)
+        rest = (sampling.settings, return_dict, turn.compiled)
+        return draw_batches(draw, len(labels), batch_size, output_type, bar, *rest)
 
     def target(
         self,

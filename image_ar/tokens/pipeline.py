@@ -290,7 +290,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         continuous = chosen.drafts and chosen.can_refill and tell is None
         at_once = batch_size * (TURNS if continuous else 1)
         settings = target.processor.settings | target.guidance.settings
-        return draw_batches(draw, count, at_once, output_type, bar, settings, return_dict)
+        rest = (settings, return_dict, turn.compiled)
+        return draw_batches(draw, count, at_once, output_type, bar, *rest)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see
