@@ -27,7 +27,7 @@ from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 from specmm.turns import turns_of
-from specmm.when_compiled import Works
+from specmm.when_compiled import Compiled, Turn, Works
 from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:
@@ -155,6 +155,12 @@ class PicturePipeline(Generic[M]):
         for name in ("prompt",) if prompt else wanted:
             raise ValueError(f"{name} must be None for models that draw classes, all of one size")
         return self.target(cfg=cfg)
+
+    def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
+        """The decisions whether ``batch`` pictures at a time are ``compiled``, drawn under
+        ``target`` by ``method``; of pipelines that compile.
+        """
+        raise NotImplementedError
 
     def timed(self, method: M) -> bool:
         """Whether what ``method`` draws depends on seconds measured on this machine."""

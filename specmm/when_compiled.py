@@ -245,6 +245,10 @@ class Turn(Generic[T]):
         if self.work is not None:
             self.work.observe(time.perf_counter() - start, pictures, quick)
 
+    def pays(self, pictures: int) -> bool:
+        """Whether programs are there and pay for ``pictures`` to come."""
+        return self.work is not None and self.work.programs(pictures, self.make) is not None
+
     def _chosen(self, left: int) -> T:
         if self.work is None:
             return self.chosen

@@ -277,7 +277,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         generators = sample_generators(generator, len(prompts.condition), self.device)
         count = len(generators)
         rows = min(batch_size, count)
-        turn = self._turn(compiled, target, chosen, rows)
+        turn = self.turn(compiled, target, chosen, rows)
 
         def draw(part: slice) -> Drawn:
             what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
@@ -341,7 +341,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             drawn.images = self.decode_tokens(drawn.tokens)
         return drawn
 
-    def _turn(
+    def turn(
         self, compiled: Compiled, target: LlamaGenTarget, method: methods.Method, batch: int
     ) -> Turn[LlamaGenTarget]:
         """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled

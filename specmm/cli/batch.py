@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.options import Device, Dtype, Json, Options, given
+from specmm.cli.options import Compiled, Device, Dtype, Json, Options, compiled_as, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -66,6 +66,7 @@ def batch(
             help="Let answers hold pictures, of a model that draws; a line's own draw goes first.",
         ),
     ] = False,
+    compiled: Compiled = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     drafter: Annotated[
@@ -144,6 +145,7 @@ def batch(
             layout,
             drafter,
             text_encoder,
+            compiled_as(compiled, False),
         )
         limits = Limits(batch_size, retries, shard_size, device, workers)
         job = Job(writable(out), spec, limits)

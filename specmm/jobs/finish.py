@@ -55,6 +55,8 @@ def finish(
             "seconds": sum(row["stats"]["seconds"] for row in done.values()),
             "certificates": dict(Counter(row["certificate"]["kind"] for row in done.values())),
             "sampling": spec.sampling,
+            "compiled": spec.compiled,
+            "compiled_items": sum(row.get("compiled", False) for row in done.values()),
         }
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)

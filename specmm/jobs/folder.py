@@ -30,8 +30,10 @@ from specmm.checkpoints import read_json
 from specmm.files import slug, sync_folder, write_whole
 from specmm.jobs.items import Item
 from specmm.registry import unknown
+from specmm.when_compiled import Compiled, check_compiled
 
 JOB = "job.json"
+PROGRAMS = "programs.json"  # see programs.py
 RESULTS = "results"
 JOURNALS = "journal"
 ARCHIVES = "archives"
@@ -48,7 +50,8 @@ class Spec:
     """How items become results: everything that results depend on, apart from the items.
 
     ``method`` and its ``options`` ("KEY=VALUE") are for items without a method. ``sampling`` are
-    options of the pipeline's call. ``seed`` makes the items' own seeds from their ids.
+    options of the pipeline's call. ``seed`` makes the items' own seeds from their ids. With
+    ``compiled`` pictures are drawn by programs, with "auto" where that pays.
     """
 
     model: str
@@ -61,8 +64,10 @@ class Spec:
     layout: str = "folders"
     drafter: str | None = None
     text_encoder: str | None = None
+    compiled: Compiled = False
 
     def __post_init__(self) -> None:
+        check_compiled(self.compiled)
         if self.format not in FORMATS:
             raise unknown("format", self.format, FORMATS)
         if self.layout not in LAYOUTS:
@@ -117,11 +122,13 @@ def prepare(folder: Path, spec: Spec) -> None:
     wanted = json.loads(json.dumps(asdict(spec)))
     with alone(folder):
         if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
+            if file.exists() and read_json(file) != wanted:  # another job, which made nothing
+                (folder / PROGRAMS).unlink(missing_ok=True)
             text = json.dumps(wanted, indent=1, ensure_ascii=False) + "\n"
             write_whole(file, text.encode(), durable=True)
             sync_folder(folder)
             return
-        found = read_json(file)
+        found = {"compiled": False, **read_json(file)}  # earlier releases never compiled
     changed = [
         f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
     ]
@@ -341,6 +348,7 @@ def _about(result: Result, model: str) -> dict[str, Any]:
         "seed": item.seed,
         "model": model,
         "method": facts["method"],
+        **({"compiled": True} if facts.get("compiled") else {}),
         # without the total variation, which is measured on the whole batch
         "certificate": {k: v for k, v in facts["certificate"].items() if k != "tv"},
     }
