@@ -157,7 +157,8 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
     kind = f'<span class="claim">{about}</span>'
     more = f"<details><summary>Certificate: {kind}</summary>{escape(str(claim))}</details>"
     ran = "" if lane.out.method in (name, name.split("(")[0]) else escape(lane.out.method) + " · "
-    return f"{found}<br>{ran}{more}"
+    quick = "compiled · " if any(lane.out.compiled) else ""
+    return f"{found}<br>{ran}{quick}{more}"
 
 
 def counted(lane: PictureLane | TextLane) -> str:

@@ -32,15 +32,17 @@ class Programs:
     job: Job
     known: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def usual(self) -> int:
-        """Rows of the programs of a method that is compiled."""
-        return self.job.limits.batch or USUAL
+    def rows_to_be(self, method: str) -> int:
+        """Rows of the programs of ``method`` if it is compiled."""
+        if method not in self.known:
+            self.known = self._read().get(ROWS, {})
+        return self.known.get(method) or self.job.limits.batch or USUAL
 
     def check_threads(self) -> None:
         """Raise ``ValueError`` where programs ran with other threads, which round otherwise."""
-        threads = self._read().get(THREADS, torch.get_num_threads())
-        if threads != torch.get_num_threads():
+        made = self._read()
+        threads = made.get(THREADS)
+        if any(made.get(ROWS, {}).values()) and threads != torch.get_num_threads():
             raise ValueError(
                 f"{self.job.folder} was compiled for {threads} threads, got "
                 f"{torch.get_num_threads()}; set OMP_NUM_THREADS={threads}, or choose another --out"
@@ -51,10 +53,9 @@ class Programs:
 
         ``pays`` is asked where nothing was decided, outside of any lock: it may take a while.
         """
+        rows = self.rows_to_be(method)
         if method not in self.known:
-            self.known = self._read().get(ROWS, {})
-        if method not in self.known:
-            self._settle(method, self.usual if pays() else 0)
+            self._settle(method, rows if pays() else 0)
         return self.known[method]
 
     def _settle(self, method: str, rows: int) -> None:

@@ -140,7 +140,7 @@ class ImageWorker:
             )
         programs.check_threads()
         if self.spec.compiled is True:
-            self._turn(True, self.methods.own, programs.usual)
+            self._turn(True, self.methods.own, programs.rows_to_be(label(self.methods.own)))
 
     def _turn(self, compiled: Compiled, method: Any, rows: int) -> Turn[Any]:
         target = self.pipe.target(**self.spec.sampling)
@@ -209,7 +209,7 @@ class ImageWorker:
         """Rows of the programs that draw pictures such as ``item`` by ``method``; 0: none do."""
         if self.programs is None:
             return 0
-        rows = self.programs.usual
+        rows = self.programs.rows_to_be(label(method))
 
         def pays() -> bool:
             if self.spec.compiled is True:

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 import specmm
-from specmm import methods, when_compiled
+from specmm import methods, program_cache, when_compiled
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.cli import app
@@ -181,6 +181,7 @@ def test_methods_of_lines_are_decided_by_themselves(made, traced, monkeypatch):
     assert decided(made.place / "out") == {"ar": 3, "zipar": 0}
 
 
+@pytest.mark.filterwarnings("ignore:compiled programs are not kept")
 def test_programs_that_cannot_be_built_fail_their_items(made, traced, monkeypatch):
     """What would be drawn without them would differ from the other pictures."""
 
@@ -193,6 +194,7 @@ def test_programs_that_cannot_be_built_fail_their_items(made, traced, monkeypatc
         return fail
 
     monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setenv(program_cache.VARIABLE, str(made.place))  # set back afterwards
     counts = made(items_of(2), "out", True)
     assert counts.failed and not counts.done
     assert "runs uncompiled" in (made.place / "out" / "failed.jsonl").read_text()
