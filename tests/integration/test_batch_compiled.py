@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods, program_cache, when_compiled
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
-from specmm.cli import app
 from specmm.compiled import UNCOMPILED
 from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs import programs as job_programs
@@ -28,17 +26,13 @@ from specmm.jobs.programs import Programs
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.workers import ImageWorker
 from tests.integration.conftest import tiny_pipeline
+from tests.integration.test_batch import refused, results
 
 CLASSES = ("heart", "time", "2")
-Saved = dict[str, bytes]
 
 
 def items_of(count: int) -> list[Item]:
     return [Item(f"c/{i}", "class", CLASSES[i % 3], seed_of(f"c/{i}", 0)) for i in range(count)]
-
-
-def results(folder: Path) -> Saved:
-    return {f.name: f.read_bytes() for f in (folder / "results").rglob("*.*")}
 
 
 @pytest.fixture
@@ -224,19 +218,14 @@ def test_other_threads_and_another_job(made, traced, tmp_path, monkeypatch):
 def test_what_cannot_be_compiled_is_refused(tiny, tmp_path):
     file = tmp_path / "jobs.jsonl"
 
-    def refused(line: str, *words: object) -> str:
+    def said(line: str, *words: object) -> str:
         file.write_text(line)
-        given = ("batch", file, "--out", tmp_path / "out", *words)
-        found = CliRunner().invoke(app, [str(word) for word in given])
-        assert found.exit_code == 2 and found.stderr.count("\n") == 1, found.output
-        return str(found.stderr)
+        return refused("batch", file, "--out", tmp_path / "out", *words)
 
     drawn = '{"id": "a", "class": "heart"}'
-    text = refused(
-        '{"id": "a", "prompt": "heart"}', "--model", "pocket/coder", "--compiled", "auto"
-    )
+    text = said('{"id": "a", "prompt": "heart"}', "--model", "pocket/coder", "--compiled", "auto")
     assert "--compiled serves jobs of classes, got a prompt" in text
-    assert "does not serve models" in refused(drawn, "--model", "pocket/mar", "--compiled", "true")
-    zipar = refused(drawn, "--model", tiny, "--method", "zipar", "--compiled", "true")
+    assert "does not serve models" in said(drawn, "--model", "pocket/mar", "--compiled", "true")
+    zipar = said(drawn, "--model", tiny, "--method", "zipar", "--compiled", "true")
     assert "compiled=True needs" in zipar
-    assert "must be true, false or auto" in refused(drawn, "--model", tiny, "--compiled", "yes")
+    assert "must be true, false or auto" in said(drawn, "--model", tiny, "--compiled", "yes")

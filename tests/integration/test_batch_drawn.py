@@ -10,32 +10,20 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
 import specmm
 from benchmarks.soak.kills import campaign
 from specmm.batch_invariant import batch_invariant
-from specmm.cli import app
 from specmm.jobs.folder import Spec, description, files_of, save
 from specmm.jobs.items import read_items
 from specmm.jobs.workers import AnswerWorker
 from tests.integration import tiny_chameleon
+from tests.integration.test_batch import refused, run
 from tests.noisy import noisy
 
 COUNT = 70
 ASKED = ["blue tree", "tree on a hill", "a red barn"]
 WARM = ("--temperature", 1.0, "--max-new-tokens", COUNT, "--dtype", "float32")
-
-
-def run(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
-def refused(*words: object) -> str:
-    result = run(*words)
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    return str(result.stderr)
 
 
 def lines(file: Path) -> list[Any]:
