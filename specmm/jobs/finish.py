@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from specmm.files import sync_folder, write_whole
-from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, files_of, ledger
+from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.results import files_of
 
 log = logging.getLogger(__name__)
 HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index

@@ -15,18 +15,9 @@ from typing import Any
 
 from specmm.files import write_whole
 from specmm.jobs.finish import members
-from specmm.jobs.folder import (
-    ARCHIVES,
-    JOB,
-    JOURNALS,
-    RESULTS,
-    Record,
-    alone,
-    description,
-    files_of,
-    ledger,
-)
+from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.results import description, files_of
 
 
 @dataclass

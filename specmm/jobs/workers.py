@@ -19,9 +19,10 @@ from specmm.batch_invariant import batch_invariant
 from specmm.compiled import UNCOMPILED
 from specmm.hf.families import Family
 from specmm.hf.options import Options
-from specmm.jobs.folder import Job, Result, Spec
+from specmm.jobs.folder import Job, Spec
 from specmm.jobs.items import Item
 from specmm.jobs.programs import Programs, check_compiled_items, padded
+from specmm.jobs.results import Result
 from specmm.registry import Registry
 from specmm.runs.run import (
     Kind,

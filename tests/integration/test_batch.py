@@ -27,11 +27,11 @@ from typer.testing import CliRunner
 from benchmarks.soak.kills import campaign, items_of
 from specmm.cli import app
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.jobs import folder as job_folder
 from specmm.jobs.engines import run_local, run_rank, share
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Limits, Result, Spec, description, pack, prepare, unpack
+from specmm.jobs.folder import Job, Limits, Spec, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
+from specmm.jobs.results import Result, description, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
@@ -174,7 +174,7 @@ def test_formats_carry_their_description(
 ) -> None:
     (item,) = read_items(jobs(tmp_path, 1))
     (tmp_path / "results").mkdir()
-    (record,) = job_folder.save(tmp_path, worker.run([item]), kind, "tiny")
+    (record,) = save(tmp_path, worker.run([item]), kind, "tiny")
     assert (
         record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
     )

@@ -20,9 +20,10 @@ from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs import programs as job_programs
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import PROGRAMS, Job, Limits, Spec, description, prepare
+from specmm.jobs.folder import PROGRAMS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.programs import Programs
+from specmm.jobs.results import description
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.workers import ImageWorker
 from tests.integration.conftest import tiny_pipeline

@@ -14,8 +14,9 @@ from PIL import Image
 import specmm
 from benchmarks.soak.kills import campaign
 from specmm.batch_invariant import batch_invariant
-from specmm.jobs.folder import Spec, description, files_of, save
+from specmm.jobs.folder import Spec
 from specmm.jobs.items import read_items
+from specmm.jobs.results import description, files_of, save
 from specmm.jobs.workers import AnswerWorker
 from tests.integration import tiny_chameleon
 from tests.integration.test_batch import refused, run
@@ -120,7 +121,7 @@ def test_a_job_with_pictures_that_is_killed_goes_on(folder, pipe, layout, tmp_pa
 
 @pytest.mark.parametrize("layout", ["folders", "tar"])
 def test_damaged_and_missing_pictures_are_made_again(folder, layout, tmp_path):
-    jobs, out = job_file(tmp_path, rows(5)), tmp_path / "out"
+    jobs, out = job_file(tmp_path, rows(7)), tmp_path / "out"
     common = ("batch", jobs, "--model", folder, "--method", "sjd", *WARM, "--out", out)
     common += ("--layout", layout, "--shard-size", 2)
     assert run(*common).exit_code == 0

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
-from specmm.jobs.folder import Journal, ledger, name_of, pack, place_of, unpack
+from specmm.jobs.folder import Journal, ledger, pack, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
+from specmm.jobs.results import name_of, place_of
 from specmm.jobs.run import BatchSizer, out_of_memory
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
