@@ -160,7 +160,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         tokenizer = load_tokenizer(words)
         given = (str(name), drafters, owner)
         pipe = cls(model, tokenizer, facts, folder, method, *given)
-        pipe.parts.given = None if drafter is None else kind_of(drafter)
+        if drafter is not None:
+            pipe.parts.take_given(kind_of(drafter))
         return pipe
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -3,7 +3,7 @@
 For models whose steps are many small operators, where the overhead of each call is most of the
 time. It needs what ``torch.compile`` needs (on a CPU a C++ compiler), and half a minute to two for
 the first call of each method, options and batch size on a machine. The drafter's trees must have
-one shape and take the same number of uniforms every round.
+as many nodes and levels, and take as many uniforms, every round; where they branch may differ.
 """
 
 from __future__ import annotations

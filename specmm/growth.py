@@ -122,7 +122,7 @@ class Growth:
                 f"tree must have at most {vocabulary.count} children a node (the vocabulary), got "
                 f"{width}"
             )
-        self.chain = TreeShape.chain(self.max_depth, device)
+        self.chain = TreeShape.chain(self.max_depth, device).ancestors  # [1, D + 1, D + 1]
 
     @property
     def scratch(self) -> int:
@@ -150,7 +150,7 @@ class Growth:
         order = torch.arange(tokens.shape[1], device=tokens.device)
         cache.aim(cache.size.capacity, cache.slots)
         positions = cache.lengths[:, None] + order
-        bias = cache.tree_bias(self.chain.ancestors)
+        bias = cache.tree_bias(self.chain)
         states = head.read(tokens, feedback.kept_hidden(), positions, bias, 0)
         cache.keep(order.expand(len(kept), -1), kept)
         last = branched(kept.clamp(min=1) - 1, cache.size.branches)

@@ -10,14 +10,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class computed_once(Generic[T]):
+    """``functools.cached_property`` without its lock, at which PyTorch would end a program: a
+    dynamic drafter's shapes are made inside one.
+    """
+
+    def __init__(self, make: Callable[[Any], T]) -> None:
+        self.make = make
+        self.name = make.__name__
+        self.__doc__ = make.__doc__
+
+    def __get__(self, shape: Any, owner: type | None = None) -> T:
+        """What ``make`` gives; later reads find it in ``shape`` itself."""
+        if shape is None:
+            return self  # type: ignore[return-value]
+        found = self.make(shape)
+        setattr(shape, self.name, found)
+        return found
 
 
 class TreeShape:
@@ -88,7 +106,7 @@ class TreeShape:
         """Whether one shape serves every row."""
         return self.parents.shape[0] == 1
 
-    @cached_property
+    @computed_once
     def ancestors(self) -> Tensor:
         """Whether node j is i or an ancestor of i, [1 or B, N, N] bool: the tree-attention mask."""
         eye = torch.eye(self.size, dtype=torch.bool, device=self.parents.device)
@@ -101,37 +119,37 @@ class TreeShape:
             mask = mask | reach
         return mask
 
-    @cached_property
+    @computed_once
     def depths(self) -> Tensor:
         """Depth of each node [1 or B, N]; the root has depth 0."""
         return self.ancestors.sum(-1) - 1
 
-    @cached_property
+    @computed_once
     def earlier_siblings(self) -> Tensor:
         """Whether node j is an earlier sibling of i, [1 or B, N, N] bool."""
         same = self.parents[..., :, None] == self.parents[..., None, :]
         return same & torch.ones_like(same).tril(-1)
 
-    @cached_property
+    @computed_once
     def ranks(self) -> Tensor:
         """Rank of each node among its siblings [1 or B, N]; the root has rank 0."""
         return self.earlier_siblings.sum(-1)
 
-    @cached_property
+    @computed_once
     def ancestor_words(self) -> Tensor:
         """``ancestors`` in int64 words [1 or B, N, ceil(N / 64)]: node j is bit j % 64 of one."""
         words = -(-self.size // 64)
         bits = F.pad(self.ancestors.long(), (0, words * 64 - self.size))
         return (bits.unflatten(-1, (words, 64)) << torch.arange(64, device=bits.device)).sum(-1)
 
-    @cached_property
+    @computed_once
     def inner(self) -> Tensor:
         """Nodes that may have children [P]: those of a shared shape that do, else all N."""
         if not self.shared:
             return torch.arange(self.size, device=self.parents.device)
         return self.parents[0, 1:].unique()
 
-    @cached_property
+    @computed_once
     def children(self) -> Tensor:
         """Children of each inner node by rank [1 or B, P, K], padded with -1."""
         rows = self.parents.shape[0]

@@ -1,26 +1,18 @@
-"""From a method to the three parts of the loop: target, drafter, rule; and the plan of method
-``auto``.
+"""From a method to the three parts of the loop: target, drafter, rule.
 
-``auto`` takes the exact tree that should be fastest. Acceptance by level and rank is the model's
-(``settings.json``, measured when it was made); seconds are this machine's, on the real model, for
-this batch size, measured once per process. Shape letters: V codebook size, E code width, K
-neighbours.
+Shape letters: V codebook size, E code width, K neighbours.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
-import torch
 from torch import Tensor
 
-from specmm import autotune, methods
+from specmm import methods
 from specmm.autotune import Plan
-from specmm.decode import decode, decode_plain
 from specmm.drafter import Drafter, looks_ahead
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
@@ -31,28 +23,18 @@ from specmm.layered import Layered, Skip, skipped
 from specmm.methods.base import DRAFTERS as PLACES
 from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.registry import named, parse_spec, unknown
 from specmm.self_drafting import SelfDrafter
 from specmm.self_search import Search, search_of
-from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import make_tree, static_tree
-from specmm.tree import TreeShape
-from specmm.verify import GreedyMatch, Recursive, Rule, neighbour_table
+from specmm.verify import GreedyMatch, Rule, neighbour_table
 from specmm.verify.rule import RuleKind, RuleName, make_rule, rule_kind
 
 T = TypeVar("T")
 Method: TypeAlias = methods.Method | methods.PromptLookup
 DEFAULT_TREE = (3, 2, 2, 1, 1)
-# nodes of the trees that auto considers, with the root; matrix kernels like multiples of 4
-SIZES = (3, 4, 8, 12, 16, 24)
-# the rule that acceptance by level and rank describes
-PLANNED = methods.Speculative(rule="recursive")
-WITHOUT_DRAFTER: tuple[methods.Method, ...] = (methods.SJD(), methods.SelfDraft())
 ANY = "any"  # drafter: the one given, else EAGLE's head on its tree, else the block drafter
 TRAINED = ("block", "eagle", ANY)
-PICTURES = 3  # drawn by each method where nothing can be planned
-MARGIN = 0.05  # what a method must gain at least
 
 
 @dataclass
@@ -88,6 +70,14 @@ class PictureParts:
         if choice is None or choice.drafter not in TRAINED:
             return True
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
+
+    def take_given(self, kind: str) -> None:
+        """Whoever opened the model gave the drafter called ``kind``: of its acceptance nothing is
+        known, whatever was measured of the model's own.
+        """
+        self.given = kind
+        if kind == "block":
+            self.acceptance = ()
 
     @property
     def any(self) -> str:
@@ -264,94 +254,3 @@ DRAFTERS = {
     "prompt-lookup": _lookup,
     "self": _self,
 }
-
-
-def choose_method(target: DrawingTarget, parts: PictureParts, batch: int) -> Method:
-    """The speculative method with the planned tree, or plain decoding where that should be as fast.
-
-    Where the block drafter's acceptance is not known, or there is none, all that serve are
-    measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters.
-    """
-    planned = planned_for(target, parts, batch)
-    if planned.shape is None:
-        return planned.draft_free or methods.AR()
-    return replace(PLANNED, tree=tuple(int(p) for p in planned.shape.parents[0]))
-
-
-def planned_for(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
-    """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``."""
-    threads = torch.get_num_threads()
-    key = (batch, target.guidance.branches, threads, target.processor, target.length)
-    if key not in parts.plans:
-        parts.plans[key] = _plan(target, parts, batch)
-    return parts.plans[key]
-
-
-def _plan(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
-    prompt = target.any_prompt(batch)
-    if not parts.acceptance or "block" not in parts.drafters:
-        return _raced(target, parts, prompt, batch)
-    head = parts.head("block")
-    uniforms = Uniforms.from_seeds(range(batch))
-
-    def drafter_of(shape: TreeShape) -> BlockDrafter:
-        return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
-
-    shapes = candidates(parts)
-    return autotune.planned(
-        target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
-    )
-
-
-def _raced(target: DrawingTarget, parts: PictureParts, prompt: Any, batch: int) -> Plan:
-    """A method that nothing is planned for, or plain decoding: whole pictures by all in turn,
-    compared by their median ratios.
-    """
-    length = target.length
-    others = _unplanned(target, parts)
-
-    def seconds(method: Method, i: int) -> float:
-        uniforms = Uniforms.from_seeds(range(i, i + batch))
-        steps = None
-        if method.drafts:
-            own, drafter, rule = assemble(method, target, parts)
-            steps = decode(own, drafter, rule, prompt, length, uniforms)
-        begin = time.perf_counter()
-        *_, end = steps or decode_plain(target, prompt, length, uniforms)
-        taus.setdefault(method, []).append(end.stats.tau)
-        return time.perf_counter() - begin
-
-    taus: dict[Method, list[float]] = {}
-    contenders: list[Method] = [methods.AR(), *others]
-    passes = [[seconds(method, i) for method in contenders] for i in range(PICTURES)]
-    gains = {
-        method: statistics.median(one[0] / one[place] for one in passes)
-        for place, method in enumerate(contenders)
-    }
-    best = max(others, key=lambda method: gains[method], default=methods.AR())
-    lacking = "the model has no block drafter or no measured acceptance"
-    if gains[best] <= 1 + MARGIN:
-        said = ", ".join(f"{method.name} {gains[method]:.2f}x" for method in others)
-        return Plan(None, 1.0, 1.0, f"plain decoding: {lacking}, and measured were {said}")
-    reason = f"{best.name}: {lacking}; {gains[best]:.2f}x plain decoding measured"
-    tau = statistics.median(taus[best])
-    return Plan(None, tau, gains[best], reason, draft_free=best)
-
-
-def _unplanned(target: DrawingTarget, parts: PictureParts) -> list[Method]:
-    """The exact methods that serve ``target`` without a plan."""
-    found: list[Method] = []
-    drafted = (methods.Speculative(), methods.Eagle())
-    for method in (*WITHOUT_DRAFTER, methods.PromptLookup(), *drafted):
-        try:
-            assemble(method, target, parts)
-        except ValueError:  # a small picture, layers that cannot be left out, no drafter
-            continue
-        found.append(method)
-    return found
-
-
-def candidates(parts: PictureParts) -> list[TreeShape]:
-    """The trees to choose from: Sequoia's for the block drafter's acceptance."""
-    levels = parts.head("block").config.levels
-    return [best_tree(parts.acceptance, n, levels)[0] for n in SIZES]

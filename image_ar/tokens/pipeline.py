@@ -181,7 +181,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         if text_encoder:
             captions = CaptionEncoder(text_encoder, tokens=transformer.config.cls_token_num)
         pipe = cls(transformer, vq, drafters, settings, resolved, captions, str(name))
-        pipe.parts.given = None if drafter is None else kind_of(drafter)
+        if drafter is not None:
+            pipe.parts.take_given(kind_of(drafter))
         return pipe
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:

@@ -20,7 +20,8 @@ from specmm.drafter import Drafter
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
-from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, choose_method
+from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
+from specmm.image_ar.tokens.choosing import choose_method
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
 from specmm.verify import Rule
@@ -49,8 +50,8 @@ def draw_tokens(
     Raises ``ValueError`` for a method that the model has no drafter for.
     """
     name = method.name
-    if name == methods.Auto.name:
-        method = choose_method(target, parts, len(batch.generators))
+    if isinstance(method, methods.Auto):
+        method = choose_method(target, parts, len(batch.generators), method)
         name = f"auto: {method}"
     steps, rule, drafter = _steps(target, parts, batch, method)
     for i, progress in enumerate(steps):
@@ -109,8 +110,8 @@ def static_target(
     """
     if not method.static_shapes:
         raise ValueError(
-            "compiled=True needs ar, sjd or a method with a block drafter (rounds all alike), "
-            f"got {method}"
+            "compiled=True needs ar, sjd, gsd or a method with a block drafter or an EAGLE head "
+            f"(rounds all alike), got {method}"
         )
     prepare_compiler(device)
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache

@@ -123,6 +123,13 @@ def plan(
         int | None,
         typer.Option(help="Pixels a side of published sizes: 256, if not given, or 512."),
     ] = None,
+    tv: Annotated[
+        float | None,
+        typer.Option(
+            help="Relaxed methods are measured, too: those off by a total variation of at most so "
+            "much a token (auto with certificate=bounded)."
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,
@@ -143,6 +150,7 @@ def plan(
         kind = "images" if pair else kind_of(model, question)
         if pair:
             refuse("published sizes", prompt=prompt, **asking, drafter=drafter, **size, **written)
+            refuse("published sizes", tv=tv)
             large, small = map(int, pair.groups())
             made = plan_published(large, small, resolution or 256, batch or 1, cfg, place)
         elif kind == "images":
@@ -150,9 +158,10 @@ def plan(
             if len(prompt) > 1:
                 raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
             first = prompt[0] if prompt else None
-            made = plan_model(model, batch or 1, cfg, place, drafter, first, **size)
+            made = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
         else:
-            refuse(f"texts and answers of {model}", cfg=cfg, resolution=resolution, batch=batch)
+            pictures = dict(cfg=cfg, resolution=resolution, batch=batch, tv=tv)
+            refuse(f"texts and answers of {model}", **pictures)
             asked = asked_of(model, kind, prompt, question, image, size)
             made = plan_language(model, asked, place, drafter, **written)
     found, lines = made

@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from specmm.kinds import check_numbers, check_whole, shown
 from specmm.registry import (
@@ -139,8 +139,8 @@ class Composed(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """Of a block drafter or none."""
-        return self.choice.drafter in ("block", "jacobi")
+        """Of drafters whose trees have as many nodes and levels every round."""
+        return self.choice.drafter in ("block", "eagle", "any", "jacobi")
 
 
 class Itself:
@@ -177,10 +177,32 @@ class AR(Declared):
 
 @dataclass(frozen=True)
 class Auto(Declared):
-    """Measures this machine and takes the fastest exact method, plain decoding included."""
+    """Measures this machine and takes the fastest exact method, plain decoding included.
+
+    With ``certificate`` "bounded" relaxed methods of picture tokens may be taken as well, if their
+    total variation a token is measured to be at most ``tv``.
+    """
 
     name: ClassVar[str] = "auto"
     timed: ClassVar[bool] = True
+    certificate: Literal["exact", "bounded"] = "exact"
+    tv: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.certificate not in ("exact", "bounded"):
+            raise ValueError(
+                f"certificate must be exact or bounded, the weakest that auto may take, got "
+                f"{self.certificate!r}"
+            )
+        if not 0 < self.tv <= 1:
+            raise ValueError(
+                f"tv must be a total variation a token above 0 and at most 1, got {self.tv}"
+            )
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether relaxed methods may be taken."""
+        return self.certificate == "bounded"
 
 
 @dataclass(frozen=True)

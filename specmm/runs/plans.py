@@ -38,22 +38,28 @@ def plan_model(
     place: Place,
     drafter: str | None = None,
     prompt: str | None = None,
+    tv: float | None = None,
     **wanted: Any,
 ) -> Planned:
     """What is planned for ``model``, ``batch`` pictures at a time, ``wanted`` so (height, width);
-    for a ``drafter`` in a folder, or for one of one's own by name.
+    for a ``drafter`` in a folder, or for one of one's own by name. With ``tv`` relaxed methods that
+    are off by at most so much are measured as well.
 
-    Raises ``ValueError`` for a model of continuous tokens, for which there is nothing to plan.
+    Raises ``ValueError`` for a model of continuous tokens, for which there is nothing to plan, and
+    for ``tv`` where no relaxed method takes part.
     """
     own = drafter is not None and of_others(drafter)
     pipe = open_model("images", model, place, drafter=None if own else drafter)
     if pipe.plans is None:
         raise ValueError(f"model must be one of tokens or of scales to be planned, got {model}")
+    if tv is not None and (own or pipe.plans == "scales"):
+        raise ValueError(f"tv is for models of picture tokens and their own drafters, got {tv}")
     target = pipe.measured(cfg, prompt, **wanted)
     if pipe.plans == "scales":
         return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
     if not own:
-        return _trees(pipe, model, batch, target)
+        auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
+        return _trees(pipe, model, batch, target, auto)
     uniforms = Uniforms.from_seeds(range(batch))
     asked = Asked(target, target.any_prompt(batch), target.length, uniforms, target.processor)
     return _made(model, batch, place_of(pipe.transformer), *_own(drafter, asked))
@@ -166,21 +172,23 @@ def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:
     return {**facts, **made.as_dict()}, [head, *made.lines()]
 
 
-def _trees(pipe: Images, model: str, batch: int, target: Any) -> Planned:
+def _trees(pipe: Images, model: str, batch: int, target: Any, auto: methods.Auto) -> Planned:
     """What method auto measures and takes, and the very seconds that it decided on."""
-    from specmm.image_ar.tokens.assemble import choose_method, planned_for
+    from specmm.image_ar.tokens.choosing import choose_method, planned_for
 
-    made = planned_for(target, pipe.parts, batch)
+    made = planned_for(target, pipe.parts, batch, auto)
+    chosen = choose_method(target, pipe.parts, batch, auto)
+    said = chosen.name if made.shape is not None else label(chosen)  # a tree has its own line
     found = {
         "model": model,
         "batch": batch,
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "choice": choose_method(target, pipe.parts, batch).name,
+        "choice": said,
         **_record(made),
     }
     lines = [f"{model}, {batch} at a time, {found['dtype']}, {found['threads']} threads"]
-    lines += _lines(made, f"{found['choice']}: ")
+    lines += _lines(made, f"{said}: ")
     return found, lines
 
 

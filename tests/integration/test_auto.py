@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import specmm
 from specmm import methods
 from specmm.autotune import plan
 from specmm.cli import app
@@ -20,8 +21,9 @@ from specmm.hf import choosing
 from specmm.hf.drafting import assemble as assemble_parts
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.image_ar.tokens import assemble
-from specmm.image_ar.tokens.assemble import PictureParts, choose_method, planned_for
+from specmm.image_ar.tokens import choosing as pictures
+from specmm.image_ar.tokens.assemble import PictureParts
+from specmm.image_ar.tokens.choosing import choose_method, planned_for
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
@@ -56,7 +58,7 @@ def test_a_plan_is_decided_on_the_seconds_it_holds(parts_and_target):
     made = planned_for(target, known, 2)
     costs = made.costs
     assert costs.step > 0 and costs.host > 0 and costs.round(4, 2) > 0
-    again = plan(costs, known.acceptance, assemble.candidates(known))
+    again = plan(costs, known.acceptance, pictures.candidates(known))
     assert made.shape is None or (made.expected_speedup, made.reason) == (
         again.expected_speedup,
         again.reason,
@@ -69,7 +71,7 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
     gain.
     """
     _, target = parts_and_target
-    monkeypatch.setattr(assemble, "MARGIN", gain)
+    monkeypatch.setattr(pictures, "MARGIN", gain)
     alone = PictureParts({})
     assert choose_method(target, alone, 2) == method
     assert (
@@ -92,6 +94,98 @@ def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
         "three sure tokens a round against 24 layers a token"
     )
     assert static_tree(chosen.tree).depth >= 2
+
+
+def relaxed_race(parts, target, tv):
+    """Those left, but for plain decoding, of relaxed methods that may be off by ``tv``."""
+    codes = torch.randn(
+        target.model.config.vocab_size, 4, generator=torch.Generator().manual_seed(0)
+    )
+    found = dataclasses.replace(parts, codebook=codes, plans={}, made={})
+    others = pictures.serving(pictures.relaxed_methods(found), target, found)
+    assert {method.name for method in others} == {"gsd", "lantern", "lantern++"}
+    race = pictures.Race(target, found, 2, tv)
+    race.run(others)
+    return race, {method: r for method, r in race.records.items() if method != methods.AR()}
+
+
+def test_relaxed_methods_leave_a_race_above_the_total_variation_allowed(
+    parts_and_target, monkeypatch
+):
+    monkeypatch.setattr(pictures, "BEHIND", 0.0)
+    monkeypatch.setattr(pictures, "PICTURES", 2)
+    _, everyone = relaxed_race(*parts_and_target, 1.0)
+    measured = {method: record.tv for method, record in everyone.items()}
+    assert min(measured.values()) < max(measured.values())
+    limit = sorted(measured.values())[len(measured) // 2]
+    race, left = relaxed_race(*parts_and_target, limit)
+    assert left and left.keys() < measured.keys()
+    assert all(record.tv <= limit for record in left.values())
+    assert all(len(record.seconds) == pictures.PICTURES for record in left.values())
+    for method, record in race.records.items():
+        record.seconds = [1.0 + (method == methods.AR())] * pictures.PICTURES
+    made = race.plan("as asked")
+    assert made.draft_free in left and made.expected_speedup == 2
+    assert f"total variation {left[made.draft_free].tv:.3f}" in made.reason
+
+
+def test_of_a_given_drafter_no_acceptance_is_known(make_tiny, tmp_path):
+    """What was measured of the model's own says nothing of it."""
+    made = make_tiny(tokens=16)
+    made.settings = dataclasses.replace(made.settings, acceptance=((0.5,), (0.5,)))
+    made.save_pretrained(tmp_path)
+    assert specmm.ImagePipeline.from_pretrained(tmp_path).parts.acceptance == ((0.5,), (0.5,))
+    for kind, known in {"block": False, "eagle": True}.items():
+        given = tmp_path / "drafters" / kind
+        pipe = specmm.ImagePipeline.from_pretrained(tmp_path, drafter=given)
+        assert bool(pipe.parts.acceptance) == known, kind
+
+
+def test_what_is_slower_and_no_nearer_leaves_a_race(parts_and_target):
+    """What is slower but nearer to the target stays: the limit may exclude the faster one yet."""
+    race = pictures.Race(parts_and_target[1], parts_and_target[0], 1, 0.5)
+    made = {"ar": (1.0, 0.0), "gsd": (0.9, 0.1), "lantern": (0.5, 0.3), "lantern++": (1.0, 0.4)}
+    for name, (seconds, tv) in made.items():
+        race.records[methods.resolve(name)] = pictures.Record([seconds], [1.0], tv * 10, 10)
+    gains = race.gains()
+    leaving = [method.name for method in race.records if race._leaves(method, gains)]
+    assert leaving == ["lantern++"]
+    race.tv = 0.2
+    assert [m.name for m in race.records if race._leaves(m, gains)] == ["lantern", "lantern++"]
+
+
+@pytest.mark.parametrize("kind", ["bounded", "exact"])
+def test_auto_takes_relaxed_methods_only_where_it_may(make_tiny, kind, monkeypatch):
+    """Where relaxed methods are fastest, by the seconds that they are given here."""
+    pipe = make_tiny(tokens=16)
+    whole = pictures.Race._draw
+
+    def drawn(race, method, record, i):
+        whole(race, method, record, i)
+        record.seconds[-1] = 0.1 if method.claims == "bounded" else 1.0
+
+    monkeypatch.setattr(pictures.Race, "_draw", drawn)
+    out = pipe(
+        classes=[0],
+        method=methods.Auto(kind, 0.5),
+        output_type="latent",
+        generator=torch.Generator().manual_seed(1),
+    )
+    assert out.method.startswith("auto: ")
+    assert out.certificate.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"certificate": "heuristic"}, "certificate must be exact or bounded"),
+        ({"certificate": "bounded", "tv": 0.0}, "tv must be a total variation a token above 0"),
+        ({"tv": 1.5}, "at most 1, got 1.5"),
+    ],
+)
+def test_wrong_options_of_auto(options, message):
+    with pytest.raises(ValueError, match=message):
+        methods.Auto(**options)
 
 
 def test_auto_without_a_drafter_measures_the_target_by_itself(text_folder, llava_pipe, tmp_path):

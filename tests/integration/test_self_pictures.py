@@ -10,7 +10,8 @@ from scipy.stats import chi2
 from specmm import methods, self_search
 from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
-from specmm.image_ar.tokens.assemble import WITHOUT_DRAFTER, PictureParts, assemble, choose_method
+from specmm.image_ar.tokens.assemble import PictureParts, assemble
+from specmm.image_ar.tokens.choosing import UNPLANNED, choose_method
 from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
@@ -204,7 +205,7 @@ def test_auto_measures_the_target_by_itself(monkeypatch):
     parts = PictureParts()
     found = choose_method(target, parts, 1)
     [plan] = parts.plans.values()
-    assert found in (methods.AR(), *WITHOUT_DRAFTER)
+    assert found in (methods.AR(), *UNPLANNED)
     assert found.name in plan.reason or "plain decoding" in plan.reason
     if found == methods.AR():
         assert "sjd" in plan.reason and "self" in plan.reason

@@ -47,7 +47,7 @@ class LayerGrowth(Growth):
         """See :class:`specmm.growth.Growth`; first are the mask's rows of committed tokens."""
         super().begin(cache)
         own = slice(cache.size.capacity, self.start)
-        self.mask[:, :, : self.before, own].masked_fill_(self.chain.ancestors, 0)
+        self.mask[:, :, : self.before, own].masked_fill_(self.chain, 0)
         self.order = torch.arange(self.before, device=self.mask.device)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:

@@ -1,0 +1,211 @@
+"""What method ``auto`` takes for picture tokens.
+
+Acceptance by level and rank is the model's (``settings.json``, measured when it was made); seconds
+are this machine's, on the real model, for this batch size, measured once per process. Where nothing
+can be planned, and where relaxed methods may be taken, whole pictures are drawn by all in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from specmm import autotune, methods
+from specmm.autotune import Plan
+from specmm.decode import decode, decode_plain
+from specmm.drawing import DrawingTarget
+from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
+from specmm.image_ar.tokens.drafters.block import BlockDrafter
+from specmm.randomness import Uniforms
+from specmm.shape.sequoia import best_tree
+from specmm.tree import TreeShape
+from specmm.verify import Recursive
+
+# nodes of the trees that auto considers, with the root; matrix kernels like multiples of 4
+SIZES = (3, 4, 8, 12, 16, 24)
+# the rule that acceptance by level and rank describes
+PLANNED = methods.Speculative(rule="recursive")
+UNPLANNED: tuple[Method, ...] = (
+    methods.SJD(),
+    methods.SelfDraft(),
+    methods.PromptLookup(),
+    methods.Speculative(),
+    methods.Eagle(),
+)
+BORROWING = ((2.0, 10), (5.0, 20), (20.0, 60), (40.0, 100))  # λ and k of LANTERN++
+PICTURES = 3  # drawn by each method in a race
+MARGIN = 0.05  # what a method must gain at least
+BEHIND = 0.7  # of another's speed: what is slower, and no nearer to the target, leaves a race
+
+
+def choose_method(
+    target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto | None = None
+) -> Method:
+    """The speculative method with the planned tree, or plain decoding where that should be as fast.
+
+    Where the block drafter's acceptance is not known, or there is none, all that serve are
+    measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters. Where
+    ``auto`` allows relaxed methods they are measured as well, beside the best of the exact ones.
+    """
+    planned = planned_for(target, parts, batch, auto)
+    if planned.shape is None:
+        return planned.draft_free or methods.AR()
+    return replace(PLANNED, tree=tuple(int(p) for p in planned.shape.parents[0]))
+
+
+def planned_for(
+    target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto | None = None
+) -> Plan:
+    """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``."""
+    threads = torch.get_num_threads()
+    relaxed = auto if auto is not None and auto.relaxes else None
+    key = (batch, target.guidance.branches, threads, target.processor, target.length, relaxed)
+    if key not in parts.plans:
+        made = _relaxed(target, parts, batch, relaxed.tv) if relaxed else None
+        parts.plans[key] = made or (planned_for if relaxed else _plan)(target, parts, batch)
+    return parts.plans[key]
+
+
+def _plan(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
+    if not parts.acceptance or "block" not in parts.drafters:
+        return _raced(target, parts, batch)
+    head = parts.head("block")
+    uniforms = Uniforms.from_seeds(range(batch))
+
+    def drafter_of(shape: TreeShape) -> BlockDrafter:
+        return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
+
+    shapes = candidates(parts)
+    prompt = target.any_prompt(batch)
+    return autotune.planned(
+        target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
+    )
+
+
+def candidates(parts: PictureParts) -> list[TreeShape]:
+    """The trees to choose from: Sequoia's for the block drafter's acceptance."""
+    levels = parts.head("block").config.levels
+    return [best_tree(parts.acceptance, n, levels)[0] for n in SIZES]
+
+
+def _raced(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
+    """The exact method that nothing is planned for, or plain decoding."""
+    race = Race(target, parts, batch)
+    race.run(serving(UNPLANNED, target, parts))
+    return race.plan("the model has no block drafter or no measured acceptance")
+
+
+def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) -> Plan | None:
+    """The fastest method off by at most ``tv`` a token; None if the exact one's plan holds."""
+    exact = choose_method(target, parts, batch)
+    race = Race(target, parts, batch, tv)
+    race.run([exact, *serving(relaxed_methods(parts), target, parts)])
+    made = race.plan(f"total variation of at most {tv:g} a token allowed")
+    return None if made.draft_free in (None, exact) else made
+
+
+def relaxed_methods(parts: PictureParts) -> list[Method]:
+    """Those whose certificate is "bounded", from little borrowed mass to much."""
+    drafter: Any = "block" if "block" in parts.drafters else "eagle"
+    borrowing = (methods.LanternPP(lambda_=x, k=k, drafter=drafter) for x, k in BORROWING)
+    return [methods.GSD(), *borrowing, methods.Lantern()]
+
+
+def serving(some: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
+    """Those of ``some`` that ``target`` can be drawn by."""
+    found: list[Method] = []
+    for method in some:
+        try:
+            assemble(method, target, parts)
+        except ValueError:  # a small picture, layers that cannot be left out, no drafter
+            continue
+        found.append(method)
+    return found
+
+
+@dataclass
+class Record:
+    """What a method took in a race: seconds and tau of each call, and its total variation."""
+
+    seconds: list[float] = field(default_factory=list)
+    taus: list[float] = field(default_factory=list)
+    excess: float = 0.0
+    tokens: float = 0.0
+
+    @property
+    def tv(self) -> float:
+        """Measured bound on the total variation a token, 0 for exact methods."""
+        return self.excess / self.tokens if self.tokens else 0.0
+
+
+@dataclass
+class Race:
+    """Whole pictures by several methods in turn, compared by the median ratios of their seconds.
+
+    One whose total variation a token is measured above ``tv`` leaves. Where relaxed methods take
+    part, so does one that falls far behind another that is no further from the target.
+    """
+
+    target: DrawingTarget
+    parts: PictureParts
+    batch: int
+    tv: float = 0.0
+    records: dict[Method, Record] = field(default_factory=dict)
+
+    def run(self, others: Sequence[Method]) -> None:
+        """Draw ``PICTURES`` batches by plain decoding and by ``others``."""
+        plain = methods.AR()
+        self.records = {method: Record() for method in dict.fromkeys([plain, *others])}
+        for i in range(PICTURES):
+            for method, record in self.records.items():
+                self._draw(method, record, i)
+            gains = self.gains()
+            kept = {m: r for m, r in self.records.items() if not self._leaves(m, gains)}
+            self.records = {plain: self.records[plain], **kept}
+
+    def _leaves(self, method: Method, gains: dict[Method, float]) -> bool:
+        own = self.records[method]
+        nearer = [gains[other] for other, r in self.records.items() if r.tv <= own.tv]
+        return own.tv > self.tv or (self.tv > 0 and gains[method] < BEHIND * max(nearer))
+
+    def _draw(self, method: Method, record: Record, i: int) -> None:
+        length = self.target.length
+        prompt = self.target.any_prompt(self.batch)
+        uniforms = Uniforms.from_seeds(range(i, i + self.batch))
+        steps = None
+        if method.drafts:
+            own, drafter, rule = assemble(method, self.target, self.parts)
+            steps = decode(own, drafter, rule, prompt, length, uniforms)
+        begin = time.perf_counter()
+        *_, end = steps or decode_plain(self.target, prompt, length, uniforms)
+        record.seconds.append(time.perf_counter() - begin)
+        record.taus.append(end.stats.tau)
+        record.excess += float(end.excess)
+        record.tokens += float(end.measured)
+
+    def gains(self) -> dict[Method, float]:
+        """Speed over plain decoding by method."""
+        plain = self.records[methods.AR()].seconds
+        return {
+            method: statistics.median(p / s for p, s in zip(plain, record.seconds, strict=True))
+            for method, record in self.records.items()
+        }
+
+    def plan(self, why: str) -> Plan:
+        """The fastest if it gains enough, else plain decoding."""
+        gains = self.gains()
+        gains.pop(methods.AR())
+        best = max(gains, key=lambda method: gains[method], default=methods.AR())
+        if gains.get(best, 1.0) <= 1 + MARGIN:
+            said = ", ".join(f"{method.name} {gain:.2f}x" for method, gain in gains.items())
+            return Plan(None, 1.0, 1.0, f"plain decoding: {why}, and measured were {said}")
+        record = self.records[best]
+        off = f", total variation {record.tv:.3f} a token" if record.tv else ""
+        reason = f"{best.name}: {why}; {gains[best]:.2f}x plain decoding{off} measured"
+        tau = statistics.median(record.taus)
+        return Plan(None, tau, gains[best], reason, draft_free=best)
