@@ -173,12 +173,14 @@ class ImageWorker:
         start = time.perf_counter()
         method = self.methods.of(items[0])
         built = self._rows_of_programs(method, items[0])
+        made = padded(items, built or 1)
         if built:
             rows = built
-            out = self._compiled(padded(items, rows), rows)
+            out = self._compiled(made, rows)
         else:
-            out = self._drawn(items, rows or len(items))
-        facts = _facts(method, out, items, rows, time.perf_counter() - start)
+            out = self._drawn(made, rows or len(items))
+        seconds = (time.perf_counter() - start) * len(made) / len(items)  # copies are not for free
+        facts = _facts(method, out, made, rows, seconds)
         facts |= {"compiled": True} if built else {}
         images = out.images[: len(items)]
         return [
