@@ -27,7 +27,7 @@ from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
 from specmm.registry import unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 from specmm.turns import turns_of
-from specmm.when_compiled import Works
+from specmm.when_compiled import Compiled, Turn, Works
 from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ T = TypeVar("T", bound="DataclassInstance")
 @dataclass
 class ImageOutput(BaseOutput):  # type: ignore[misc]
     """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
-    ``certificate``, ``method``.
+    ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for.
     """
 
     images: Pictures
@@ -49,6 +49,7 @@ class ImageOutput(BaseOutput):  # type: ignore[misc]
     stats: Stats
     certificate: Certificate
     method: str
+    compiled: list[bool]
 
 
 M = TypeVar("M", bound=methods.Declared)
@@ -155,6 +156,12 @@ class PicturePipeline(Generic[M]):
             raise ValueError(f"{name} must be None for models that draw classes, all of one size")
         return self.target(cfg=cfg)
 
+    def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
+        """The decisions whether ``batch`` pictures at a time are ``compiled``, drawn under
+        ``target`` by ``method``; of pipelines that compile.
+        """
+        raise NotImplementedError
+
     def timed(self, method: M) -> bool:
         """Whether what ``method`` draws depends on seconds measured on this machine."""
         return method.timed
@@ -208,9 +215,11 @@ def draw_batches(
     bar: Any,
     settings: Mapping[str, object],
     return_dict: bool = True,
+    compiled: list[bool] | None = None,
 ) -> Any:
     """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``,
-    which ``draw`` may move earlier. ``settings`` are those the certificate is about.
+    which ``draw`` may move earlier. ``settings`` are those the certificate is about. ``draw`` fills
+    ``compiled`` [B], whether programs are run for a picture; None: for none.
 
     What a call returns: an :class:`ImageOutput`, or without ``return_dict`` a tuple of its fields.
     """
@@ -229,6 +238,7 @@ def draw_batches(
         stats=total([part.stats for part in parts]),
         certificate=certificate.under(settings),
         method=parts[-1].method,
+        compiled=[False] * count if compiled is None else compiled,
     )
     return output if return_dict else output.to_tuple()
 

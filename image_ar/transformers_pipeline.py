@@ -259,7 +259,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         seeds = [further(one) for one in generators]
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
         count = min(batch_size, len(rows))
-        turn = self._turn(compiled, target, chosen, count)
+        turn = self.turn(compiled, target, chosen, count)
 
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
@@ -273,7 +273,8 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
         bar = self.progress_bar(total=len(rows))
         settings = target.processor.settings | target.guidance.settings
-        return draw_batches(draw, len(rows), batch_size, output_type, bar, settings, return_dict)
+        rest = (settings, return_dict, turn.compiled)
+        return draw_batches(draw, len(rows), batch_size, output_type, bar, *rest)
 
     def target(
         self,
@@ -304,7 +305,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
-    def _turn(
+    def turn(
         self, compiled: Compiled, target: PictureTarget, method: methods.Method, batch: int
     ) -> Turn[PictureTarget]:
         """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled

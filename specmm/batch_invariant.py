@@ -4,20 +4,22 @@ MKL sums a row of a product in an order that depends on the number of rows, the 
 processor. oneDNN's order depends on none of them, except that a single row has an order of its own.
 Within ``batch_invariant()``, in float32, products are oneDNN's, attention is padded to four
 queries, and convolutions take one picture at a time. (Measured on two x86 with AVX-512, for 1 and 2
-threads; tests/integration/test_batch_equal.py.) A product costs some 20 us more.
+threads; tests/integration/test_batch_equal.py.) A product costs some 20 us more. Compiled programs
+stay as they are: there a row's bits depend on the number of rows, not on what is in the others.
 
 Shape letters: M rows, K inputs and N outputs of a product; T queries, S keys, D head width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 TILE = 4
 
@@ -34,6 +36,17 @@ class batch_invariant(TorchFunctionMode):
     ) -> Any:
         run: Callable[..., Any] = INSTEAD.get(func, func)
         return run(*args, **(kwargs or {}))
+
+
+@contextmanager
+def outside_batch_invariant() -> Iterator[None]:
+    """Within this block every ``batch_invariant()`` around it is off."""
+    stack = _get_current_function_mode_stack()
+    if not any(isinstance(mode, batch_invariant) for mode in stack):
+        yield
+        return
+    with torch._C.DisableTorchFunction():
+        yield
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

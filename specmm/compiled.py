@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specmm import program_cache
+from specmm.batch_invariant import outside_batch_invariant
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, UniformSource
@@ -28,6 +29,7 @@ from specmm.verify.rule import VerifyResult
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
+UNCOMPILED = "runs uncompiled"  # how the warning of a program that cannot be built begins
 # modules of PyTorch that trace a function, build its program or load it from files
 COMPILING = (
     "torch._dynamo.convert_frame",
@@ -90,20 +92,26 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         """What ``function`` returns."""
         try:
-            return self.built(*args)
+            return self._run(*args)
         except Exception as error:
             if not _of_compiling(error):
                 raise
             program_cache.leave(error)
         try:
-            return self.built(*args)
+            return self._run(*args)
         except Exception as error:
             if not _of_compiling(error):
                 raise
             why = program_cache.first_line(error)
-            warnings.warn(f"runs uncompiled, since compiling failed: {why}", stacklevel=2)
+            warnings.warn(f"{UNCOMPILED}, since compiling failed: {why}", stacklevel=2)
         self.built = self.function
-        return self.built(*args)
+        return self._run(*args)
+
+    def _run(self, *args: Any) -> Any:
+        if self.built is self.function:
+            return self.built(*args)
+        with outside_batch_invariant():  # PyTorch cannot compile its products
+            return self.built(*args)
 
 
 def _of_compiling(error: Exception) -> bool:

@@ -220,23 +220,37 @@ class Works:
 
 @dataclass
 class Turn(Generic[T]):
-    """A call's decisions, batch by batch, where ``work`` is to decide; else all is ``chosen``."""
+    """A call's decisions, batch by batch, where ``work`` is to decide; else all is ``chosen``.
+
+    ``compiled`` says of each picture so far whether programs were run for it.
+    """
 
     plain: T
     chosen: T
     make: Callable[[], T]
     work: Work | None = None
     coming: int = 0  # pictures of later calls
+    compiled: list[bool] = field(default_factory=list)
 
     @contextmanager
     def batch(self, pictures: int, left: int, fits: bool) -> Iterator[T]:
         """What ``pictures`` are drawn on, which are timed; ``left`` counts those of this batch and
         of later ones, and only a batch that ``fits`` is compiled.
         """
-        if self.work is None:
-            yield self.chosen if fits else self.plain
-            return
-        made = self.work.programs(left + self.coming, self.make) if fits else None
+        chosen = self._chosen(left) if fits else self.plain
+        quick = chosen is not self.plain
         start = time.perf_counter()
-        yield self.plain if made is None else made
-        self.work.observe(time.perf_counter() - start, pictures, made is not None)
+        yield chosen
+        self.compiled += [quick] * pictures
+        if self.work is not None:
+            self.work.observe(time.perf_counter() - start, pictures, quick)
+
+    def pays(self, pictures: int) -> bool:
+        """Whether programs are there and pay for ``pictures`` to come."""
+        return self.work is not None and self.work.programs(pictures, self.make) is not None
+
+    def _chosen(self, left: int) -> T:
+        if self.work is None:
+            return self.chosen
+        made = self.work.programs(left + self.coming, self.make)
+        return self.plain if made is None else made

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from PIL import Image
@@ -21,8 +21,9 @@ from transformers.generation.streamers import BaseStreamer
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.hardware import Place, prepack
+from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
-from specmm.hf.interleaved import DRAFTING, InterleavedTarget, PictureReader
+from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, use_tree_attention
@@ -92,6 +93,7 @@ class VQAPipeline(Pipeline):
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
+        self.drawn = DrawnAnswers()
 
     @classmethod
     def from_pretrained(
@@ -137,6 +139,12 @@ class VQAPipeline(Pipeline):
         """The processor."""
         return self.processor
 
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """See :class:`Pipeline`; what decodes pictures is read anew, to where the model is."""
+        self.__dict__.pop("_reader", None)
+        self.drawn.speeds.clear()
+        return super().to(*args, **kwargs)
+
     def save_pretrained(self, folder: str | Path) -> None:
         """See :class:`Pipeline`; a model of two packages is copied as it is."""
         own = self.drafters.folder
@@ -181,6 +189,7 @@ class VQAPipeline(Pipeline):
         output = VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
         if given.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
+            self.drawn.observe(tokens, self._reader.grammar)
         return output
 
     @lists_options()
@@ -300,14 +309,25 @@ class VQAPipeline(Pipeline):
             parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
         return self._run(name, target, prompt, options, parts, prompts)
 
+    def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
+        """See :class:`Pipeline`; for answers with pictures ``auto`` races what serves them."""
+        if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
+            return super().chosen(method, target, prompt)
+        found, why = self.drawn.chosen(target, prompt)
+        return found, f"auto: {found} ({why})"
+
+    def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
+        """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures
+        and these can be decoded.
+        """
+        _check_serving(method)
+        self._reader.check(max_new_tokens)
+
     def _target(self, method: methods.VQAMethod, options: Options) -> VLMTarget:
         """The model as a target; raises ``ValueError`` for pictures by methods without them."""
         if not options.draw:
             return VLMTarget(self.model, options.processor, self.name)
-        if method.name not in DRAFTING:
-            raise ValueError(
-                f"draw=True needs a method of {', '.join(DRAFTING)}, got {method.name!r}"
-            )
+        _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 
     def _text_of(self, options: Options) -> Callable[[Tensor | list[int]], str]:
@@ -325,7 +345,13 @@ class VQAPipeline(Pipeline):
     @cached_property
     def _reader(self) -> PictureReader:
         """What finds pictures in answers."""
-        return PictureReader(self.model, self.drafters.folder or Path(self.name))
+        return PictureReader(self.model, self.drafters.folder or Path(self.name), self.name)
+
+
+def _check_serving(method: methods.VQAMethod) -> None:
+    """Raise ``ValueError`` for a method that serves no answers with pictures."""
+    if method.name not in SERVING:
+        raise ValueError(f"draw=True needs a method of {', '.join(SERVING)}, got {method.name!r}")
 
 
 def _is_judged(method: methods.VQAMethod) -> bool:

@@ -30,14 +30,16 @@ from specmm.jobs.folder import ARCHIVES, RESULTS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
 from specmm.jobs.verify import verify
-from specmm.jobs.workers import ImageWorker
+from specmm.jobs.workers import AnswerWorker, ImageWorker
+
+Worker = ImageWorker | AnswerWorker
 
 
 def items_of(count: int) -> list[Item]:
     return [Item(f"set/{i}", "class", str(i % 5), seed_of(f"set/{i}", 0)) for i in range(count)]
 
 
-def go(folder: Path, worker: ImageWorker, items: Sequence[Item]) -> None:
+def go(folder: Path, worker: Worker, items: Sequence[Item]) -> None:
     """The whole job, as the command runs it."""
     prepare(folder, worker.spec)
     run_local(
@@ -76,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def trial(
-    worker: ImageWorker, items: Sequence[Item], longest: float, wanted: dict[str, bytes], rng: Any
+    worker: Worker, items: Sequence[Item], longest: float, wanted: dict[str, bytes], rng: Any
 ) -> int:
     """Kill a fresh job until it is finished; returns the number of kills, raises for lost items."""
     folder = Path(tempfile.mkdtemp())
@@ -95,10 +97,10 @@ def trial(
     return kills
 
 
-def campaign(worker: ImageWorker, kills: int, count: int, seed: int = 0) -> dict[str, Any]:
-    """Trials over jobs of ``count`` items until there were ``kills`` kills."""
+def campaign(worker: Worker, kills: int, items: Sequence[Item], seed: int = 0) -> dict[str, Any]:
+    """Trials over jobs of ``items`` until there were ``kills`` kills."""
     with one_thread():
-        return _campaign(worker, kills, count, seed)
+        return _campaign(worker, kills, items, seed)
 
 
 @contextmanager
@@ -112,9 +114,8 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _campaign(worker: ImageWorker, kills: int, count: int, seed: int) -> dict[str, Any]:
+def _campaign(worker: Worker, kills: int, items: Sequence[Item], seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
-    items = items_of(count)
     whole = Path(tempfile.mkdtemp())
     begin = time.perf_counter()
     go(whole, worker, items)
@@ -128,7 +129,7 @@ def _campaign(worker: ImageWorker, kills: int, count: int, seed: int) -> dict[st
     return {
         "kills": done,
         "jobs": trials,
-        "items_a_job": count,
+        "items_a_job": len(items),
         "lost": 0,
         "doubled": 0,
         "torn": 0,
@@ -153,7 +154,8 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     worker = ImageWorker(Spec(given.model, "ar", layout=given.layout), pipe=pipe)
     text = json.dumps(
-        campaign(worker, given.kills, given.items, given.seed) | {"layout": given.layout}, indent=1
+        campaign(worker, given.kills, items_of(given.items), given.seed) | {"layout": given.layout},
+        indent=1,
     )
     print(text)
     if given.out:

@@ -61,7 +61,7 @@ from specmm.kinds import either
 from specmm.randomness import Uniforms, sample_generators
 from specmm.stats import Certificate, Clock, Stats
 from specmm.turns import in_its_turn
-from specmm.when_compiled import Compiled, Works
+from specmm.when_compiled import Compiled, Turn, Works
 
 SPECULATION = Certificate("exact", "scales kept are the target's own draws", 0.0)
 SOFT_CODES = Certificate(
@@ -277,13 +277,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
             generator = None
         generators = sample_generators(generator, len(labels), self.device)
 
-        def programs() -> bool:
-            check_method(chosen)
-            prepare_compiler(self.device)
-            return True
-
-        key = (chosen, sampling, at_once)
-        turn = self.works.begin(compiled, False, programs, self.transformer, key)
+        turn = self.turn(compiled, sampling, chosen, at_once)
         decided, reason = self.chooser.settle(chosen, at_once, sampling)
         name = f"{chosen.name}: {reason}" if reason else chosen.name
 
@@ -295,8 +289,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
                 return self._batch(batch, decided, name, output_type, tell)
 
         bar = self.progress_bar(total=len(labels))
-        claimed = sampling.settings
-        return draw_batches(draw, len(labels), batch_size, output_type, bar, claimed, return_dict)
+        rest = (sampling.settings, return_dict, turn.compiled)
+        return draw_batches(draw, len(labels), batch_size, output_type, bar, *rest)
 
     def target(
         self,
@@ -319,6 +313,19 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         sampling = Sampling(s.cfg, s.top_k, s.top_p, s.temperature, s.more_smooth)
         sampling.check(self.transformer.config.vocab_size, len(self.transformer.config.schedule))
         return sampling
+
+    def turn(
+        self, compiled: Compiled, target: Sampling, method: methods.ScalesMethod, batch: int
+    ) -> Turn[bool]:
+        """See :class:`PicturePipeline`."""
+
+        def programs() -> bool:
+            check_method(method)
+            prepare_compiler(self.device)
+            return True
+
+        key = (method, target, batch)
+        return self.works.begin(compiled, False, programs, self.transformer, key)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability (nats) a token [B] of ``tokens`` [B, L] of ``classes``."""

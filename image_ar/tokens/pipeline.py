@@ -278,7 +278,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         generators = sample_generators(generator, len(prompts.condition), self.device)
         count = len(generators)
         rows = min(batch_size, count)
-        turn = self._turn(compiled, target, chosen, rows)
+        turn = self.turn(compiled, target, chosen, rows)
 
         def draw(part: slice) -> Drawn:
             what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
@@ -291,7 +291,8 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         continuous = chosen.drafts and chosen.can_refill and tell is None
         at_once = batch_size * (TURNS if continuous else 1)
         settings = target.processor.settings | target.guidance.settings
-        return draw_batches(draw, count, at_once, output_type, bar, settings, return_dict)
+        rest = (settings, return_dict, turn.compiled)
+        return draw_batches(draw, count, at_once, output_type, bar, *rest)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see
@@ -341,7 +342,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             drawn.images = self.decode_tokens(drawn.tokens)
         return drawn
 
-    def _turn(
+    def turn(
         self, compiled: Compiled, target: LlamaGenTarget, method: methods.Method, batch: int
     ) -> Turn[LlamaGenTarget]:
         """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled

@@ -140,6 +140,7 @@ class AnswerOutput:
     stats: Any
     certificate: Any
     method: str
+    compiled: tuple[bool, ...] = ()  # streams never are
 
 
 class TextLane:

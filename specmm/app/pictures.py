@@ -8,6 +8,7 @@ from typing import Any
 
 import gradio as gr
 
+from specmm.app.compiling import RaceCompiling
 from specmm.app.fields import (
     CLOCK,
     NARROW,
@@ -161,16 +162,20 @@ def drawn(
     pipes = (models.get("images", model), models.twin(model))
     asked = str(name) if pipes[0].takes == "classes" else prompt
     chosen = [method_of(models, "images", model, text) for text in (first, second)]
+    sampling = {k: v for k, v in options.items() if k in pipes[0].sampling_options}
+    compiling = RaceCompiling(pipes, chosen, sampling)
     names = [first, second]
 
     def lane(i: int) -> PictureLane:
         call = {pipes[i].takes: [asked], "generator": generator(pipes[i], int(seed)), **options}
-        return PictureLane(pipes[i], chosen[i], call)
+        return PictureLane(pipes[i], chosen[i], call | compiling.call)
 
     waiting = [gr.skip(), gr.skip(), gr.skip(), gr.DownloadButton(interactive=False)] * 2
     yield ["<p class='verdict'>Warming up …</p>", *waiting, *[gr.skip()] * TRACED]
     keys = [("images", model, i, method) for i, method in enumerate(chosen)]
-    for lanes in raced(models, keys, [partial(lane, 0), partial(lane, 1)]):
+    both = [partial(lane, 0), partial(lane, 1)]
+    compiling.build(both)
+    for lanes in raced(models, keys, both):
         sides = []
         for each, text in zip(lanes, names, strict=True):
             sides += _seen(each, text, model, asked, int(seed))
@@ -179,6 +184,7 @@ def drawn(
         if ended:
             trace = TraceView.updates(Trace.of(names, lanes, str))
         yield [result(names, lanes), *sides, *trace]
+    compiling.observe(lanes)
 
 
 def _seen(lane: PictureLane, name: str, model: str, asked: str, seed: int) -> list[Any]:

@@ -22,8 +22,8 @@ from specmm.image_ar.continuous.masked_decode import ChainStats
 from specmm.image_ar.scales.collaborative import LARGE
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import ScaleTokens
-from specmm.jobs.folder import Result, encode
 from specmm.jobs.items import Item
+from specmm.jobs.results import Result, encode
 
 CELL = 16  # pixels of a token
 SIDE = 336  # pixels of a picture shown
@@ -157,7 +157,8 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
     kind = f'<span class="claim">{about}</span>'
     more = f"<details><summary>Certificate: {kind}</summary>{escape(str(claim))}</details>"
     ran = "" if lane.out.method in (name, name.split("(")[0]) else escape(lane.out.method) + " · "
-    return f"{found}<br>{ran}{more}"
+    quick = "compiled · " if any(lane.out.compiled) else ""
+    return f"{found}<br>{ran}{quick}{more}"
 
 
 def counted(lane: PictureLane | TextLane) -> str:
@@ -182,7 +183,7 @@ def saved(out: Any, model: str, name: str, seed: int) -> str:
     """
     facts = {"method": out.method, "certificate": out.certificate.as_dict()}
     item = Item(f"{name}-{seed}", "class", name, seed)
-    data = encode(Result(item, facts, image=out.images[0]), "png", model)
+    data = encode(Result(item, facts, image=out.images[0]), "png", model)["png"]
     folder = Path(_pictures().name)
     for old in folder.iterdir():
         if time.time() - old.stat().st_mtime > KEPT:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.options import Device, Dtype, Json, Options, given
+from specmm.cli.options import Compiled, Device, Dtype, Json, Options, compiled_as, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -59,6 +59,14 @@ def batch(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer.")
     ] = None,
+    draw: Annotated[
+        bool,
+        typer.Option(
+            "--draw",
+            help="Let answers hold pictures, of a model that draws; a line's own draw goes first.",
+        ),
+    ] = False,
+    compiled: Compiled = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     drafter: Annotated[
@@ -103,7 +111,12 @@ def batch(
         )
     items = read_items(jobs, seed)
     sampling = given(
-        cfg=cfg, temperature=temperature, top_k=top_k, top_p=top_p, max_new_tokens=max_new_tokens
+        cfg=cfg,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=max_new_tokens,
+        draw=draw or None,
     )
     with stdout_reserved():
         # what this machine lacks is said before any work
@@ -111,7 +124,9 @@ def batch(
             raise ValueError("--parquet needs pyarrow, run: pip install 'specmm[batch]'")
         if engine == "local":
             Place.named(device)
-        parse_method(methods_of(kind_of_items(model, items), model), method, option)
+        kind = kind_of_items(model, items)
+        parse_method(methods_of(kind, model), method, option)
+        _check_asked(kind, draw)
         if drafter is not None and of_others(drafter):
             raise ValueError(
                 f"--drafter must be a folder, got {drafter}, one of your own; give --method draft "
@@ -130,6 +145,7 @@ def batch(
             layout,
             drafter,
             text_encoder,
+            compiled_as(compiled, False),
         )
         limits = Limits(batch_size, retries, shard_size, device, workers)
         job = Job(writable(out), spec, limits)
@@ -140,6 +156,12 @@ def batch(
     _report(summary, counts, price, out, as_json)
     if summary["failed"] and engine != "accelerate":
         raise typer.Exit(1)
+
+
+def _check_asked(kind: str, draw: bool) -> None:
+    """Raise ``ValueError`` for pictures in what is no answer."""
+    if draw and kind != "questions":
+        raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
 
 
 def _verify(jobs: Path, out: Path, as_json: bool) -> None:

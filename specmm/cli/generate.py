@@ -144,6 +144,8 @@ def _summary(run: PictureRun) -> str:
         lines.append(f"chosen       {run.reason}")
     counts = f"{stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}"
     lines.append(f"{counts}, host overhead {stats.host_overhead:.0%}")
+    if run.compiled:
+        lines.append(f"compiled     {sum(run.compiled_pictures)} of {len(run.outputs)} pictures")
     lines.append(f"certificate  {run.certificate or 'none'}")
     lines.append(f"saved in     {run.out}")
     return "\n".join(lines)

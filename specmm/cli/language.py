@@ -181,6 +181,7 @@ def complete(
         place = Place.named(device, dtype)
         out, record = answered("text", model, place, chosen, drafter, call)
     record |= {"seed": options["seed"], "sampling": sampling, "prompts": prompt}
+    record |= {"compiled": options["compiled"], "ran_compiled": out.compiled}
     record |= {"outputs": out.texts, **_drafting(out)}
     if as_json:
         emit(record)
@@ -208,7 +209,8 @@ def _show(record: dict[str, Any], out: Any, method: str) -> None:
     """Print texts and where pictures are, and what they took."""
     for text in (*record["outputs"], *record.get("pictures", ())):
         typer.echo(text)
-    tokens = f"{record['tokens']} tokens by {method} in {record['seconds']:.2f} s"
+    compiled = ", compiled" if record.get("ran_compiled") else ""
+    tokens = f"{record['tokens']} tokens by {method}{compiled} in {record['seconds']:.2f} s"
     say(f"{tokens}, tau {out.stats.tau:.2f}, seed {record['seed']}")
     say(f"certificate  {out.certificate}")
 

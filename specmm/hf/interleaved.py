@@ -13,6 +13,7 @@ Shape letters: B batch, N tree nodes, T tokens of a picture, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,8 @@ from specmm.verify.rule import VerifyResult
 
 WRITERS = {"chameleon": "specmm.hf.chameleon:INTERLEAVED"}  # descriptions by model type
 PIXELS = "specmm.image_ar.autoencoder:to_uint8"
-DRAFTING = ("ar", "prompt-lookup", "sjd")  # the methods that serve such answers
+DRAFTING = ("prompt-lookup", "sjd")  # the methods that draft such answers
+SERVING = ("ar", *DRAFTING, "auto")
 TEXT = -1  # no picture is open
 IN_TEXT, IN_FULL_TEXT, IN_PICTURE, AT_END = range(4)  # the masks of tokens, by where they come
 
@@ -90,6 +92,21 @@ class Grammar:
         begin, end = writer.marks(model)
         pictures = writer.pictures(model).to(model.device)
         return cls(begin, end, writer.layout(model).length, pictures)
+
+    def of_words(self) -> Grammar:
+        """The same of answers in which no picture begins."""
+        found = copy.copy(self)
+        found.masks = self.masks.clone()
+        found.masks[IN_TEXT, self.begin] = False
+        return found
+
+    def check_room(self, max_new_tokens: int) -> None:
+        """Raise ``ValueError`` for answers that no picture fits into."""
+        if max_new_tokens < self.length + 2:
+            raise ValueError(
+                f"max_new_tokens must be at least {self.length + 2} for answers with pictures, "
+                f"each {self.length} tokens between two, got {max_new_tokens}"
+            )
 
     def after(self, opened: Tensor, tokens: Tensor) -> Tensor:
         """How far pictures [...] have come with one of ``tokens`` [...] more."""
@@ -170,11 +187,7 @@ class InterleavedTarget(VLMTarget):
 
         Raises ``ValueError`` for a prompt that ends within one, and an answer that none fits into.
         """
-        if prompt.max_new_tokens < self.length + 2:
-            raise ValueError(
-                f"max_new_tokens must be at least {self.length + 2} for answers with pictures, "
-                f"each {self.length} tokens between two, got {prompt.max_new_tokens}"
-            )
+        self.grammar.check_room(prompt.max_new_tokens)
         begun = [self.grammar.after_text(row) for row in prompt.rows()]
         if max(begun) > 0:
             raise ValueError(
@@ -220,11 +233,25 @@ class InterleavedTarget(VLMTarget):
 class PictureReader:
     """What is in answers with pictures of ``model``, whose files are in ``folder``."""
 
-    def __init__(self, model: PreTrainedModel, folder: Path) -> None:
-        self.writer = writer_of(model)
+    def __init__(self, model: PreTrainedModel, folder: Path, name: str = "the model") -> None:
+        self.writer = writer_of(model, name)
         self.model = model
         self.folder = folder
         self.grammar = Grammar.of(model, self.writer)
+        self._decoder: Decoder | None = None
+
+    def check(self, max_new_tokens: int) -> None:
+        """Raise ``ValueError`` unless a picture fits into answers of ``max_new_tokens`` and can be
+        decoded.
+        """
+        self.grammar.check_room(max_new_tokens)
+        self.decoder()
+
+    def decoder(self) -> Decoder:
+        """From tokens to pixels, read once; raises ``ValueError`` where the folder has none."""
+        if self._decoder is None:
+            self._decoder = self.writer.decode(self.model, self.folder)
+        return self._decoder
 
     def text(self, ids: Sequence[int], said: Callable[[list[int]], str], placeholder: str) -> str:
         """The text of ``ids`` with a ``placeholder`` for each picture."""
@@ -241,7 +268,7 @@ class PictureReader:
         whole = [[run for run in row if len(run) == self.grammar.length] for row in spans]
         if not any(whole):
             return [[] for _ in answers]
-        decode = self.writer.decode(self.model, self.folder)
+        decode = self.decoder()
         layout = self.writer.layout(self.model)
         painting = Painting("", torch.Generator(), {})
 

@@ -186,7 +186,8 @@ class RoundText:
 @dataclass
 class Run:
     """One batch being answered: ``text`` decodes ids, ``stops`` end answers, rows that end take the
-    next of the ``queue``, ``settings`` are those the certificate is about.
+    next of the ``queue``, ``settings`` are those the certificate is about, ``compiled`` says
+    whether programs play the rounds.
     """
 
     method: str
@@ -197,6 +198,7 @@ class Run:
     settings: Mapping[str, float]
     queue: Queue | None = None
     drafter: Drafter | None = None
+    compiled: bool = False
 
     def finish(
         self, streamer: BaseStreamer | None = None

@@ -75,7 +75,7 @@ def run_local(
 
     Raises ``ValueError`` when another process works there.
     """
-    opener = opener or partial(open_worker, job.spec, items, job.limits.device)
+    opener = opener or partial(open_worker, job, items, job.limits.device)
     with occupied(job.journals, shared=False):
         remove_parts(job.folder)
         return work(job, items, opener, "local", bar)
@@ -89,7 +89,7 @@ def run_rank(
     device = job.limits.device
     if torch.cuda.is_available() and device in ("auto", "cuda"):
         device = f"cuda:{local}"
-    opener = opener or partial(open_worker, job.spec, items, device)
+    opener = opener or partial(open_worker, job, items, device)
     with occupied(job.journals, shared=True):
         return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)
 
@@ -130,7 +130,7 @@ class Actor:
     def make(self, items: list[Item]) -> tuple[list[str], list[str]]:
         """Ids done and set aside."""
         job = self.job
-        opener = self.opener or partial(open_worker, job.spec, items, job.limits.device)
+        opener = self.opener or partial(open_worker, job, items, job.limits.device)
         worker = self.worker = self.worker or opener()
         counts = work(job, items, lambda: worker, self.name)
         return counts.done, counts.failed

@@ -19,6 +19,7 @@ from typing import Any
 from specmm.files import sync_folder, write_whole
 from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.results import files_of
 
 log = logging.getLogger(__name__)
 HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index
@@ -55,6 +56,8 @@ def finish(
             "seconds": sum(row["stats"]["seconds"] for row in done.values()),
             "certificates": dict(Counter(row["certificate"]["kind"] for row in done.values())),
             "sampling": spec.sampling,
+            "compiled": spec.compiled,
+            "compiled_items": sum(row.get("compiled", False) for row in done.values()),
         }
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)
@@ -63,11 +66,18 @@ def finish(
 
 
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
-    row = {k: v for k, v in record.items() if k not in HIDDEN}
+    row = _shown(record)
+    if "pictures" in row:
+        row["pictures"] = [_shown(picture) for picture in row["pictures"]]
     if spec.layout == "tar":
-        row["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
-        row["member"] = Path(record["file"]).name
+        for file in files_of(row):
+            file["member"] = Path(file["file"]).name
+            file["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
     return row
+
+
+def _shown(record: Record) -> Record:
+    return {k: v for k, v in record.items() if k not in HIDDEN}
 
 
 def _write_lines(file: Path, rows: Iterable[Record]) -> None:
@@ -79,8 +89,10 @@ def _write_parquet(file: Path, rows: list[Record]) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    names = dict.fromkeys(name for row in rows for name in row)  # not those of the first row alone
+    whole = [{name: row.get(name) for name in names} for row in rows]
     packed = io.BytesIO()
-    parquet.write_table(pyarrow.Table.from_pylist(rows), packed)
+    parquet.write_table(pyarrow.Table.from_pylist(whole), packed)
     write_whole(file, packed.getvalue(), durable=True)
 
 
@@ -96,7 +108,8 @@ def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard
     """
     for first in range(0, len(items), shard):
         records = [known[i.id] for i in items[first : first + shard] if i.id in known]
-        wanted = {Path(r["file"]).name: folder / r["file"] for r in records if r["state"] == "done"}
+        files = [file for r in records if r["state"] == "done" for file in files_of(r)]
+        wanted = {Path(file["file"]).name: folder / file["file"] for file in files}
         loose = {name for name, file in wanted.items() if file.exists()}
         if not loose:
             continue

@@ -1,42 +1,36 @@
-"""A job's output folder: what the job is, journals of what is done, and one file for each result.
+"""A job's output folder: what the job is, and journals of what is done.
 
-``OUT/results/3f/heart-0001-3fa2b1c4d5e6.png``: two digits of the id's hash spread any number of
-items over 256 folders. The journals are the truth about a job: a line is written after the file it
-is about. A line is a checksum and a JSON record. A process that dies while it writes leaves a torn
-last line, which is cut off when the journal is opened again. Every process of a job appends to its
-own journal and reads all of them.
+The journals are the truth about a job: a line is written after the files it is about
+(:mod:`.results`). A line is a checksum and a JSON record. A process that dies while it writes
+leaves a torn last line, which is cut off when the journal is opened again. Every process of a job
+appends to its own journal and reads all of them.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import io
 import json
 import os
-import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
-
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
+from typing import Any
 
 from specmm.checkpoints import read_json
-from specmm.files import slug, sync_folder, write_whole
+from specmm.files import sync_folder, write_whole
 from specmm.jobs.items import Item
 from specmm.registry import unknown
+from specmm.when_compiled import Compiled, check_compiled
 
 JOB = "job.json"
+PROGRAMS = "programs.json"  # see programs.py
 RESULTS = "results"
 JOURNALS = "journal"
 ARCHIVES = "archives"
 LAYOUTS = ("folders", "tar")
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
-DESCRIPTION = 0x010E  # EXIF ImageDescription
 Record = dict[str, Any]
 
 # ---- what the job is
@@ -47,7 +41,8 @@ class Spec:
     """How items become results: everything that results depend on, apart from the items.
 
     ``method`` and its ``options`` ("KEY=VALUE") are for items without a method. ``sampling`` are
-    options of the pipeline's call. ``seed`` makes the items' own seeds from their ids.
+    options of the pipeline's call. ``seed`` makes the items' own seeds from their ids. With
+    ``compiled`` pictures are drawn by programs, with "auto" where that pays.
     """
 
     model: str
@@ -60,8 +55,10 @@ class Spec:
     layout: str = "folders"
     drafter: str | None = None
     text_encoder: str | None = None
+    compiled: Compiled = False
 
     def __post_init__(self) -> None:
+        check_compiled(self.compiled)
         if self.format not in FORMATS:
             raise unknown("format", self.format, FORMATS)
         if self.layout not in LAYOUTS:
@@ -116,11 +113,13 @@ def prepare(folder: Path, spec: Spec) -> None:
     wanted = json.loads(json.dumps(asdict(spec)))
     with alone(folder):
         if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
+            if file.exists() and read_json(file) != wanted:  # another job, which made nothing
+                (folder / PROGRAMS).unlink(missing_ok=True)
             text = json.dumps(wanted, indent=1, ensure_ascii=False) + "\n"
             write_whole(file, text.encode(), durable=True)
             sync_folder(folder)
             return
-        found = read_json(file)
+        found = {"compiled": False, **read_json(file)}  # earlier releases never compiled
     changed = [
         f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
     ]
@@ -272,109 +271,6 @@ def check_same(items: Sequence[Item], known: dict[str, Record]) -> None:
 def failure(item: Item, error: str, tries: int) -> Record:
     """The record of an item that is set aside."""
     return {"id": item.id, "state": "failed", "item": item.digest, "error": error, "tries": tries}
-
-
-# ---- results
-
-
-@dataclass
-class Result:
-    """What was made of an item, an ``image`` or an ``answer``, and ``facts`` for the index."""
-
-    item: Item
-    facts: dict[str, Any]
-    image: Image.Image | None = None
-    answer: str | None = None
-
-
-def name_of(item: Item) -> str:
-    """The name of the item's file without suffix: readable, and different for different ids."""
-    return f"{slug(item.id.replace('.', '-'))}-{_hash(item)[:12]}"
-
-
-def place_of(item: Item, suffix: str) -> str:
-    """The item's file below the output folder."""
-    return f"{RESULTS}/{_hash(item)[:2]}/{name_of(item)}.{suffix}"
-
-
-def _hash(item: Item) -> str:
-    return hashlib.sha256(item.id.encode()).hexdigest()
-
-
-def encode(result: Result, kind: str, model: str) -> bytes:
-    """The bytes of the item's file: a picture of format ``kind``, or JSON.
-
-    Both hold a description, of what stays the same when the item is made again in another batch.
-    """
-    item = result.item
-    facts = result.facts
-    about = {
-        "id": item.id,
-        item.kind: item.text,
-        "seed": item.seed,
-        "model": model,
-        "method": facts["method"],
-        # without the total variation, which is measured on the whole batch
-        "certificate": {k: v for k, v in facts["certificate"].items() if k != "tv"},
-    }
-    if result.image is None:
-        return (json.dumps({**about, "answer": result.answer}, ensure_ascii=False) + "\n").encode()
-    text = json.dumps(about, ensure_ascii=True)
-    packed = io.BytesIO()
-    if kind == "png":
-        info = PngInfo()
-        info.add_text("specmm", text)
-        result.image.save(packed, format=FORMATS[kind], pnginfo=info)
-        return packed.getvalue()
-    exif = Image.Exif()
-    exif[DESCRIPTION] = text
-    quality: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True}
-    result.image.save(packed, format=FORMATS[kind], exif=exif, **quality)
-    return packed.getvalue()
-
-
-def description(file: Path | IO[bytes]) -> dict[str, Any]:
-    """What ``encode`` wrote into a picture's ``file``, or {} where there is nothing."""
-    with Image.open(file) as image:
-        text = image.info.get("specmm") or image.getexif().get(DESCRIPTION) or "{}"
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def save(folder: Path, results: Iterable[Result], kind: str, model: str) -> list[Record]:
-    """Write the files of ``results`` below ``folder``, pictures in format ``kind``.
-
-    Returns their records for the journal once all files are on the disk. Raises ``OSError`` when
-    the disk will not take them.
-    """
-    records: list[Record] = []
-    touched: set[Path] = set()
-    for result in results:
-        item = result.item
-        place = place_of(item, "json" if result.image is None else kind)
-        data = encode(result, kind, model)
-        file = folder / place
-        if not file.parent.exists():
-            file.parent.mkdir(exist_ok=True)
-            touched.add(file.parent.parent)
-        write_whole(file, data, durable=True)
-        touched.add(file.parent)
-        made = {
-            "id": item.id,
-            "state": "done",
-            "at": time.time(),
-            "item": item.digest,
-            item.kind: item.text,
-            "seed": item.seed,
-            "file": place,
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        answer = {} if result.answer is None else {"answer": result.answer}
-        records.append({**made, **answer, **result.facts})
-    for each in touched:
-        sync_folder(each)
-    return records
 
 
 def remove_parts(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from specmm.registry import unknown
 
-FIELDS = ("id", "class", "prompt", "image", "video", "question", "seed", "method")
+FIELDS = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw")
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
 Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its fields
@@ -26,7 +26,8 @@ Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its
 class Item:
     """One thing to make: ``text`` is the class, prompt or question.
 
-    ``images`` and ``videos`` are the question's as the job file in ``folder`` names them.
+    ``images`` and ``videos`` are the question's as the job file in ``folder`` names them. ``draw``
+    says whether its answer may hold pictures, None as the job says.
     """
 
     id: str
@@ -37,13 +38,15 @@ class Item:
     method: str | None = None
     folder: str = ""
     videos: tuple[str, ...] = ()
+    draw: bool | None = None
 
     @property
     def digest(self) -> str:
         """What distinguishes this item from another of the same id, wherever the job file is."""
         fields = {name: value for name, value in asdict(self).items() if name != "folder"}
-        if not self.videos:  # items without any are those of earlier releases
-            del fields["videos"]
+        for later, none in (("videos", ()), ("draw", None)):
+            if fields[later] == none:  # items without any are those of earlier releases
+                del fields[later]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -94,7 +97,7 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     if len(kinds) != 1:
         got = " and ".join(kinds) or "none of them"
         raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
-    for name in ("image", "video"):
+    for name in ("image", "video", "draw"):
         if name in row and kinds != ["question"]:
             raise ValueError(f"{where}: {name} must come with a question, got a {kinds[0]}")
     seed = _seed(where, row["seed"]) if "seed" in row else seed_of(identity, base)
@@ -104,7 +107,8 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     images = _paths(where, row, "image")
     videos = _paths(where, row, "video")
     place = str(folder) if images or videos else ""
-    return Item(identity, kind, text, seed, images, method, place, videos)
+    draw = _flag(where, row, "draw")
+    return Item(identity, kind, text, seed, images, method, place, videos, draw)
 
 
 def _text(where: str, row: dict[str, Any], name: str) -> str:
@@ -134,6 +138,15 @@ def _seed(where: str, value: Any) -> int:
     raise ValueError(
         f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
     )
+
+
+def _flag(where: str, row: dict[str, Any], name: str) -> bool | None:
+    """A field that is true or false, in JSON or as text; None where it is missing."""
+    value = row.get(name)
+    found = {"true": True, "false": False}.get(str(value).lower())
+    if value is not None and found is None:
+        raise ValueError(f"{where}: {name} must be true or false, got {value!r}")
+    return found
 
 
 def _paths(where: str, row: dict[str, Any], name: str) -> tuple[str, ...]:

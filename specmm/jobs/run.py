@@ -18,8 +18,9 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger, save
+from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.results import save
 from specmm.jobs.workers import Worker
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ from typing import Any
 
 from specmm.files import write_whole
 from specmm.jobs.finish import members
-from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, description, ledger
+from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.results import description, files_of
 
 
 @dataclass
@@ -90,8 +91,8 @@ def unpack_torn(folder: Path) -> None:
     Their other results are missing then, and a repair makes them again.
     """
     with alone(folder):
-        records = ledger(folder / JOURNALS).values()
-        known = {Path(r["file"]).name: r for r in records if r["state"] == "done"}
+        done = [r for r in ledger(folder / JOURNALS).values() if r["state"] == "done"]
+        known = {Path(each["file"]).name: each for r in done for each in files_of(r)}
         for file in sorted((folder / ARCHIVES).glob("*.tar")):
             found: dict[str, bytes] = {}
             try:
@@ -128,6 +129,14 @@ def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:
 
 def _problem(record: Record, files: dict[str, Path], packed: dict[str, bytes]) -> str:
     """What is wrong with a result, "" if nothing; takes it out of ``files`` or ``packed``."""
+    found = [_problem_of(each, record["id"], files, packed) for each in files_of(record)]
+    return next(filter(None, found), "")
+
+
+def _problem_of(
+    record: Record, identity: str, files: dict[str, Path], packed: dict[str, bytes]
+) -> str:
+    """The same of one file of the item called ``identity``."""
     place = record["file"]
     data = packed.pop(Path(place).name, None)
     if file := files.pop(place, None):
@@ -139,4 +148,4 @@ def _problem(record: Record, files: dict[str, Path], packed: dict[str, bytes]) -
     if place.endswith(".json"):
         return ""
     named = description(io.BytesIO(data)).get("id")
-    return "" if named == record["id"] else f"{place} says it is {named!r}"
+    return "" if named == identity else f"{place} says it is {named!r}"

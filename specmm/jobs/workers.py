@@ -8,16 +8,21 @@ An item's generator is seeded by the item, and rounding does not depend on the b
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from specmm.batch_invariant import batch_invariant
+from specmm.compiled import UNCOMPILED
 from specmm.hf.families import Family
 from specmm.hf.options import Options
-from specmm.jobs.folder import Result, Spec
+from specmm.jobs.folder import Job, Spec
 from specmm.jobs.items import Item
+from specmm.jobs.programs import Programs, check_compiled_items, padded
+from specmm.jobs.results import Result
 from specmm.registry import Registry
 from specmm.runs.run import (
     Kind,
@@ -29,6 +34,7 @@ from specmm.runs.run import (
     open_model,
     parse_method,
 )
+from specmm.when_compiled import Compiled, Turn
 
 TURNS = 4  # batches' worth of items that a killed job may have to make again
 
@@ -68,12 +74,13 @@ def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
     return "text" if "prompt" in kinds and not draws(model) else "images"
 
 
-def open_worker(spec: Spec, items: Sequence[Item], device: str = "auto") -> Worker:
-    """The worker of ``spec``'s model for ``items``; raises ``ValueError`` where they do not fit."""
-    kind = kind_of_items(spec.model, items)
+def open_worker(job: Job, items: Sequence[Item], device: str = "auto") -> Worker:
+    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit."""
+    check_compiled_items(job.spec.compiled, items)
+    kind = kind_of_items(job.spec.model, items)
     if kind == "images":
-        return ImageWorker(spec, device)
-    return AnswerWorker(spec, kind == "questions", device)
+        return ImageWorker(job.spec, device, programs=Programs(job), items=items)
+    return AnswerWorker(job.spec, kind == "questions", device)
 
 
 class _Methods:
@@ -102,16 +109,44 @@ def _check_timed(method: Any, timed: bool) -> None:
 class ImageWorker:
     """Pictures of classes or prompts.
 
-    Rows of plain batches end together; those of drafts take waiting items as they end.
+    Rows of plain batches end together; those of drafts take waiting items as they end, unless they
+    are compiled: a row's first round is no program's. ``programs`` decide which are, given the
+    ``items`` that are left.
     """
 
-    def __init__(self, spec: Spec, device: str = "auto", pipe: Any = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        device: str = "auto",
+        pipe: Any = None,
+        programs: Programs | None = None,
+        items: Sequence[Item] = (),
+    ) -> None:
         self.spec = spec
         self.methods = _Methods(methods_of("images", spec.model), spec)
         place = Place.named(device, spec.dtype)
         given = dict(drafter=spec.drafter, text_encoder=spec.text_encoder)
         self.pipe = pipe or open_model("images", spec.model, place, **given)
         check_sampling(self.pipe, spec.model, spec.sampling)
+        self.programs = programs if spec.compiled else None
+        self.left = Counter(item.method for item in items)
+        if self.programs is not None:
+            self._check_compiled(self.programs)
+
+    def _check_compiled(self, programs: Programs) -> None:
+        """Raise ``ValueError`` for a model, or a job's own method, that has no programs."""
+        if not self.pipe.compiles:
+            raise ValueError(
+                f"--compiled does not serve models such as {self.spec.model}; leave it out"
+            )
+        programs.check_threads()
+        if self.spec.compiled is True:
+            self._turn(True, self.methods.own, programs.rows_to_be(label(self.methods.own)))
+
+    def _turn(self, compiled: Compiled, method: Any, rows: int) -> Turn[Any]:
+        target = self.pipe.target(**self.spec.sampling)
+        found: Turn[Any] = self.pipe.turn(compiled, target, method, rows)
+        return found
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`; one unknown class must not make a batch fail."""
@@ -130,22 +165,64 @@ class ImageWorker:
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
         method = self.methods.of(item)
-        return TURNS if method.drafts and method.can_refill else 1
+        refills = method.drafts and method.can_refill
+        return TURNS if refills and self.programs is None else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """See :class:`Worker`."""
         start = time.perf_counter()
         method = self.methods.of(items[0])
+        built = self._rows_of_programs(method, items[0])
+        made = padded(items, built or 1)
+        if built:
+            rows = built
+            out = self._compiled(made, rows)
+        else:
+            out = self._drawn(made, rows or len(items))
+        seconds = (time.perf_counter() - start) * len(made) / len(items)  # copies are not for free
+        facts = _facts(method, out, made, rows, seconds)
+        facts |= {"compiled": True} if built else {}
+        images = out.images[: len(items)]
+        return [
+            Result(item, {**facts}, image=image) for item, image in zip(items, images, strict=True)
+        ]
+
+    def _drawn(self, items: Sequence[Item], rows: int, **options: Any) -> Any:
+        """What the pipeline draws of ``items``, ``rows`` at a time."""
         given = {"classes" if items[0].kind == "class" else "prompt": [i.text for i in items]}
         generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
-        options = dict(generator=generators, method=method, batch_size=rows or len(items))
+        options |= dict(generator=generators, method=self.methods.of(items[0]), batch_size=rows)
         with batch_invariant():
-            out = self.pipe(**given, **options, **self.spec.sampling)
-        facts = _facts(method, out, items, rows, time.perf_counter() - start)
-        return [
-            Result(item, {**facts}, image=image)
-            for item, image in zip(items, out.images, strict=True)
-        ]
+            return self.pipe(**given, **options, **self.spec.sampling)
+
+    def _compiled(self, items: Sequence[Item], rows: int) -> Any:
+        """The same by programs of ``rows``; raises ``UserWarning`` where they cannot be built,
+        since what is drawn without them would differ.
+        """
+        work = self._turn("auto", self.methods.of(items[0]), rows).work
+        start = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", UNCOMPILED)
+            out = self._drawn(items, rows, compiled=True)
+        assert work is not None and all(out.compiled)
+        work.observe(time.perf_counter() - start, len(items), quick=True)
+        return out
+
+    def _rows_of_programs(self, method: Any, item: Item) -> int:
+        """Rows of the programs that draw pictures such as ``item`` by ``method``; 0: none do."""
+        if self.programs is None:
+            return 0
+        rows = self.programs.rows_to_be(label(method))
+
+        def pays() -> bool:
+            if self.spec.compiled is True:
+                return True
+            turn = self._turn("auto", method, rows)
+            if turn.work is not None and turn.work.seconds.plain is None:
+                self._drawn([item] * rows, rows, compiled="auto")  # timed, not kept
+            return turn.pays(self.left[item.method])
+
+        return self.programs.rows(label(method), pays)
 
 
 class AnswerWorker:
@@ -160,9 +237,10 @@ class AnswerWorker:
         self.spec = spec
         self.questions = questions
         self.methods = _Methods(methods_of(kind, spec.model), spec)
-        Options.of(dict(spec.sampling))
+        self.options = Options.of(dict(spec.sampling))
         place = Place.named(device, spec.dtype)
         self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
+        self._check_drawing(self.methods.own, self.options.draw)
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`."""
@@ -179,10 +257,19 @@ class AnswerWorker:
                 f"a job's {method.name} must not be cut by sure at temperature above 0: "
                 "leave sure out"
             )
+        self._check_drawing(method, self._draws(item))
+
+    def _draws(self, item: Item) -> bool:
+        """Whether the item's answer may hold pictures."""
+        return self.options.draw if item.draw is None else item.draw
+
+    def _check_drawing(self, method: Any, draw: bool) -> None:
+        if draw and self.questions:  # of texts the call itself refuses it
+            self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:
         """See :class:`Worker`."""
-        return item.method, len(item.images), len(item.videos)
+        return item.method, len(item.images), len(item.videos), self._draws(item)
 
     def turns(self, item: Item) -> int:
         """See :class:`Worker`."""
@@ -200,14 +287,25 @@ class AnswerWorker:
         if any(item.videos for item in items):
             options["videos"] = [item.films for item in items]
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0
+        options |= self.spec.sampling
+        drawn = self._draws(items[0])
+        if drawn != self.options.draw:
+            options["draw"] = drawn
         with batch_invariant():
-            out = self.pipe(*shown, [i.text for i in items], **options, **self.spec.sampling)
+            out = self.pipe(*shown, [i.text for i in items], **options)
         facts = _facts(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
+        pictures = out.pictures if drawn else [None] * len(items)
+        made = zip(items, answers, out.tokens, pictures, strict=True)
         return [
-            Result(item, {**facts, "stats": {**facts["stats"], "tokens": len(ids)}}, answer=answer)
-            for item, answer, ids in zip(items, answers, out.tokens, strict=True)
+            Result(item, _of_tokens(facts, len(ids)), answer=answer, pictures=shown)
+            for item, answer, ids, shown in made
         ]
+
+
+def _of_tokens(facts: dict[str, Any], count: int) -> dict[str, Any]:
+    """``facts`` of a batch as those of an item of ``count`` tokens."""
+    return {**facts, "stats": {**facts["stats"], "tokens": count}}
 
 
 def _facts(

@@ -284,7 +284,8 @@ class PictureRun:
 
     ``inputs`` (one a picture) are of one ``kind``, "classes" or "prompt"; ``ran`` is the method
     with everything decided that it leaves to this machine, ``reason`` why so. ``certificates`` come
-    with the number of tokens each is about.
+    with the number of tokens each is about. ``compiled`` is what was asked for,
+    ``compiled_pictures`` says of each of ``outputs`` whether programs were run for it.
     """
 
     model: str
@@ -299,6 +300,7 @@ class PictureRun:
     batch_invariant: bool = False
     wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
     outputs: list[str] = field(default_factory=list)
+    compiled_pictures: list[bool] = field(default_factory=list)
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
     ran: str = ""
@@ -334,6 +336,7 @@ class PictureRun:
             "certificate": certificate.as_dict() if certificate else None,
             "sampling": self.sampling,
             "compiled": self.compiled,
+            "compiled_pictures": self.compiled_pictures,
             **self.wanted,
             self.kind: self.inputs,
             "outputs": self.outputs,
@@ -459,10 +462,11 @@ def _draw_batch(
     run.seconds += time.perf_counter() - start
     run.stats = total([out.stats, run.stats] if run.outputs else [out.stats])
     run.certificates.append((out.certificate, out.tokens.numel()))
-    for i, text, image in zip(rows, inputs, out.images, strict=True):
+    for i, text, image, quick in zip(rows, inputs, out.images, out.compiled, strict=True):
         file = run.out / f"{i:04d}-{slug(text)}.png"
         save_picture(image, file)
         run.outputs.append(str(file))
+        run.compiled_pictures.append(quick)
 
 
 def save_picture(image: Image.Image, file: Path) -> None:

@@ -49,8 +49,8 @@ from specmm.zoo import Source
 @dataclass
 class TextOutput:
     """``texts`` [B] after the prompts, ``tokens`` [B] of ids (an end token included), ``stats``,
-    ``certificate``, ``method``; of DiffuSpec also the ``trace`` of each row's controller: (drafted,
-    accepted) by round.
+    ``certificate``, ``method``, whether the call was ``compiled``; of DiffuSpec also the ``trace``
+    of each row's controller: (drafted, accepted) by round.
     """
 
     texts: list[str]
@@ -59,6 +59,7 @@ class TextOutput:
     certificate: Certificate
     method: str
     trace: list[list[tuple[int, int]]] = field(default_factory=list)
+    compiled: bool = False
 
 
 @dataclass
@@ -187,9 +188,10 @@ class TextPipeline(Pipeline):
             texts, tokens, end = run.finish(streamer)
             if work is not None:
                 made = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, made, given.compiled is True)
+                work.observe(time.perf_counter() - start, made, run.compiled)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        return TextOutput(texts, tokens, end.stats, run.certificate(end), run.method, trace)
+        rest = (run.certificate(end), run.method, trace, run.compiled)
+        return TextOutput(texts, tokens, end.stats, *rest)
 
     @lists_options(chat=False)
     def stream(
@@ -268,7 +270,7 @@ class TextPipeline(Pipeline):
             made = self._compiled(method, options)
             if not made.busy:
                 run = self._run(name, made.target, prompt, options, made.parts, batch, made.play)
-                return replace(run, steps=made.alone(run.steps)), None
+                return replace(run, steps=made.alone(run.steps), compiled=True), None
         if not method.drafts:
             return self._run(name, target, prompt, options, None, batch), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)

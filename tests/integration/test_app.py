@@ -69,7 +69,7 @@ def raced(page: Any) -> Any:
 
 
 def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
-    from specmm.jobs.folder import description
+    from specmm.jobs.results import description
 
     click(page, "Race")
     page.reload()  # in the middle

@@ -24,14 +24,14 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from benchmarks.soak.kills import campaign
+from benchmarks.soak.kills import campaign, items_of
 from specmm.cli import app
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.jobs import folder as job_folder
 from specmm.jobs.engines import run_local, run_rank, share
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Limits, Result, Spec, description, pack, prepare, unpack
+from specmm.jobs.folder import Job, Limits, Spec, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
+from specmm.jobs.results import Result, description, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
@@ -174,7 +174,7 @@ def test_formats_carry_their_description(
 ) -> None:
     (item,) = read_items(jobs(tmp_path, 1))
     (tmp_path / "results").mkdir()
-    (record,) = job_folder.save(tmp_path, worker.run([item]), kind, "tiny")
+    (record,) = save(tmp_path, worker.run([item]), kind, "tiny")
     assert (
         record["file"].endswith(suffix) and description(tmp_path / record["file"])["id"] == "set/0"
     )
@@ -466,7 +466,7 @@ def test_a_file_limit_is_a_clear_error(make: Callable[..., JobCounts], tmp_path:
 
 def test_kills_at_random_moments_lose_nothing(worker: ImageWorker) -> None:
     """A handful; benchmarks/soak/kills.py does sixty of each layout."""
-    assert campaign(worker, kills=5, count=4)["kills"] >= 5
+    assert campaign(worker, 5, items_of(4))["kills"] >= 5
 
 
 def test_read_only_output(tiny: Path, tmp_path: Path) -> None:

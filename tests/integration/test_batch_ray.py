@@ -45,7 +45,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
         """
         from PIL import Image
 
-        from specmm.jobs.folder import Result
+        from specmm.jobs.results import Result
 
         class Fatal:
             def check(self, item: Item) -> None:

@@ -17,6 +17,7 @@ from specmm import methods
 from specmm.cli import app
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
+from specmm.hf import choosing_drawn
 from specmm.hf.drafters.interleaved import InterleavedDrafter
 from specmm.hf.drafting import assemble
 from specmm.hf.interleaved import InterleavedTarget
@@ -154,13 +155,60 @@ def test_rows_that_begin_anew_are_answers_of_their_own(pipe):
             assert all(torch.equal(*pair) for pair in zip(wanted, again, strict=True)), name
 
 
+def test_auto_races_what_serves_such_answers(pipe):
+    """And answers as plain decoding does, greedy, whatever it takes; streams, too."""
+    given = dict(max_new_tokens=COUNT, draw=True)
+    alone = specmm.VQAPipeline(pipe.model, pipe.processor, folder=pipe.drafters.folder)
+    out = alone(None, ASKED[0], method="auto", **given)
+    assert out.method.startswith("auto: ") and "of it in pictures" in out.method
+    assert "AnswerSJD" in out.method and "PromptLookup" in out.method and "x" in out.method
+    own = pipe(None, ASKED[0], **given)
+    assert torch.equal(out.tokens[0], own.tokens[0])
+    assert [p.tobytes() for p in out.pictures[0]] == [p.tobytes() for p in own.pictures[0]]
+    assert out.certificate.kind == "exact" and len(alone.drawn.speeds) == 1
+    streamed = list(alone.stream(None, ASKED[0], method="auto", **given))
+    assert "".join(new for [new] in streamed).strip() == out.answers[0]
+
+
+def test_auto_weighs_words_and_pictures_by_what_is_answered(pipe, monkeypatch):
+    """By what fits before the first answer, then by the answers; here one method is twice as fast
+    within pictures and half as fast among words.
+    """
+    alone = specmm.VQAPipeline(pipe.model, pipe.processor, folder=pipe.drafters.folder)
+    ran = []
+
+    def raced(contenders, worth):
+        assert worth > 0
+        ran.append([[*one()][-1].tokens[0].tolist() for one in contenders])
+        return [1.0, 1.0, 0.5 if len(ran) == 1 else 2.0]
+
+    def chosen(room):
+        return alone.planned(None, ASKED[0], max_new_tokens=room, draw=True).partition(" (")
+
+    monkeypatch.setattr(choosing_drawn, "raced", raced)
+    assert chosen(T + 2)[0].startswith("auto: AnswerSJD")
+    assert f"{T / (T + 2):.0%} of it in pictures" in chosen(T + 2)[2]
+    assert chosen(2 * T)[0] == "auto: AR()"
+    words, pictures = ran
+    assert len(words) == len(pictures) == 3 and all(len(row) >= T for row in words + pictures)
+    assert not any({*row} & {*PICTURE, BEGIN} for row in words)
+    assert all({*row[:T]} <= {*PICTURE} for row in pictures)
+    out = alone(None, ASKED[2], max_new_tokens=COUNT, draw=True)
+    assert not out.pictures[0], "it has words alone"
+    assert chosen(T + 2)[0] == "auto: AR()" and "0% of it in pictures" in chosen(T + 2)[2]
+    alone(None, ASKED[0], max_new_tokens=COUNT, draw=True)
+    known = alone.drawn
+    assert known.tokens > COUNT and known.drawn % T == 0 and known.drawn > 0
+    assert len(ran) == 2, "speeds are measured once"
+
+
 def test_what_does_not_fit_is_said(pipe):
     def refused(said, **options):
         with pytest.raises(ValueError, match=said):
             pipe(None, "tree", **{"max_new_tokens": COUNT, "draw": True} | options)
 
     refused(f"max_new_tokens must be at least {T + 2} for answers with", max_new_tokens=T + 1)
-    refused("draw=True needs a method of ar, prompt-lookup, sjd, got 'self'", method="self")
+    refused("draw=True needs a method of ar, prompt-lookup, sjd, auto, got 'self'", method="self")
     refused("method 'sjd' must be AnswerSJD here, got SJD", method=methods.SJD())
     refused("give draw=True to a model that writes", method="sjd", draw=False)
     ids = {"input_ids": torch.tensor([[1, BEGIN, PICTURE[0]]])}

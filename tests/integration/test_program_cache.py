@@ -128,6 +128,8 @@ def test_pictures_are_compiled_once_it_pays(kept, traced, monkeypatch):
     found.append(draw(pipe, methods.AR(), 1.0, "auto"))
     assert work.ready and work.seconds.build
     assert torch.equal(found[0].tokens, found[1].tokens)
+    assert found[0].compiled == [False] * 3
+    assert found[1].compiled == [True, True, False], "one is too few for the program of two"
     draw(pipe, methods.AR(), 1.5, "auto")
     assert len(pipe.works.all) == 2, "other guidance is other work"
 

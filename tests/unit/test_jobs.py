@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
-from specmm.jobs.folder import Journal, ledger, name_of, pack, place_of, unpack
+from specmm.jobs.folder import Journal, ledger, pack, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
+from specmm.jobs.results import name_of, place_of
 from specmm.jobs.run import BatchSizer, out_of_memory
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
@@ -138,6 +139,8 @@ def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
         ("a.jsonl", '{"id": "a", "class": "x", "image": "y"}', "with a question"),
         ("a.jsonl", '{"id": "a", "class": "x", "video": "y"}', "video must come with a question"),
         ("a.jsonl", '{"id": "a", "question": "x", "video": 3}', "video must be a path or a list"),
+        ("a.jsonl", '{"id": "a", "class": "x", "draw": true}', "draw must come with a question"),
+        ("a.jsonl", '{"id": "a", "question": "x", "draw": 1}', "draw must be true or false, got 1"),
         ("a.jsonl", '{"id": "a", "class": "x", "seed": -1}', "seed must be"),
         ("a.csv", "id,class\na,b,c\n", "got more"),
         ("a.parquet", "no", "must be a Parquet file"),
@@ -148,6 +151,17 @@ def test_mistakes_in_job_files(tmp_path: Path, name: str, text: str, message: st
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_items(tmp_path / name)
+
+
+def test_lines_say_whether_they_draw(tmp_path: Path) -> None:
+    """As JSON and as text; one that does not say is the item of earlier releases."""
+    (tmp_path / "a.csv").write_text("id,question,draw\na,x,true\nb,x,False\nc,x,\n")
+    drawn, plain, silent = read_items(tmp_path / "a.csv")
+    assert (drawn.draw, plain.draw, silent.draw) == (True, False, None)
+    assert len({replace(each, id="a", seed=0).digest for each in (drawn, plain, silent)}) == 3
+    row = {"id": "a", "question": "x", "draw": True}
+    assert parse("row 1", row, 0, Path()) == drawn
+    assert replace(silent, id="a", seed=0).digest == "3dc2652f64c3502d"
 
 
 # ---- batch sizes

@@ -247,11 +247,13 @@ def test_texts_are_compiled_once_it_pays(traced, monkeypatch, tmp_path):
     options = dict(max_new_tokens=6, compiled="auto")
     texts = []
     for programs in (0, 1):
-        texts.append(pipe("def add(a, b):", method="ar", **options).texts)
-        assert len(pipe.made) == programs
+        out = pipe("def add(a, b):", method="ar", **options)
+        texts.append(out.texts)
+        assert len(pipe.made) == programs and out.compiled is bool(programs)
     assert texts[0] == texts[1]
     for _ in range(2):
         pipe("import", method="prompt-lookup", **options)
+    assert not pipe("import", method="prompt-lookup", **options).compiled
     plain, other = pipe.works.all.values()
     assert plain.ready and plain.able and not (other.ready or other.able)
     with pytest.raises(ValueError, match='compiled must be True, False or "auto", got 1'):

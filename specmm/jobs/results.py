@@ -1,0 +1,171 @@
+"""The files of a job's results, with their descriptions.
+
+``OUT/results/3f/heart-0001-3fa2b1c4d5e6.png``: two digits of the id's hash spread any number of
+items over 256 folders. Beside an answer's ``….json`` lie its pictures, ``….1.png`` and so on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from specmm.files import slug, sync_folder, write_whole
+from specmm.jobs.folder import FORMATS, RESULTS, Record
+from specmm.jobs.items import Item
+
+DESCRIPTION = 0x010E  # EXIF ImageDescription
+
+
+@dataclass
+class Result:
+    """What was made of an item, an ``image`` or an ``answer``, and ``facts`` for the index.
+
+    ``pictures`` are those in an answer that may hold some, None where it may not.
+    """
+
+    item: Item
+    facts: dict[str, Any]
+    image: Image.Image | None = None
+    answer: str | None = None
+    pictures: Sequence[Image.Image] | None = None
+
+
+def name_of(item: Item) -> str:
+    """The name of the item's file without suffix: readable, and different for different ids."""
+    return f"{slug(item.id.replace('.', '-'))}-{_hash(item)[:12]}"
+
+
+def place_of(item: Item, suffix: str) -> str:
+    """The item's file below the output folder."""
+    return f"{RESULTS}/{_hash(item)[:2]}/{name_of(item)}.{suffix}"
+
+
+def _hash(item: Item) -> str:
+    return hashlib.sha256(item.id.encode()).hexdigest()
+
+
+def files_of(record: Record) -> list[Record]:
+    """The files of what is done, as its ``record`` describes them: the item's own first, then the
+    pictures of its answer.
+    """
+    return [record, *record.get("pictures", ())]
+
+
+def encode(result: Result, kind: str, model: str) -> dict[str, bytes]:
+    """The item's files by suffix: a picture of format ``kind``, or JSON and the answer's pictures.
+
+    All hold a description, of what stays the same when the item is made again in another batch.
+    """
+    about = _about(result, model)
+    if result.image is not None:
+        return {kind: picture_file(result.image, kind, about)}
+    files = {}
+    for number, picture in enumerate(result.pictures or (), start=1):
+        numbered = {**about, "picture": number}
+        files[f"{number}.{kind}"] = picture_file(picture, kind, numbered)
+    about["answer"] = result.answer
+    if result.pictures is not None:
+        about["pictures"] = [f"{name_of(result.item)}.{suffix}" for suffix in files]
+    return {"json": (json.dumps(about, ensure_ascii=False) + "\n").encode(), **files}
+
+
+def _about(result: Result, model: str) -> dict[str, Any]:
+    """The description of a ``result``."""
+    item = result.item
+    facts = result.facts
+    return {
+        "id": item.id,
+        item.kind: item.text,
+        "seed": item.seed,
+        "model": model,
+        "method": facts["method"],
+        **({"compiled": True} if facts.get("compiled") else {}),
+        # without the total variation, which is measured on the whole batch
+        "certificate": {k: v for k, v in facts["certificate"].items() if k != "tv"},
+    }
+
+
+def picture_file(image: Image.Image, kind: str, about: dict[str, Any]) -> bytes:
+    """The bytes of ``image`` in format ``kind``, with a description of it."""
+    text = json.dumps(about, ensure_ascii=True)
+    packed = io.BytesIO()
+    if kind == "png":
+        info = PngInfo()
+        info.add_text("specmm", text)
+        image.save(packed, format=FORMATS[kind], pnginfo=info)
+        return packed.getvalue()
+    exif = Image.Exif()
+    exif[DESCRIPTION] = text
+    quality: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True}
+    image.save(packed, format=FORMATS[kind], exif=exif, **quality)
+    return packed.getvalue()
+
+
+def description(file: Path | IO[bytes]) -> dict[str, Any]:
+    """What ``encode`` wrote into a picture's ``file``, or {} where there is nothing."""
+    with Image.open(file) as image:
+        text = image.info.get("specmm") or image.getexif().get(DESCRIPTION) or "{}"
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def save(folder: Path, results: Iterable[Result], kind: str, model: str) -> list[Record]:
+    """Write the files of ``results`` below ``folder``, pictures in format ``kind``.
+
+    Returns their records for the journal once all files are on the disk. Raises ``OSError`` when
+    the disk will not take them.
+    """
+    records: list[Record] = []
+    touched: set[Path] = set()
+    for result in results:
+        item = result.item
+        own, *others = [
+            _write(folder, place_of(item, suffix), data, touched)
+            for suffix, data in encode(result, kind, model).items()
+        ]
+        made = {
+            "id": item.id,
+            "state": "done",
+            "at": time.time(),
+            "item": item.digest,
+            item.kind: item.text,
+            "seed": item.seed,
+            **own,
+        }
+        answer: Record = {} if result.answer is None else {"answer": result.answer}
+        if result.pictures is not None:
+            answer["pictures"] = others
+            _remove_from(folder, item, len(others) + 1, kind)
+        records.append({**made, **answer, **result.facts})
+    for each in touched:
+        sync_folder(each)
+    return records
+
+
+def _write(folder: Path, place: str, data: bytes, touched: set[Path]) -> Record:
+    """Write ``data`` to ``place`` in ``folder``; the folders whose entries changed are noted in
+    ``touched``. Returns what a record says of the file.
+    """
+    file = folder / place
+    if not file.parent.exists():
+        file.parent.mkdir(exist_ok=True)
+        touched.add(file.parent.parent)
+    write_whole(file, data, durable=True)
+    touched.add(file.parent)
+    return {"file": place, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _remove_from(folder: Path, item: Item, number: int, kind: str) -> None:
+    """Remove the pictures of an answer from ``number`` on: another machine had made more."""
+    while (file := folder / place_of(item, f"{number}.{kind}")).exists():
+        file.unlink()
+        number += 1
