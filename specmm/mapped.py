@@ -89,7 +89,8 @@ def _mappings(file: Path) -> list[tuple[int, int]]:
     """Where ``file`` lies in this process."""
     if sys.platform != "linux" or not MAPS.is_file():
         return []
-    found, name = [], str(file.resolve())
+    name = str(file.resolve())
+    found = []
     for line in MAPS.read_text().splitlines():
         parts = line.split(maxsplit=5)
         if len(parts) == 6 and parts[5] == name:
