@@ -88,7 +88,7 @@ def _files(
         entry = zoo.entry_of(str(source))
         if like is not None and entry is not None:
             raise ValueError(f"--like says what a file is, got {source}, a name; leave it out")
-        if like is not None:
+        if like is not None or (entry is None and file.suffix in (".safetensors", *PICKLED)):
             raise ValueError(f"{source} must be a file of weights, it is not there")
         _check(entry, source)
         assert entry is not None

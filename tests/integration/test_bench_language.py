@@ -148,6 +148,7 @@ BOTH = "is a method of its own; leave --methods out, or give --methods ar,draft(
         ("demo --app --seed 0", "--seed does not serve the app"),
         ("convert var-d30 OUT --like var-d16", "--like says what a file is, got var-d30, a name"),
         ("convert no.pt OUT --like var-d16", "no.pt must be a file of weights, it is not there"),
+        ("convert no.pt OUT", "no.pt must be a file of weights, it is not there"),
     ],
 )
 def test_options_of_another_kind_are_refused(words, said, tmp_path, monkeypatch):
