@@ -171,6 +171,20 @@ def test_auto_decides_once_before_the_first_picture(made, traced, monkeypatch):
     assert results(made.place / "long") == compiled
 
 
+def test_a_process_that_decided_first_counts(tmp_path):
+    """While this one was still timing a batch."""
+    job = Job(tmp_path, Spec("tiny", compiled="auto"), Limits(2))
+    prepare(tmp_path, job.spec)
+
+    def pays() -> bool:
+        assert Programs(job).rows("ar", lambda: False) == 0
+        return True
+
+    assert Programs(job).rows("ar", pays) == 0 and decided(tmp_path) == {"ar": 0}
+    assert Programs(job).rows("sjd", lambda: True) == 2
+    assert decided(tmp_path) == {"ar": 0, "sjd": 2}
+
+
 def test_methods_of_lines_are_decided_by_themselves(made, traced, monkeypatch):
     """One that has no programs is drawn without."""
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)

@@ -126,6 +126,8 @@ def test_damaged_and_missing_pictures_are_made_again(folder, layout, tmp_path):
     common += ("--layout", layout, "--shard-size", 2)
     assert run(*common).exit_code == 0
     before = files(out)
+    loose = [*(out / "results").rglob("*.*")]
+    assert bool(loose) is (layout == "folders"), "an archive has the pictures, too"
     if layout == "tar":
         first = min((out / "archives").iterdir())
         first.write_bytes(first.read_bytes()[:600])

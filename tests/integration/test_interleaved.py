@@ -186,12 +186,15 @@ def test_auto_weighs_words_and_pictures_by_what_is_answered(pipe, monkeypatch):
         return alone.planned(None, ASKED[0], max_new_tokens=room, draw=True).partition(" (")
 
     monkeypatch.setattr(choosing_drawn, "raced", raced)
+    assert chosen(COUNT)[0] == "auto: AR()", "3% is noise"
     assert chosen(T + 2)[0].startswith("auto: AnswerSJD")
     assert f"{T / (T + 2):.0%} of it in pictures" in chosen(T + 2)[2]
-    assert chosen(2 * T)[0] == "auto: AR()"
     words, pictures = ran
     assert len(words) == len(pictures) == 3 and all(len(row) >= T for row in words + pictures)
     assert not any({*row} & {*PICTURE, BEGIN} for row in words)
+    grammar = InterleavedTarget(pipe.model, Processor(0)).grammar
+    begins = [bool(each.masks[0, BEGIN]) for each in (grammar, grammar.of_words())]
+    assert begins == [True, False], "however fond of pictures a model is"
     assert all({*row[:T]} <= {*PICTURE} for row in pictures)
     out = alone(None, ASKED[2], max_new_tokens=COUNT, draw=True)
     assert not out.pictures[0], "it has words alone"
