@@ -62,9 +62,18 @@ def traced(monkeypatch):
     """Programs are traced as for a compiler, and not built: seconds instead of half a minute. A
     round that would end its program midway is an error.
     """
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    )
+    whole = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    yield from _traced(monkeypatch, whole)
+
+
+@pytest.fixture
+def traced_in_parts(monkeypatch):
+    """The same of functions that may end a program, by an error for example."""
+    yield from _traced(monkeypatch, functools.partial(torch.compile, backend="aot_eager"))
+
+
+def _traced(monkeypatch, compiler):
+    monkeypatch.setattr(torch, "compile", compiler)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from specmm.cli import app
 from specmm.registry import REGISTERED
 from specmm.runs.figures import BENCH
+from specmm.zoo import POCKET
 
 ECHO = Path(__file__).parents[2] / "demos" / "own" / "drafter.py"
 SHORT = ("-n", 2, "--max-new-tokens", 8, "--dtype", "float32", "--seed", 0)
@@ -139,7 +140,8 @@ BOTH = "is a method of its own; leave --methods out, or give --methods ar,draft(
             "complete pocket/coder -p hi --method prompt-lookup --drafter pocket/coder",
             "method prompt-lookup needs no drafter",
         ),
-        ("complete pocket/llava -p hi", "AutoModel: AutoModelForCausalLM.)"),
+        (f"complete {POCKET / 'llava'} -p hi", "AutoModel: AutoModelForCausalLM.)"),
+        ("complete pocket/llava -p hi", "of another kind, this needs one like pocket/coder"),
         (
             "generate pocket/llamagen --class 0 --method lantern --drafter echo",
             "drafter echo must make trees that grow, got 'Dynamic' object has no attribute 'size'",

@@ -83,7 +83,7 @@ def test_a_compiler_that_fails_leaves_the_function_as_it_is():
     assert torch.equal(program(x + 1), curve(x + 1))
 
 
-def test_errors_of_what_is_computed_are_told(traced):
+def test_errors_of_what_is_computed_are_told(traced_in_parts):
     def refuse(x):
         raise ValueError("no")
 
@@ -92,7 +92,7 @@ def test_errors_of_what_is_computed_are_told(traced):
 
 
 @pytest.mark.parametrize("kind", [OSError, ImportError])
-def test_errors_of_files_that_are_read_by_what_is_computed_are_told(traced, kind):
+def test_errors_of_files_that_are_read_by_what_is_computed_are_told(traced_in_parts, kind):
     """Which runs once, and not again after each error as for a program that is not there."""
     ran = []
 
