@@ -409,9 +409,14 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
             "writes; use a checkpoint that draws, or VQAPipeline for questions"
         )
     kind = getattr(transformers, facts.architecture)
-    dtype = placing.dtype or "auto"
-    model = load_model(kind, folder, facts.unneeded, dtype=dtype, **placing.options)
+    fills = facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names)
+    # what fills the rest is of no less than the wanted dtype
+    dtype = placing.place.dtype if fills else placing.dtype
+    load = partial(load_model, kind, folder, facts.unneeded, **placing.options)
+    model = load(dtype=dtype or "auto")
+    if placing.rounded(model):
+        model = load(dtype=placing.place.dtype)
     facts.check(model)
-    if facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names):
+    if fills:
         facts.fill(model, folder)
     return model

@@ -127,7 +127,10 @@ class VQAPipeline(Pipeline):
         source = Source(None, revision, cache_dir, download)
         folder = find(name, source=source, kind="questions")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model = placing.put(load_model(folder, placing.dtype, **placing.options))
+        model = load_model(folder, placing.dtype, **placing.options)
+        if placing.rounded(model):
+            model = load_model(folder, wanted.dtype, **placing.options)
+        model = placing.put(model)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)

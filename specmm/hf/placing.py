@@ -96,9 +96,22 @@ class Placing:
         found = None if self.options else stored_dtype(self._files)
         return found or self.place.dtype
 
+    def rounded(self, model: Any) -> bool:
+        """Whether ``model``, loaded in :attr:`dtype`, computed something for itself in a narrower
+        one than is wanted, such as the scale of its embeddings: then it must be loaded again.
+        """
+        wanted = self.place.dtype
+        if wanted is None or self.dtype == wanted:
+            return False
+        stored = model.state_dict().keys()
+        computed = [buffer for name, buffer in model.named_buffers() if name not in stored]
+        floats = [buffer.dtype for buffer in computed if buffer.is_floating_point()]
+        return any(dtype.itemsize < wanted.itemsize for dtype in floats)
+
     @property
     def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.safetensors"))
+        # as transformers names them: a folder may hold a part of a model only
+        return sorted(self.folder.glob("model*.safetensors"))
 
     def put(self, model: Any) -> Any:
         """``model`` where it runs, in the dtype that is wanted or is the fastest there.

@@ -148,6 +148,8 @@ class TextPipeline(Pipeline):
         folder = find_target(name, source=source, kind="text")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
         model, tokenizer = load_target(folder, placing.dtype, **placing.options)
+        if placing.rounded(model):
+            model, tokenizer = load_target(folder, wanted.dtype, **placing.options)
         model = placing.put(model)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):

@@ -207,6 +207,24 @@ def test_models_of_transformers_are_cast_once(tmp_path, stored, wanted):
     assert not any(hasattr(weight, mapped.MAPPED) for weight in found.parameters())
 
 
+def test_what_a_model_computes_is_not_rounded_by_its_files_dtype(tmp_path):
+    """Gemma 3 scales its embeddings by the root of their width, which is no parameter."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=40, intermediate_size=64, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=20)
+    kind = transformers.Gemma3ForCausalLM
+    kind(transformers.Gemma3TextConfig(**sizes, **heads)).bfloat16().save_pretrained(tmp_path)
+    placing = Placing.of(tmp_path, Place("cpu", torch.float32))
+    assert placing.rounded(load_model(kind, tmp_path, dtype=placing.dtype))
+    assert not placing.rounded(load_model(kind, tmp_path, dtype=torch.float32))
+
+
+def test_a_part_of_a_model_does_not_say_its_dtype(tmp_path):
+    save_file({"a": torch.zeros(2).bfloat16()}, tmp_path / "projector.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    assert Placing.of(tmp_path, Place("cpu", torch.float16)).dtype == torch.float16
+
+
 def test_files_of_several_dtypes_have_none(tmp_path):
     save_file({"a": torch.zeros(2), "b": torch.zeros(2).half()}, tmp_path / "model.safetensors")
     (tmp_path / "damaged.safetensors").write_bytes(b"no header")
