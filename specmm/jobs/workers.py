@@ -170,9 +170,12 @@ class ImageWorker:
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """See :class:`Worker`."""
-        start = time.perf_counter()
         method = self.methods.of(items[0])
         built = self._rows_of_programs(method, items[0])
+        if built and len(items) > built:  # one call of more would refill rows
+            parts = (items[first : first + built] for first in range(0, len(items), built))
+            return [result for part in parts for result in self.run(part, rows)]
+        start = time.perf_counter()
         made = padded(items, built or 1)
         if built:
             rows = built

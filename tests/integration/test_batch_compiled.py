@@ -16,6 +16,7 @@ from specmm import methods, program_cache, when_compiled
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.compiled import UNCOMPILED
+from specmm.image_ar.tokens import pipeline as tokens_pipeline
 from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs import programs as job_programs
 from specmm.jobs.engines import run_local
@@ -81,6 +82,9 @@ def check_equal(made: Any, method: str) -> None:
     made(items[4:], "parts", True, method)
     made(items[::-1], "parts", True, method, 2)
     assert results(made.place / "parts") == whole and len(whole) == 7
+    made(items[4:], "larger", True, method)
+    made(items[::-1], "larger", True, method, 8)
+    assert results(made.place / "larger") == whole
     assert decided(made.place / "parts") == {method: 3} and made.rows.count(3) == len(made.rows)
     told = [description(f) for f in (made.place / "whole" / "results").rglob("*.png")]
     assert all(each["compiled"] for each in told)
@@ -93,8 +97,12 @@ def check_equal(made: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "speculative"])
-def test_compiled_pictures_do_not_depend_on_their_batch(made, traced, method):
+def test_compiled_pictures_do_not_depend_on_their_batch(made, traced, method, monkeypatch):
+    """No row is refilled: its first round would be a program's."""
+    queues = []
+    monkeypatch.setattr(tokens_pipeline, "Queue", lambda *given: queues.append(given))
     check_equal(made, method)
+    assert not queues
 
 
 @pytest.mark.slow
