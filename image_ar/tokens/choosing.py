@@ -64,7 +64,8 @@ def planned_for(
     """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``."""
     threads = torch.get_num_threads()
     relaxed = auto if auto is not None and auto.relaxes else None
-    key = (batch, target.guidance.branches, threads, target.processor, target.length, relaxed)
+    guided = target.guidance if relaxed else target.guidance.branches  # speed knows no scale
+    key = (batch, guided, threads, target.processor, target.length, relaxed)
     if key not in parts.plans:
         made = _relaxed(target, parts, batch, relaxed.tv) if relaxed else None
         parts.plans[key] = made or (planned_for if relaxed else _plan)(target, parts, batch)
@@ -106,12 +107,14 @@ def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) 
     race = Race(target, parts, batch, tv)
     race.run([exact, *serving(relaxed_methods(parts), target, parts)])
     made = race.plan(f"total variation of at most {tv:g} a token allowed")
-    return None if made.draft_free in (None, exact) else made
+    gains = race.gains()
+    worth = (1 + MARGIN) * gains.get(exact, 1.0)  # of what leaves the target's distribution
+    return None if made.draft_free is None or gains[made.draft_free] <= worth else made
 
 
 def relaxed_methods(parts: PictureParts) -> list[Method]:
     """Those whose certificate is "bounded", from little borrowed mass to much."""
-    drafter: Any = "block" if "block" in parts.drafters else "eagle"
+    drafter: Any = parts.given or ("block" if "block" in parts.drafters else "eagle")
     borrowing = (methods.LanternPP(lambda_=x, k=k, drafter=drafter) for x, k in BORROWING)
     return [methods.GSD(), *borrowing, methods.Lantern()]
 

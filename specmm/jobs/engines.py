@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
+from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
@@ -63,7 +64,7 @@ def run_job(
     if repair:
         now = ledger(job.journals)
         again = [item.id for item in mine if item.id in damaged]
-        other = [i for i in again if now[i].get("sha256") != before[i]["sha256"]]
+        other = [i for i in again if sums_of(now[i]) != sums_of(before[i])]
         summary |= {"repaired": len(again), "repaired_otherwise": len(other)}
     return summary, counts
 
@@ -120,8 +121,11 @@ def share(items: Sequence[Item]) -> list[Item]:
 class Actor:
     """One worker of the cluster; it loads the model when the first items come."""
 
-    def __init__(self, job: Job, opener: Opener | None, threads: int) -> None:
+    def __init__(
+        self, job: Job, opener: Opener | None, threads: int, share: Mapping[str | None, int]
+    ) -> None:
         self.job = job
+        self.share = share  # of all items, by method
         self.opener = opener
         self.name = f"ray-{uuid.uuid4().hex[:12]}"
         self.worker: Worker | None = None
@@ -130,7 +134,7 @@ class Actor:
     def make(self, items: list[Item]) -> tuple[list[str], list[str]]:
         """Ids done and set aside."""
         job = self.job
-        opener = self.opener or partial(open_worker, job, items, job.limits.device)
+        opener = self.opener or partial(open_worker, job, items, job.limits.device, left=self.share)
         worker = self.worker = self.worker or opener()
         counts = work(job, items, lambda: worker, self.name)
         return counts.done, counts.failed
@@ -155,7 +159,9 @@ def run_ray(
         cores = int(ray.cluster_resources()["CPU"])
         count = min(job.limits.actors or gpus or cores, max(len(items), 1))
         kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
-        start = partial(kind.remote, job, opener, max(1, cores // count))
+        left = Counter(item.method for item in items)
+        share = {method: each // count for method, each in left.items()}
+        start = partial(kind.remote, job, opener, max(1, cores // count), share)
         return _Pool(job, start, count, bar).run(items)
 
 

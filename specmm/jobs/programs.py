@@ -38,6 +38,10 @@ class Programs:
             self.known = self._read().get(ROWS, {})
         return self.known.get(method) or self.job.limits.batch or USUAL
 
+    def compiled(self, method: str) -> bool:
+        """Whether it was decided that ``method`` is."""
+        return bool(self._read().get(ROWS, {}).get(method))
+
     def check_threads(self) -> None:
         """Raise ``ValueError`` where programs ran with other threads, which round otherwise."""
         made = self._read()
@@ -56,13 +60,17 @@ class Programs:
         rows = self.rows_to_be(method)
         if method not in self.known:
             self._settle(method, rows if pays() else 0)
+            self.check_threads()  # another process may have decided
         return self.known[method]
 
     def _settle(self, method: str, rows: int) -> None:
         """Write a decision down, unless another process was first."""
         with alone(self.job.folder):
-            self.known = {method: rows} | self._read().get(ROWS, {})
-            made = {THREADS: torch.get_num_threads(), ROWS: self.known}
+            found = self._read()
+            self.known = {method: rows} | found.get(ROWS, {})
+            ran = any(found.get(ROWS, {}).values())
+            threads = found[THREADS] if ran else torch.get_num_threads()
+            made = {THREADS: threads, ROWS: self.known}
             text = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
             write_whole(self.job.folder / PROGRAMS, text.encode(), durable=True)
             sync_folder(self.job.folder)

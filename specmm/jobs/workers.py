@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,12 +74,21 @@ def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
     return "text" if "prompt" in kinds and not draws(model) else "images"
 
 
-def open_worker(job: Job, items: Sequence[Item], device: str = "auto") -> Worker:
-    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit."""
+def open_worker(
+    job: Job,
+    items: Sequence[Item],
+    device: str = "auto",
+    left: Mapping[str | None, int] | None = None,
+) -> Worker:
+    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit.
+
+    ``left`` are how many it will make by method, None: ``items`` are all.
+    """
     check_compiled_items(job.spec.compiled, items)
     kind = kind_of_items(job.spec.model, items)
     if kind == "images":
-        return ImageWorker(job.spec, device, programs=Programs(job), items=items)
+        made = Counter(item.method for item in items) if left is None else left
+        return ImageWorker(job.spec, device, programs=Programs(job), left=made)
     return AnswerWorker(job.spec, kind == "questions", device)
 
 
@@ -110,8 +119,8 @@ class ImageWorker:
     """Pictures of classes or prompts.
 
     Rows of plain batches end together; those of drafts take waiting items as they end, unless they
-    are compiled: a row's first round is no program's. ``programs`` decide which are, given the
-    ``items`` that are left.
+    are compiled: a row's first round is no program's. ``programs`` decide which are, given how many
+    are ``left`` by method.
     """
 
     def __init__(
@@ -120,7 +129,7 @@ class ImageWorker:
         device: str = "auto",
         pipe: Any = None,
         programs: Programs | None = None,
-        items: Sequence[Item] = (),
+        left: Mapping[str | None, int] | None = None,
     ) -> None:
         self.spec = spec
         self.methods = _Methods(methods_of("images", spec.model), spec)
@@ -129,7 +138,7 @@ class ImageWorker:
         self.pipe = pipe or open_model("images", spec.model, place, **given)
         check_sampling(self.pipe, spec.model, spec.sampling)
         self.programs = programs if spec.compiled else None
-        self.left = Counter(item.method for item in items)
+        self.left = left or {}
         if self.programs is not None:
             self._check_compiled(self.programs)
 
@@ -140,8 +149,9 @@ class ImageWorker:
                 f"--compiled does not serve models such as {self.spec.model}; leave it out"
             )
         programs.check_threads()
-        if self.spec.compiled is True:
-            self._turn(True, self.methods.own, programs.rows_to_be(label(self.methods.own)))
+        own = label(self.methods.own)
+        if self.spec.compiled is True or programs.compiled(own):
+            self._turn(True, self.methods.own, programs.rows_to_be(own))
 
     def _turn(self, compiled: Compiled, method: Any, rows: int) -> Turn[Any]:
         target = self.pipe.target(**self.spec.sampling)
@@ -223,7 +233,7 @@ class ImageWorker:
             turn = self._turn("auto", method, rows)
             if turn.work is not None and turn.work.seconds.plain is None:
                 self._drawn([item] * rows, rows, compiled="auto")  # timed, not kept
-            return turn.pays(self.left[item.method])
+            return turn.pays(self.left.get(item.method, 1))
 
         return self.programs.rows(label(method), pays)
 

@@ -29,6 +29,7 @@ M = TypeVar("M")
 # old names and values, which work for one release
 RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}
 RENAMED_VALUES = {("residual", "official"): "release"}
+TV = 0.2  # total variation a token that auto allows where relaxed methods may be taken
 FEATURES = "specmm.hf.drafters.features:FeatureDrafter"
 SMALL = "specmm.hf.drafters.small_model:ModelDrafter"
 DRAFTERS = {  # the class of each drafter that takes trees and rules, which is asked what it can do
@@ -186,7 +187,7 @@ class Auto(Declared):
     name: ClassVar[str] = "auto"
     timed: ClassVar[bool] = True
     certificate: Literal["exact", "bounded"] = "exact"
-    tv: float = 0.2
+    tv: float = TV
 
     def __post_init__(self) -> None:
         if self.certificate not in ("exact", "bounded"):
@@ -194,6 +195,8 @@ class Auto(Declared):
                 f"certificate must be exact or bounded, the weakest that auto may take, got "
                 f"{self.certificate!r}"
             )
+        if self.tv != TV and not self.relaxes:
+            raise ValueError("tv needs certificate bounded: exact methods are off by nothing")
         if not 0 < self.tv <= 1:
             raise ValueError(
                 f"tv must be a total variation a token above 0 and at most 1, got {self.tv}"

@@ -167,7 +167,7 @@ def test_auto_takes_relaxed_methods_only_where_it_may(make_tiny, kind, monkeypat
     monkeypatch.setattr(pictures.Race, "_draw", drawn)
     out = pipe(
         classes=[0],
-        method=methods.Auto(kind, 0.5),
+        method=methods.Auto(kind),
         output_type="latent",
         generator=torch.Generator().manual_seed(1),
     )
@@ -180,7 +180,8 @@ def test_auto_takes_relaxed_methods_only_where_it_may(make_tiny, kind, monkeypat
     [
         ({"certificate": "heuristic"}, "certificate must be exact or bounded"),
         ({"certificate": "bounded", "tv": 0.0}, "tv must be a total variation a token above 0"),
-        ({"tv": 1.5}, "at most 1, got 1.5"),
+        ({"certificate": "bounded", "tv": 1.5}, "at most 1, got 1.5"),
+        ({"tv": 0.1}, "tv needs certificate bounded"),
     ],
 )
 def test_wrong_options_of_auto(options, message):

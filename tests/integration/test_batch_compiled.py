@@ -4,6 +4,7 @@ restart, for all pictures of a method are compiled, by programs of one number of
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def made(tiny, monkeypatch, tmp_path):
         left = pending(job.folder, items)
 
         def opener() -> ImageWorker:
-            return ImageWorker(spec, pipe=pipe, programs=Programs(job), items=left)
+            counts = Counter(item.method for item in left)
+            return ImageWorker(spec, pipe=pipe, programs=Programs(job), left=counts)
 
         counts = run_local(job, left, opener=opener)
         work.summary = finish(job.folder, spec, items, 1000)
