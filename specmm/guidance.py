@@ -29,6 +29,10 @@ class Guidance:
         check_whole(cfg_interval=self.interval)
         if not self.scale >= 0:
             raise ValueError(f"cfg must be at least 0, got {self.scale}, use 1 for no guidance")
+        if self.interval < -1:
+            raise ValueError(
+                f"cfg_interval must be at least -1, which guides all tokens, got {self.interval}"
+            )
 
     @property
     def branches(self) -> int:

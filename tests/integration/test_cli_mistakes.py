@@ -42,6 +42,7 @@ def refused(*arguments: object) -> str:
         ("--class heart --method speculative -o tree=1,1,1,1,1", "at most the drafter's 4 levels"),
         ("--class heart --clas heart", "No such option: --clas"),
         ("--class heart --cfg=-1", "cfg must be at least 0"),
+        ("--class heart --cfg 2 --cfg-interval=-5", "cfg_interval must be at least -1"),
         ("--class heart --cfg nan", "cfg must be at least 0"),
         ("--class heart --temperature=-1", "temperature must be"),
         ("--class heart --top-k 65", "top_k must be at most the codebook size 64"),
