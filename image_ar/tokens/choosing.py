@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,10 +53,13 @@ def choose_method(
     measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters. Where
     ``auto`` allows relaxed methods they are measured as well, beside the best of the exact ones.
     """
-    planned = planned_for(target, parts, batch, auto)
-    if planned.shape is None:
-        return planned.draft_free or methods.AR()
-    return replace(PLANNED, tree=tuple(int(p) for p in planned.shape.parents[0]))
+    return _method_of(planned_for(target, parts, batch, auto))
+
+
+def _method_of(plan: Plan) -> Method:
+    if plan.shape is None:
+        return plan.draft_free or methods.AR()
+    return replace(PLANNED, tree=tuple(int(p) for p in plan.shape.parents[0]))
 
 
 def planned_for(
@@ -67,12 +71,13 @@ def planned_for(
     guided = target.guidance if relaxed else target.guidance.branches  # speed knows no scale
     key = (batch, guided, threads, target.processor, target.length, relaxed)
     if key not in parts.plans:
-        made = _relaxed(target, parts, batch, relaxed.tv) if relaxed else None
-        parts.plans[key] = made or (planned_for if relaxed else _plan)(target, parts, batch)
+        given = (target, parts, batch)
+        parts.plans[key] = _relaxed(*given, relaxed.tv) if relaxed else _exact(*given)
     return parts.plans[key]
 
 
-def _plan(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
+def _exact(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
+    """The plan of exact methods alone."""
     if not parts.acceptance or "block" not in parts.drafters:
         return _raced(target, parts, batch)
     head = parts.head("block")
@@ -101,15 +106,16 @@ def _raced(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     return race.plan("the model has no block drafter or no measured acceptance")
 
 
-def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) -> Plan | None:
-    """The fastest method off by at most ``tv`` a token; None if the exact one's plan holds."""
-    exact = choose_method(target, parts, batch)
+def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) -> Plan:
+    """The fastest method off by at most ``tv`` a token, or the plan of exact methods."""
+    planned = planned_for(target, parts, batch)
+    exact = _method_of(planned)
     race = Race(target, parts, batch, tv)
     race.run([exact, *serving(relaxed_methods(parts), target, parts)])
     made = race.plan(f"total variation of at most {tv:g} a token allowed")
     gains = race.gains()
     worth = (1 + MARGIN) * gains.get(exact, 1.0)  # of what leaves the target's distribution
-    return None if made.draft_free is None or gains[made.draft_free] <= worth else made
+    return planned if made.draft_free is None or gains[made.draft_free] <= worth else made
 
 
 def relaxed_methods(parts: PictureParts) -> list[Method]:
@@ -160,6 +166,11 @@ class Race:
     tv: float = 0.0
     records: dict[Method, Record] = field(default_factory=dict)
 
+    @cached_property
+    def prompt(self) -> Any:
+        """What all draw."""
+        return self.target.any_prompt(self.batch)
+
     def run(self, others: Sequence[Method]) -> None:
         """Draw ``PICTURES`` batches by plain decoding and by ``others``."""
         plain = methods.AR()
@@ -178,14 +189,13 @@ class Race:
 
     def _draw(self, method: Method, record: Record, i: int) -> None:
         length = self.target.length
-        prompt = self.target.any_prompt(self.batch)
         uniforms = Uniforms.from_seeds(range(i, i + self.batch))
         steps = None
         if method.drafts:
             own, drafter, rule = assemble(method, self.target, self.parts)
-            steps = decode(own, drafter, rule, prompt, length, uniforms)
+            steps = decode(own, drafter, rule, self.prompt, length, uniforms)
         begin = time.perf_counter()
-        *_, end = steps or decode_plain(self.target, prompt, length, uniforms)
+        *_, end = steps or decode_plain(self.target, self.prompt, length, uniforms)
         record.seconds.append(time.perf_counter() - begin)
         record.taus.append(end.stats.tau)
         record.excess += float(end.excess)
