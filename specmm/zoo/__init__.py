@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def find(
     if (folder / index).is_file():
         return folder
     if str(name).startswith(POCKETS) and not folder.exists():
-        return _shipped(str(name), index, kind)
+        return _shipped(str(name), lambda f: kind_of(f) == kind if kind else (f / index).is_file())
     if folder.exists():
         raise ValueError(
             f"{folder} must hold a {index}; give the folder that save_pretrained wrote"
@@ -68,14 +68,10 @@ def find(
     return fetched(str(name), source)
 
 
-def _shipped(name: str, index: str, kind: str | None) -> Path:
-    """The folder of a pocket model; see :func:`find`."""
+def _shipped(name: str, suits: Callable[[Path], bool]) -> Path:
+    """The folder of a pocket model, which must be one that ``suits``."""
     shipped = pocket_models()
-    suit = [
-        one
-        for one, folder in shipped.items()
-        if (kind_of(folder) == kind if kind else (folder / index).is_file())
-    ]
+    suit = [one for one, folder in shipped.items() if suits(folder)]
     if name in suit:
         return shipped[name]
     if name in shipped:
@@ -89,10 +85,7 @@ def fetched(name: str, source: Source = USUAL) -> Path:
     :func:`find`.
     """
     if name.startswith(POCKETS):
-        shipped = pocket_models()
-        if name not in shipped:
-            raise unknown("pocket model", name, shipped)
-        return shipped[name]
+        return _shipped(name, lambda folder: True)
     if not name:
         raise ValueError("a model's name must not be empty; see specmm zoo --published")
     key = (name, source)
