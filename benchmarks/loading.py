@@ -207,7 +207,7 @@ def read(name: str, folder: Path, dtype: torch.dtype) -> list[object]:
     """The modules of a release, as pipelines load them."""
     if RELEASES[name].config is not None:
         placing = Placing.of(folder, Place.named("cpu", dtype))
-        return [placing.put(load_model(folder, placing.dtype))]
+        return [placing.put(placing.loaded(partial(load_model, folder)))]
     entry = published_models()[name]
     if not entry.parts:
         return [load_msd(folder, dtype=dtype)]

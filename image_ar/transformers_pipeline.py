@@ -410,12 +410,12 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
         )
     kind = getattr(transformers, facts.architecture)
     fills = facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names)
+
+    def load(dtype: torch.dtype | None) -> Any:
+        return load_model(kind, folder, facts.unneeded, dtype=dtype or "auto", **placing.options)
+
     # what fills the rest is of no less than the wanted dtype
-    dtype = placing.place.dtype if fills else placing.dtype
-    load = partial(load_model, kind, folder, facts.unneeded, **placing.options)
-    model = load(dtype=dtype or "auto")
-    if placing.rounded(model):
-        model = load(dtype=placing.place.dtype)
+    model = load(placing.place.dtype) if fills else placing.loaded(load)
     facts.check(model)
     if fills:
         facts.fill(model, folder)

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -127,10 +127,8 @@ class VQAPipeline(Pipeline):
         source = Source(None, revision, cache_dir, download)
         folder = find(name, source=source, kind="questions")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model = load_model(folder, placing.dtype, **placing.options)
-        if placing.rounded(model):
-            model = load_model(folder, wanted.dtype, **placing.options)
-        model = placing.put(model)
+        load = partial(load_model, folder, **placing.options)
+        model = placing.put(placing.loaded(load))
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)

@@ -5,10 +5,11 @@ quantised or not.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,7 @@ from specmm.checkpoints import read_json, stored_dtype
 from specmm.hardware import Place, choose_dtype
 from specmm.kinds import shown
 
+T = TypeVar("T")
 ELSEWHERE = ("cpu", "disk", "meta")  # where accelerate keeps weights until a layer runs
 
 
@@ -88,17 +90,26 @@ class Placing:
             place, folder, {name: value for name, value in given.items() if value is not None}
         )
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype | None:
-        """What is loaded: what the files hold, so that :meth:`put` makes the only copy, or the
-        wanted dtype where they differ or transformers places the model; None for the config's.
+        """What is loaded at first: what the files hold, so that :meth:`put` makes the only copy, or
+        the wanted dtype where they differ or transformers places the model; None for the config's.
         """
         found = None if self.options else stored_dtype(self._files)
         return found or self.place.dtype
 
+    def loaded(
+        self, load: Callable[[torch.dtype | None], T], model_of: Callable[[T], Any] = lambda x: x
+    ) -> T:
+        """What ``load`` gives in :attr:`dtype`, or in the wanted one if ``model_of`` it, the model,
+        is :meth:`rounded`.
+        """
+        found = load(self.dtype)
+        return load(self.place.dtype) if self.rounded(model_of(found)) else found
+
     def rounded(self, model: Any) -> bool:
         """Whether ``model``, loaded in :attr:`dtype`, computed something for itself in a narrower
-        one than is wanted, such as the scale of its embeddings: then it must be loaded again.
+        one than is wanted, such as the scale of its embeddings.
         """
         wanted = self.place.dtype
         if wanted is None or self.dtype == wanted:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -147,9 +149,8 @@ class TextPipeline(Pipeline):
         source = Source(None, revision, cache_dir, download)
         folder = find_target(name, source=source, kind="text")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model, tokenizer = load_target(folder, placing.dtype, **placing.options)
-        if placing.rounded(model):
-            model, tokenizer = load_target(folder, wanted.dtype, **placing.options)
+        load = partial(load_target, folder, **placing.options)
+        model, tokenizer = placing.loaded(load, itemgetter(0))
         model = placing.put(model)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
