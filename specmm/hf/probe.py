@@ -148,7 +148,7 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
         ways = tuple(way for way in ways if way.whole)
     if bool(wanted.isnan().any()):
         return ways[0]
-    close = CLOSE.get(wanted.dtype, STATES if family.chains_only else ROUNDED)
+    close = CLOSE.get(family.model.dtype, STATES if family.chains_only else ROUNDED)
     faults = []
     for way in ways:
         try:
@@ -186,7 +186,7 @@ def _embeds_alike(family: Family) -> bool:
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
     """The largest difference of log-probabilities, as a share of their range."""
-    wanted = wanted.float().clamp(min=LEAST)
+    wanted = wanted.clamp(min=LEAST)
     spread = (wanted.amax() - wanted.amin()).clamp(min=1e-6)
     return float((found.clamp(min=LEAST) - wanted).abs().amax() / spread)
 
@@ -218,7 +218,7 @@ def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]
     filled = [torch.cat([row, tokens[:1].expand(width - len(row))]) for row in rows]
     logits = own_logits(model, torch.stack(filled))
     last = torch.stack([logits[i, len(row) - 1] for i, row in enumerate(rows)])
-    return last.float().log_softmax(-1).to(model.dtype).unflatten(0, (len(PROMPTS), len(paths)))
+    return last.float().log_softmax(-1).unflatten(0, (len(PROMPTS), len(paths)))
 
 
 def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
@@ -275,7 +275,7 @@ def _generate(
     finally:
         generator.generation_config = settings
     logits = torch.stack(made.logits, dim=1)
-    return made.sequences[:, -count:], logits.float().log_softmax(-1).to(model.dtype)
+    return made.sequences[:, -count:], logits.float().log_softmax(-1)
 
 
 @torch.inference_mode()

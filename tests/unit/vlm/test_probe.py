@@ -5,6 +5,7 @@ import torch
 import transformers as tf
 
 import specmm
+from specmm.hf import probe
 from specmm.hf.families import AfterHead, after_head
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
@@ -105,6 +106,22 @@ class Rounded(tf.LlavaForConditionalGeneration):
 
 def test_what_is_done_after_the_head_is_measured_in_half_precision():
     assert after_head(seeing("llama", Rounded)) == AfterHead(0.25, None)
+
+
+def test_a_model_of_nearly_even_scores_is_compared_before_rounding(monkeypatch):
+    """Log-probabilities lie further apart in bfloat16 than the likelihoods of such a model."""
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, **SHORT)).eval().bfloat16()
+    distances = []
+    measure = probe._distance
+
+    def measured(found, wanted):
+        distances.append(measure(found, wanted))
+        return distances[-1]
+
+    monkeypatch.setattr(probe, "_distance", measured)
+    VLMTarget(model, Processor(1.0))
+    assert distances and max(distances) < 1e-3
 
 
 class Hiding(tf.LlavaForConditionalGeneration):
