@@ -111,6 +111,8 @@ def assemble(
     make = _outside if own else DRAFTERS.get(choice.drafter)
     if make is None:
         raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
+    if choice.sure and choice.drafter != "block":
+        raise ValueError(f"sure needs the block drafter, whose chain it ends, got {choice.drafter}")
     kind = rule_kind(choice.rule)
     greedy = target.processor.greedy
     target.read_layers(())  # the drafter says which it reads
@@ -177,7 +179,8 @@ def _block(
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return BlockDrafter(head, target, shape, sampled, choice.rejected_weight, siblings)
+    weight = choice.rejected_weight
+    return BlockDrafter(head, target, shape, sampled, weight, siblings, choice.sure)
 
 
 def _eagle(

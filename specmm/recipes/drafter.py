@@ -109,6 +109,7 @@ def drafter(
     if start is not None:
         options["start"] = begun = load_block(start, target)
         sizes = vars(begun.config) | {name: part for name, part in parts.items() if part}
+        sizes["levels"] = max(levels, begun.config.levels)
     head = _train_drafter(kind, (target, *examples), sizes, folder, options)
     save_drafters({kind: head}, result.parent, target, torch.bfloat16)
     if kind == "block":

@@ -120,22 +120,23 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """Make ``drafter`` begin as ``other``.
 
     What this lacks adds nothing yet: units of its feed-forward layers, a memory, the surroundings.
-    Of wider layers the units with the largest weights are taken. Raises ``ValueError`` where the
-    two differ in levels, layers or auxiliary layers, and for a memory or surroundings that the
-    drafter lacks.
+    Further levels ask as its last one, which knows its place by the cell alone. Of wider layers the
+    units with the largest weights are taken. Raises ``ValueError`` where the two differ in layers
+    or auxiliary layers, and for levels, a memory or surroundings that the drafter lacks.
     """
     config = drafter.config
     begun = other.config
     wanted = replace(
         begun,
+        levels=max(begun.levels, config.levels),
         inner=config.inner,
         memory=begun.memory or config.memory,
         surroundings=begun.surroundings or config.surroundings,
     )
     if wanted != config:
         raise ValueError(
-            "drafter must go on from one of its levels, layers and auxiliary layers, with no more "
-            f"than its memory and surroundings, got one with {begun.levels} levels, "
+            "drafter must go on from one of its layers and auxiliary layers, with no more than its "
+            f"levels, memory and surroundings, got one with {begun.levels} levels, "
             f"{begun.layers} layers, auxiliary layers {begun.aux_layers}, memory {begun.memory}, "
             f"surroundings {begun.surroundings}"
         )
@@ -144,6 +145,7 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
         if name.endswith("feed_forward.w2.weight"):
             own[name].zero_()
         own[name][tuple(slice(size) for size in old.shape)] = old
+    own["slots"][begun.levels :] = other.slots[-1]
 
 
 def _narrowed(head: BlockHead, inner: int) -> dict[str, Tensor]:
