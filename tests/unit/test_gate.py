@@ -5,8 +5,8 @@ Shape letters: R rows, one per draw; D drafts, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.autotune import Chain, Costs, Plan, plan_chains
 from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
+from specmm.image_ar.tokens.choosing import SURE as SURE_OF_AUTO
+from specmm.image_ar.tokens.choosing import choose_method
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead, Gate, ends
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.block_drafter import block_loss
+from specmm.recipes.training.block_drafter import block_loss, measure_chains
 from specmm.recipes.training.llamagen_drafters import seen_by
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
@@ -150,7 +153,9 @@ def test_what_is_drafted_is_what_was_learnt() -> None:
         count = tree.shape.size
         tokens = end.tokens[:, :PICTURE].clone()
         tokens[:, root : root + count] = tree.tokens
-        seen = replace(seen_by(target.model, torch.tensor([2]), tokens, (1,)), logits=logits)
+        seen = dataclasses.replace(
+            seen_by(target.model, torch.tensor([2]), tokens, (1,)), logits=logits
+        )
         given = (lambda x, _: target.model.output(x)), torch.tensor([[root]]), head.rotary
         overlap = block_loss(head, seen, *given)[1][: count - 1]
         assert tree.probs is not None
@@ -189,6 +194,62 @@ def test_what_it_needs(options: dict[str, Any], said: str) -> None:
 def test_a_chance_is_between_0_and_1(sure: float) -> None:
     with pytest.raises(ValueError, match=r"sure must be in \[0, 1\]"):
         methods.LanternPP(sure=sure)
+
+
+COSTS = Costs(draft={1: 1.0, 9: 2.0}, verify={1: 4.0, 9: 6.0}, step=4.0)
+PLANNED = Plan(TreeShape.chain(4), 2.0, 1.2, "a chain", COSTS)
+CHAINS = ((1, 0.25, 1.5), (4, 0.5, 2.5), (8, 0.25, 5.5))
+
+
+def test_auto_expects_of_such_chains_what_each_length_costs_and_gives() -> None:
+    method = methods.Speculative(sure=0.1)
+    made = plan_chains(PLANNED, [Chain(*x) for x in CHAINS], method)
+    tau = 0.25 * 1.5 + 0.5 * 2.5 + 0.25 * 5.5
+    seconds = 0.25 * (1.0 + 4.25) + 0.5 * (1.375 + 5.0) + 0.25 * (1.875 + 6.0)
+    assert made.draft_free == method and made.shape is None
+    assert made.expected_speedup == pytest.approx(tau * 4.0 / seconds)
+    faster = dataclasses.replace(PLANNED, expected_speedup=made.expected_speedup)
+    assert plan_chains(faster, [Chain(*x) for x in CHAINS], method) is faster
+    assert plan_chains(PLANNED, [], method) is PLANNED
+    blind = dataclasses.replace(PLANNED, costs=None)
+    assert plan_chains(blind, [Chain(*x) for x in CHAINS], method) is blind
+
+
+@pytest.mark.parametrize(
+    ("batch", "heat", "taken"), [(1, 1.0, True), (2, 1.0, False), (1, 0, False)]
+)
+def test_auto_takes_them_for_single_pictures_that_are_sampled(
+    monkeypatch: pytest.MonkeyPatch, batch: int, heat: float, taken: bool
+) -> None:
+    target, head = parts()
+    monkeypatch.setattr("specmm.autotune.planned", lambda *_: PLANNED)
+    some = PictureParts({"block": head}, acceptance=((0.5,),), chains=CHAINS)
+    chosen = choose_method(target.with_processor(Processor(heat)), some, batch)
+    whole = methods.Speculative(rule="recursive", tree=(-1, 0, 1, 2, 3))
+    assert chosen == (methods.Speculative(tree="chain(8)", sure=0.1) if taken else whole)
+
+
+def test_a_drafter_given_by_others_has_none() -> None:
+    some = PictureParts({"block": parts()[1]}, acceptance=((0.5,),), chains=CHAINS)
+    some.take_given("block")
+    assert some.chains == ()
+
+
+def test_they_are_measured_round_by_round() -> None:
+    target, head = parts()
+    prompts = [Prompt(torch.tensor([label])) for label in range(3)]
+    found = measure_chains(head, target, prompts)
+    shares = [share for _, share, _ in found]
+    assert {drafts for drafts, _, _ in found} <= set(ends(8)) and len(found) > 1
+    assert sum(shares) == pytest.approx(1, abs=1e-3)
+    taken = 0
+    for seed, prompt in enumerate(prompts):
+        cut = BlockDrafter(head, target, TreeShape.chain(8), True, 0.3, sure=SURE_OF_AUTO)
+        uniforms = Uniforms.from_seeds([seed])
+        *_, end = decode(target, cut, make_rule("traversal"), prompt, PICTURE, uniforms)
+        taken += len(end.stats.depths)
+    tokens = sum(share * count for _, share, count in found)
+    assert tokens * taken == pytest.approx(3 * (PICTURE - 1), rel=0.1)  # the last round overshoots
 
 
 def test_what_it_declares() -> None:

@@ -20,6 +20,8 @@ from specmm.autotune import WIDEST, AcceptanceCounter
 from specmm.block_memory import BlockMemory
 from specmm.decode import decode
 from specmm.drawing import DrawingTarget
+from specmm.image_ar.tokens.assemble import PictureParts, assemble
+from specmm.image_ar.tokens.choosing import unsure
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.surroundings import tokens_above
 from specmm.image_ar.tokens.gpt import RotaryTable
@@ -227,6 +229,29 @@ def _remembering(memory: BlockMemory, states: Tensor, embedded: Tensor, wanted: 
     before = (wanted.flatten(1) - 1)[..., None].expand(-1, -1, embedded.shape[-1])
     parts = (x.unflatten(1, wanted.shape[1:]) for x in (states, embedded.gather(1, before)))
     return along(memory, *parts).flatten(1, 2)
+
+
+def measure_chains(
+    head: BlockHead, target: DrawingTarget, prompts: Sequence[Any]
+) -> tuple[tuple[float, ...], ...]:
+    """How chains go that end where the drafter is unsure, over a picture of each of ``prompts``:
+    drafts, share of rounds and tokens a round of each length.
+    """
+    parts = PictureParts({"block": head})
+    rounds: list[tuple[int, int]] = []  # drafts and tokens
+    for seed, prompt in enumerate(prompts):
+        own, drafter, rule = assemble(unsure(parts), target, parts)
+        uniforms = Uniforms.from_seeds([seed])
+        kept = []
+        for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
+            assert progress.gained is not None
+            kept.append(int(progress.gained[1]))
+        rounds += zip(progress.stats.depths, kept, strict=False)  # the end is told once more
+    return tuple(
+        (drafts, round(len(found) / len(rounds), 4), round(sum(found) / len(found), 4))
+        for drafts in sorted({drafts for drafts, _ in rounds})
+        if (found := [tokens for depth, tokens in rounds if depth == drafts])
+    )
 
 
 def measure_acceptance(
