@@ -410,6 +410,13 @@ def ends(length: int) -> tuple[int, ...]:
     return tuple(sorted({max(1, length // 5), max(1, length // 2), length}))
 
 
+def _cut(chain: TreeShape) -> dict[int, TreeShape]:
+    """The ``chain`` and those that end before it does, by depth."""
+    shorter = ends(chain.depth)[:-1]
+    made = {depth: TreeShape.chain(depth, chain.parents.device) for depth in shorter}
+    return made | {chain.depth: chain}
+
+
 class Gate:
     """Whether a chain goes on, by how sure the drafter is.
 
@@ -423,9 +430,7 @@ class Gate:
         if shape.width != 1:
             raise ValueError(f"sure needs a chain, such as chain({shape.depth}), got a wider tree")
         self.sure = sure
-        self.shapes = {
-            depth: TreeShape.chain(depth, shape.parents.device) for depth in ends(shape.depth)
-        }
+        self.shapes = shape.once("ends", _cut)  # by depth
         self.last = max([0, *(depth for depth in self.shapes if depth < shape.depth)])
 
     def open(self) -> None:
