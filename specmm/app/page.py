@@ -37,13 +37,16 @@ footer {display: none !important}
 .claim {font-weight: 600}
 summary {cursor: pointer}
 @media (max-width: 500px) {
-  main.app {padding: 8px !important}
-  main.app .gap, main.app .row, main.app .column {gap: 6px !important}
+  .row, .column {gap: 6px !important}
   .block.padded, .tabitem {padding: 6px !important}
+  .tab-container button {padding: 0 9px}
+  .answer {max-height: 26vh; overflow-y: auto}
   .intro h1 {font-size: 1.1em !important; margin: 0 !important}
   .intro p {display: none}
 }
 """
+# Gradio's css reaches what the page contains, not its frame
+FRAME = "<style>@media (max-width: 500px) {.main.app {padding: 8px !important}}</style>"
 INTRO = "# specmm\nPlain decoding and drafts that are verified, side by side, on this machine."
 TABS: tuple[tuple[str, Kind, Callable[[AppModels], Tab]], ...] = (
     ("Pictures", "images", pictures),
@@ -122,6 +125,7 @@ def serve(
         max_file_size=LARGEST,
         theme=theme(),
         css=CSS,
+        head=FRAME,
         ssr_mode=False,
         footer_links=[],
         enable_monitoring=False,

@@ -142,7 +142,9 @@ def marked(pieces: Sequence[tuple[str, bool]]) -> str:
         else:
             joined.append((text, drafted))
     parts = [f"<mark>{escape(text)}</mark>" if d else escape(text) for text, d in joined]
-    return f'<div class="answer">{"".join(parts)}</div>'
+    # people without a mouse scroll it, too, where it is taller than its place
+    opening = '<div class="answer" role="group" aria-label="Text" tabindex="0">'
+    return f"{opening}{''.join(parts)}</div>"
 
 
 def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
