@@ -31,9 +31,9 @@ footer {display: none !important}
 .verdict {margin: 0; font-size: 1.05em}
 .answer {white-space: pre-wrap; overflow-wrap: break-word; font-family: monospace}
 .answer mark {background: #bbf7d0; color: #052e16; padding: 0; text-decoration: underline}
-.tree {overflow: auto; max-height: 420px}
-.tree table {border-collapse: collapse; font-size: .9em}
-.tree td, .tree th {padding: 2px 10px; text-align: left; white-space: nowrap}
+.scrolled {overflow: auto; max-height: 420px}
+.scrolled table {border-collapse: collapse; font-size: .9em}
+.scrolled td, .scrolled th {padding: 2px 10px; text-align: left; white-space: nowrap}
 .claim {font-weight: 600}
 summary {cursor: pointer}
 @media (max-width: 500px) {

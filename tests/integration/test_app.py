@@ -171,7 +171,7 @@ def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
 def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
     page.get_by_role("tab", name="Benchmark").click()
     click(page, "Measure here")
-    page.get_by_role("gridcell", name="exact").first.wait_for()
+    page.get_by_role("cell", name="exact").first.wait_for()
     look(page, "benchmark")
 
 
@@ -188,7 +188,7 @@ def test_two_people_at_once(page: Any, browser: Any, address: str) -> None:
 
 def measured(page: Any) -> None:
     """Wait for the benchmark's table."""
-    page.get_by_role("gridcell", name="exact").first.wait_for()
+    page.get_by_role("cell", name="exact").first.wait_for()
 
 
 TABS = [
