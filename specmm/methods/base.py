@@ -57,6 +57,8 @@ class _OldNames(type):
         if dataclasses.is_dataclass(cls):
             fields = dataclasses.fields(cls)
         kinds = {field.name: field.type for field in fields}
+        if strange := [name for name in given if kinds and name not in kinds]:
+            raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds)))
         for name, value in (dict(zip(kinds, values, strict=False)) | given).items():
             if kinds.get(name) == "int":
                 check_whole(**{name: value})

@@ -50,7 +50,10 @@ def plan_model(
     own = drafter is not None and of_others(drafter)
     pipe = open_model("images", model, place, drafter=None if own else drafter)
     if pipe.plans is None:
-        raise ValueError(f"model must be one of tokens or of scales to be planned, got {model}")
+        raise ValueError(
+            f"nothing is planned for models of continuous tokens such as {model}; specmm bench "
+            "measures their methods"
+        )
     if tv is not None and (own or pipe.plans == "scales"):
         raise ValueError(f"tv is for models of picture tokens and their own drafters, got {tv}")
     target = pipe.measured({"cfg": cfg}, prompt, **wanted)

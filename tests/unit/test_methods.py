@@ -146,6 +146,10 @@ def test_old_names_of_options_work_with_a_warning(
 def test_a_method_has_no_options_of_other_methods_by_old_names() -> None:
     with pytest.raises(TypeError, match="hindsight"):
         methods.SJD(hindsight=0.2)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match="unknown option of LanternPP 'lamda'; did you mean 'lambda_'"
+    ):
+        methods.LanternPP(lamda=2.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="unknown option of sjd 'hindsight'"):
         methods.resolve("sjd", hindsight=0.2)
 

@@ -109,4 +109,5 @@ def test_a_plan_of_sizes_tells_of_every_run_that_it_measures(pipe):
     sizes = pipe.transformer.config, pipe.small.config
     with watched(told.append):
         made = plan_of_sizes(*sizes, 1, pipe.target(), torch.float32)
+    told = [event for event in told if isinstance(event, Measured)]
     assert told == [Measured(i + 1, CALIBRATION) for i in range(CALIBRATION)] and made.forecasts
