@@ -446,8 +446,8 @@ def planning_bar() -> Iterator[None]:
 
         def moved(event: object) -> None:
             if isinstance(event, Measured):
-                bar.total, bar.n = event.total, event.done
-                bar.refresh()
+                bar.total = event.total
+                bar.update(event.done - bar.n)  # backwards where another plan begins
 
         with watched(moved):
             yield
