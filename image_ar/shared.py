@@ -147,14 +147,17 @@ class PicturePipeline(Generic[M]):
         """
         raise NotImplementedError
 
-    def measured(self, cfg: float | None, prompt: str | None = None, **wanted: Any) -> Any:
-        """The target that plans are measured on: of pictures ``wanted`` so, and of a ``prompt``.
+    def measured(
+        self, sampling: Mapping[str, Any], prompt: str | None = None, **wanted: Any
+    ) -> Any:
+        """The target that plans are measured on: under options of ``sampling``, of pictures
+        ``wanted`` so, and of a ``prompt``.
 
         Raises ``ValueError`` for models that draw one size of classes.
         """
         for name in ("prompt",) if prompt else wanted:
             raise ValueError(f"{name} must be None for models that draw classes, all of one size")
-        return self.target(cfg=cfg)
+        return self.target(**sampling)
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
         """The decisions whether ``batch`` pictures at a time are ``compiled``, drawn under
@@ -171,9 +174,8 @@ class PicturePipeline(Generic[M]):
         return list(usual)
 
     def settle(self, method: M, batch: int, sampling: Any) -> tuple[M, str]:
-        """``method`` with what it leaves open decided for ``batch`` pictures at once, and why.
-
-        Methods that decide during the call are left as they are.
+        """``method`` with what it leaves open decided for ``batch`` pictures at once, and why;
+        measured under ``sampling``, what ``target`` or ``measured`` gives.
         """
         return method, ""
 

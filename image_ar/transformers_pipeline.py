@@ -45,6 +45,7 @@ from specmm.image_ar.shared import (
     write_settings,
 )
 from specmm.image_ar.tokens.assemble import PictureParts
+from specmm.image_ar.tokens.choosing import ran_as, settled
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
     DrafterHeads,
@@ -263,13 +264,15 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
         count = min(batch_size, len(rows))
         turn = self.turn(compiled, target, chosen, count)
+        decided, _ = self.settle(chosen, count, target)
 
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
             now = len(batch.generators)
             # the last pictures may be too few for the program, and another would not pay
             with turn.batch(now, len(rows) - part.start, now == count) as fitting:
-                drawn = draw_tokens(fitting, self.parts, batch, chosen, tell)
+                drawn = draw_tokens(fitting, self.parts, batch, decided, tell)
+            drawn.method = ran_as(chosen, decided)
             if decoder is not None:
                 drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
             return drawn
@@ -328,11 +331,17 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return self._layout(wanted.get("height"), wanted.get("width")).length
 
     def measured(
-        self, cfg: float | None, prompt: str | None = None, **wanted: Any
+        self, sampling: Mapping[str, Any], prompt: str | None = None, **wanted: Any
     ) -> PictureTarget:
         """See :class:`PicturePipeline`."""
         layout = self._layout(wanted.get("height"), wanted.get("width"))
-        return self.target(cfg=cfg, layout=layout, example=prompt or EXAMPLE)
+        return self.target(**sampling, layout=layout, example=prompt or EXAMPLE)
+
+    def settle(
+        self, method: methods.Method, batch: int, sampling: PictureTarget
+    ) -> tuple[methods.Method, str]:
+        """See :class:`PicturePipeline`."""
+        return settled(method, sampling, self.parts, batch)
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""

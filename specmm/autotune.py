@@ -28,6 +28,7 @@ from specmm.stats import Clock
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Rule
+from specmm.watching import tell
 
 NOISE = 1.03  # speedups nearer to one another than this factor count as equal
 # Children by level of a spine wide enough to measure whatever a tree may hold.
@@ -78,12 +79,33 @@ def lookup(table: Table, size: int) -> float:
     return table[low] + slope * (size - low)
 
 
+class Measured(NamedTuple):
+    """What watchers are told while a plan is made: ``done`` of at most ``total`` measurements."""
+
+    done: int
+    total: int
+
+
+class Candidate(NamedTuple):
+    """What a plan chose from: ``choice``, a tree or a method, with its speed over plain decoding
+    and tokens a round (None: not known), expected or measured; of a relaxed method the total
+    variation a token. ``left`` says why it was not measured to the end, if so.
+    """
+
+    choice: Any
+    speedup: float
+    tau: float | None = None
+    tv: float = 0.0
+    left: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What to run: ``shape`` (None for plain decoding), the speedup expected, and why, in words.
 
     ``costs`` are the seconds that the decision rests on, None if nothing was measured.
     ``draft_free`` is a method without a tree to run instead of plain decoding, if any.
+    ``candidates`` are all that it was chosen from.
     """
 
     shape: TreeShape | None
@@ -92,6 +114,7 @@ class Plan:
     reason: str
     costs: Costs | None = None
     draft_free: Any = None
+    candidates: tuple[Candidate, ...] = ()
 
 
 def plan(
@@ -111,10 +134,11 @@ def plan(
     most = max(one.expected_speedup for one in made)
     near = [i for i, one in enumerate(made) if one.expected_speedup * NOISE >= most]
     best = made[min(near, key=lambda i: candidates[i].size)]
+    all_of = tuple(Candidate(p.shape, p.expected_speedup, p.expected_tau) for p in made)
     if best.expected_speedup <= 1 + margin:
         reason = f"plain decoding: best candidate ({best.reason}) does not exceed {1 + margin:.2f}x"
-        return Plan(None, 1.0, 1.0, reason, costs)
-    return best
+        return Plan(None, 1.0, 1.0, reason, costs, candidates=all_of)
+    return replace(best, candidates=all_of)
 
 
 def _expected(costs: Costs, rank_acceptance: Acceptance, shape: TreeShape) -> Plan:
@@ -205,8 +229,9 @@ def until_stable(
     """
     measured = Passes()
     chosen: list[TreeShape | None] = []
-    for _ in range(most):
+    for done in range(most):
         one_pass(measured)
+        tell(Measured(done + 1, most))
         made = choose(measured.costs())
         chosen.append(made.shape)
         if len(chosen) >= least and all(shape is made.shape for shape in chosen[-3:]):

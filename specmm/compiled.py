@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import traceback
 import types
 import warnings
@@ -52,6 +53,20 @@ SAME = {
     "DICT_NOT_CONTAINS",
     "DICT_KEYS_MATCH",
 }
+
+
+class _Uncompiled(threading.local):
+    """Of each thread, the calls of programs that could not be built."""
+
+    calls = 0
+
+
+_uncompiled = _Uncompiled()
+
+
+def uncompiled_calls() -> int:
+    """How often this thread has run the function of a program as it is, since building failed."""
+    return _uncompiled.calls
 
 
 def compiled(
@@ -109,6 +124,7 @@ class Program:
 
     def _run(self, *args: Any) -> Any:
         if self.built is self.function:
+            _uncompiled.calls += 1
             return self.built(*args)
         with outside_batch_invariant():  # PyTorch cannot compile its products
             return self.built(*args)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and names for them.
+"""Files that are written whole or not at all, names for them, and what their errors say.
 
 The command line imports this module before anything else, so it needs nothing but Python.
 """
@@ -49,6 +49,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sentence_of(error: Exception) -> str:
+    """What ``error`` says to people, on a line: the words of a mistake of theirs, and of any other
+    its kind before them.
+    """
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    elif not isinstance(error, ValueError | OSError):
+        text = f"{type(error).__name__}: {text}"
+    return " ".join(text.split())
 
 
 def slug(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Watching a run from outside: its rounds, for those who show them.
+"""Watching a run from outside: its rounds, and what a plan has measured, for those who show them.
 
 A run tells its watcher what it did and goes on. Without a watcher nothing is kept or computed.
 """

@@ -24,6 +24,7 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 import torch
 
 from specmm import program_cache
+from specmm.compiled import uncompiled_calls
 from specmm.files import write_whole
 
 T = TypeVar("T")
@@ -222,7 +223,7 @@ class Works:
 class Turn(Generic[T]):
     """A call's decisions, batch by batch, where ``work`` is to decide; else all is ``chosen``.
 
-    ``compiled`` says of each picture so far whether programs were run for it.
+    ``compiled`` says of each picture so far whether programs were run for it, and nothing else.
     """
 
     plain: T
@@ -238,12 +239,15 @@ class Turn(Generic[T]):
         of later ones, and only a batch that ``fits`` is compiled.
         """
         chosen = self._chosen(left) if fits else self.plain
-        quick = chosen is not self.plain
+        failed = uncompiled_calls()
         start = time.perf_counter()
         yield chosen
+        built = uncompiled_calls() == failed
+        quick = built and chosen is not self.plain
         self.compiled += [quick] * pictures
         if self.work is not None:
             self.work.observe(time.perf_counter() - start, pictures, quick)
+            self.work.able &= built
 
     def pays(self, pictures: int) -> bool:
         """Whether programs are there and pay for ``pictures`` to come."""

@@ -72,6 +72,17 @@ def traced_in_parts(monkeypatch):
     yield from _traced(monkeypatch, functools.partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.fixture
+def unbuilt(monkeypatch, tmp_path):
+    """Programs cannot be built, as on a disk that is full."""
+
+    def fail(*args, **options):
+        raise torch._dynamo.exc.BackendCompilerFailed(fail, RuntimeError("no room"), None)
+
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: fail)
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))  # set back afterwards
+
+
 def _traced(monkeypatch, compiler):
     monkeypatch.setattr(torch, "compile", compiler)
     torch._dynamo.reset()

@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.autotune import Measured
 from specmm.hardware import MOST, prepack
 from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
@@ -33,6 +35,7 @@ from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
+from specmm.watching import tell
 
 REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
 CLEAR_WIN = 1.05
@@ -152,25 +155,23 @@ def workload(model: VAR, batch: int, sampling: Sampling) -> Workload:
     return Workload(batch, sampling.cfg > 0, model.dtype.itemsize)
 
 
-def calibrate(
-    large: VAR,
-    small: VAR,
-    vqvae: VQVAE,
-    batch: int,
-    sampling: Sampling,
-    tell: Callable[[], object] = lambda: None,
-) -> Machine:
+def calibrate(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling) -> Machine:
     """Rates fitted to every scale of both models and to the small one's prefill of all but one.
 
-    ``tell`` is called after each of ``CALIBRATION`` runs.
+    Watchers are told after each of ``CALIBRATION`` runs.
     """
+    runs = count(1)
+
+    def ran() -> None:
+        tell(Measured(next(runs), CALIBRATION))
+
     scales = len(large.config.schedule)
     work: list[Work] = []
     seconds: list[float] = []
     everything = range(scales)
     for model, steps in ((large, everything), (small, everything), (small, everything[-1:])):
         work += model_work(model.config, workload(model, batch, sampling), steps)
-        seconds += time_steps(model, vqvae, batch, sampling, steps, tell)
+        seconds += time_steps(model, vqvae, batch, sampling, steps, ran)
     return replace(fit(work, seconds), decode=time_decode(vqvae))
 
 
@@ -181,9 +182,12 @@ def time_steps(
     batch: int,
     sampling: Sampling,
     steps: range,
-    tell: Callable[[], object] = lambda: None,
+    ran: Callable[[], object],
 ) -> list[float]:
-    """Seconds of each of ``steps``, after the scales before them; the first with the condition."""
+    """Seconds of each of ``steps``, after the scales before them; the first with the condition.
+
+    ``ran`` is called after each of ``REPEATS`` + 1 runs.
+    """
     labels = torch.zeros(batch, dtype=torch.int64, device=model.device)
     runs = []
     for _ in range(REPEATS + 1):
@@ -192,7 +196,7 @@ def time_steps(
         if steps.start:
             draw(range(steps.start))
         runs.append(draw(steps))
-        tell()
+        ran()
     return [min(times) for times in zip(*runs[1:], strict=True)]
 
 
@@ -284,16 +288,10 @@ def random_vqvae(config: VARConfig) -> VQVAE:
 
 
 def plan_of_sizes(
-    large: VARConfig,
-    small: VARConfig,
-    batch: int,
-    sampling: Sampling,
-    dtype: torch.dtype,
-    tell: Callable[[], object] = lambda: None,
+    large: VARConfig, small: VARConfig, batch: int, sampling: Sampling, dtype: torch.dtype
 ) -> CoDePlan:
     """CoDe by N for models of these sizes without their weights: time depends on sizes alone.
 
-    ``tell`` as of :func:`calibrate`.
     The rates are fitted to ``MEASURED_BLOCKS`` blocks of each width. Seconds are those of tokens,
     without decoding pixels.
     """
@@ -301,7 +299,7 @@ def plan_of_sizes(
         random_var(replace(config, depth=MEASURED_BLOCKS), dtype, config)
         for config in (large, small)
     )
-    measured = calibrate(short_large, short_small, random_vqvae(large), batch, sampling, tell)
+    measured = calibrate(short_large, short_small, random_vqvae(large), batch, sampling)
     machine = replace(measured, decode=0.0)
     load = Workload(batch, sampling.cfg > 0, dtype.itemsize)
     forecasts = forecast(large, small, load, machine)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specmm import autotune, methods
-from specmm.autotune import Chain, Plan
+from specmm.autotune import Candidate, Chain, Measured, Plan
 from specmm.decode import decode, decode_plain
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
@@ -26,6 +26,7 @@ from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
+from specmm.watching import tell
 
 # nodes of the trees that auto considers, with the root; matrix kernels like multiples of 4
 SIZES = (3, 4, 8, 12, 16, 24)
@@ -43,6 +44,21 @@ BORROWING = ((2.0, 10), (5.0, 20), (20.0, 60), (40.0, 100))  # λ and k of LANTE
 PICTURES = 3  # drawn by each method in a race
 MARGIN = 0.05  # what a method must gain at least
 BEHIND = 0.7  # of another's speed: what is slower, and no nearer to the target, leaves a race
+
+
+def settled(
+    method: Method, target: DrawingTarget, parts: PictureParts, batch: int
+) -> tuple[Any, str]:
+    """``method``, or what auto takes in its place for ``batch`` pictures at a time, and why."""
+    if not isinstance(method, methods.Auto):
+        return method, ""
+    made = planned_for(target, parts, batch, method)
+    return _method_of(made), made.reason
+
+
+def ran_as(method: Method, decided: Method) -> str:
+    """The name of a run by what ``method`` was ``decided`` to be."""
+    return f"{method.name}: {decided}" if isinstance(method, methods.Auto) else str(method.name)
 
 
 def choose_method(
@@ -125,7 +141,9 @@ def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) 
     made = race.plan(f"total variation of at most {tv:g} a token allowed")
     gains = race.gains()
     worth = (1 + MARGIN) * gains.get(exact, 1.0)  # of what leaves the target's distribution
-    return planned if made.draft_free is None or gains[made.draft_free] <= worth else made
+    if made.draft_free is None or gains[made.draft_free] <= worth:
+        return replace(planned, candidates=made.candidates)
+    return made
 
 
 def relaxed_methods(parts: PictureParts) -> list[Method]:
@@ -175,6 +193,7 @@ class Race:
     batch: int
     tv: float = 0.0
     records: dict[Method, Record] = field(default_factory=dict)
+    left: list[Candidate] = field(default_factory=list)  # those that are out
 
     @cached_property
     def prompt(self) -> Any:
@@ -185,17 +204,41 @@ class Race:
         """Draw ``PICTURES`` batches by plain decoding and by ``others``."""
         plain = methods.AR()
         self.records = {method: Record() for method in dict.fromkeys([plain, *others])}
+        done = 0
         for i in range(PICTURES):
             for method, record in self.records.items():
                 self._draw(method, record, i)
-            gains = self.gains()
-            kept = {m: r for m, r in self.records.items() if not self._leaves(m, gains)}
-            self.records = {plain: self.records[plain], **kept}
+                done += 1
+                tell(Measured(done, max(done, PICTURES * len(self.records))))
+            self._let_go()
 
-    def _leaves(self, method: Method, gains: dict[Method, float]) -> bool:
+    def _let_go(self) -> None:
+        """Take those out that leave."""
+        gains = self.gains()
+        leaving = {method: self._leaves(method, gains) for method in self.records}
+        leaving[methods.AR()] = ""
+        self.left += [self._candidate(m, gains, why) for m, why in leaving.items() if why]
+        self.records = {m: record for m, record in self.records.items() if not leaving[m]}
+
+    def _leaves(self, method: Method, gains: dict[Method, float]) -> str:
+        """Why ``method`` leaves; "" if it stays."""
         own = self.records[method]
+        if own.tv > self.tv:
+            return f"its total variation is above {self.tv:g}"
         nearer = [gains[other] for other, r in self.records.items() if r.tv <= own.tv]
-        return own.tv > self.tv or (self.tv > 0 and gains[method] < BEHIND * max(nearer))
+        if self.tv > 0 and gains[method] < BEHIND * max(nearer):
+            return "another is much faster and no further from the model"
+        return ""
+
+    def _candidate(self, method: Method, gains: dict[Method, float], left: str = "") -> Candidate:
+        record = self.records[method]
+        return Candidate(method, gains[method], statistics.median(record.taus), record.tv, left)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All but plain decoding, those that left last."""
+        gains = self.gains()
+        racing = [m for m in self.records if m != methods.AR()]
+        return *(self._candidate(method, gains) for method in racing), *self.left
 
     def _draw(self, method: Method, record: Record, i: int) -> None:
         length = self.target.length
@@ -226,9 +269,11 @@ class Race:
         best = max(gains, key=lambda method: gains[method], default=methods.AR())
         if gains.get(best, 1.0) <= 1 + MARGIN:
             said = ", ".join(f"{method.name} {gain:.2f}x" for method, gain in gains.items())
-            return Plan(None, 1.0, 1.0, f"plain decoding: {why}, and measured were {said}")
+            plain = f"plain decoding: {why}, and measured were {said}"
+            return Plan(None, 1.0, 1.0, plain, candidates=self.candidates())
         record = self.records[best]
         off = f", total variation {record.tv:.3f} a token" if record.tv else ""
         reason = f"{best.name}: {why}; {gains[best]:.2f}x plain decoding{off} measured"
         tau = statistics.median(record.taus)
-        return Plan(None, tau, gains[best], reason, draft_free=best)
+        gain = gains[best]
+        return Plan(None, tau, gain, reason, draft_free=best, candidates=self.candidates())

@@ -36,6 +36,7 @@ from specmm.image_ar.shared import (
 )
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.captions import CaptionEncoder
+from specmm.image_ar.tokens.choosing import ran_as, settled
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
@@ -282,13 +283,16 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         count = len(generators)
         rows = min(batch_size, count)
         turn = self.turn(compiled, target, chosen, rows)
+        decided, _ = self.settle(chosen, rows, target)
 
         def draw(part: slice) -> Drawn:
             what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
             now = len(what.generators)
             # the last pictures may be too few for the program, and another would not pay
             with turn.batch(now, count - part.start, now >= rows) as fitting:
-                return self._draw(fitting, what, chosen, output_type, tell)
+                drawn = self._draw(fitting, what, decided, output_type, tell)
+            drawn.method = ran_as(chosen, decided)
+            return drawn
 
         bar = self.progress_bar(total=count)
         continuous = chosen.drafts and chosen.can_refill and tell is None
@@ -359,6 +363,12 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 
+    def settle(
+        self, method: methods.Method, batch: int, sampling: LlamaGenTarget
+    ) -> tuple[methods.Method, str]:
+        """See :class:`PicturePipeline`."""
+        return settled(method, sampling, self.parts, batch)
+
     def _prompts(
         self, classes: Classes | None, prompt: str | Sequence[str] | None, repeats: int
     ) -> Prompt:
@@ -366,15 +376,15 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         if bool(given) == bool(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
         if given:
-            if self.transformer.config.model_type != "c2i":
+            if self.takes == "prompt":
                 raise ValueError(
                     "this model draws from captions, give prompt='…' instead of classes"
                 )
             return Prompt(labels_of(self, given, repeats))
-        if self.transformer.config.model_type != "t2i" or self.text_encoder is None:
-            raise ValueError(
-                "prompt needs a text-to-image model and from_pretrained(…, text_encoder=T5 folder)"
-            )
+        if self.takes == "classes":
+            raise ValueError("this model draws classes, give classes=… instead of prompt")
+        if self.text_encoder is None:
+            raise ValueError("prompt needs from_pretrained(…, text_encoder=FOLDER), that of the T5")
         found = self.text_encoder(texts_of("prompt", prompt))
         features = found.condition.to(self.device, self.transformer.dtype)
         assert found.mask is not None

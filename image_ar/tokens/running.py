@@ -21,7 +21,6 @@ from specmm.drawing import DrawingTarget
 from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
-from specmm.image_ar.tokens.choosing import choose_method
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
 from specmm.verify import Rule
@@ -45,14 +44,11 @@ class Batch:
 def draw_tokens(
     target: DrawingTarget, parts: PictureParts, batch: Batch, method: Method, tell: Tell | None
 ) -> Drawn:
-    """Pictures without pixels; ``tell`` is called after each round.
+    """Pictures without pixels, by a ``method`` that is settled; ``tell`` is called after each
+    round.
 
     Raises ``ValueError`` for a method that the model has no drafter for.
     """
-    name = method.name
-    if isinstance(method, methods.Auto):
-        method = choose_method(target, parts, len(batch.generators), method)
-        name = f"auto: {method}"
     steps, rule, drafter = _steps(target, parts, batch, method)
     for i, progress in enumerate(steps):
         if tell is not None:
@@ -62,7 +58,8 @@ def draw_tokens(
     window = method.row_window
     made = run_claim(rule, progress, drafter)
     said = made if window is None else rows_certificate(target, window)
-    return Drawn(tokens, None, progress.stats, said, name, float(progress.measured))
+    measured = float(progress.measured)
+    return Drawn(tokens, None, progress.stats, said, method.name, measured)
 
 
 def _steps(

@@ -9,6 +9,7 @@ import pandas
 
 from specmm.app.fields import ONE, method_of, model_menu
 from specmm.app.models import AppModels, in_sentences
+from specmm.app.tables import table
 from specmm.methods import AR
 from specmm.runs.race import measure
 
@@ -38,20 +39,22 @@ def benchmark(models: AppModels) -> None:
         y_lim=[0, None],  # or the axis begins at plain decoding's 1.00, which then has no bar
         title="Speed-up over plain decoding, medians",
         height=300,
+        visible=False,  # an empty one has nothing to say
     )
-    table = gr.Dataframe(headers=list(COLUMNS), interactive=False, label="Medians of whole calls")
+    cells = gr.HTML()
 
     @in_sentences
     def go(model: str, names: list[str], runs: float, prompt: str) -> tuple[Any, Any]:
         found = measured(models, model, names, int(runs), prompt)
-        return found, found
+        rows = [COLUMNS, *found.astype(str).itertuples(index=False)]
+        return gr.BarPlot(found, visible=True), table(rows, "Medians of whole calls")
 
     @in_sentences
     def renew(name: str) -> Any:
         return gr.Dropdown(_drafting(models, name), value=[models.start("images", name).method])
 
     model.input(renew, model, names, **ONE)
-    button.click(go, [model, names, runs, prompt], [plot, table], **ONE)
+    button.click(go, [model, names, runs, prompt], [plot, cells], **ONE)
 
 
 def _drafting(models: AppModels, name: str) -> list[str]:

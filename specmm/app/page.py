@@ -31,19 +31,22 @@ footer {display: none !important}
 .verdict {margin: 0; font-size: 1.05em}
 .answer {white-space: pre-wrap; overflow-wrap: break-word; font-family: monospace}
 .answer mark {background: #bbf7d0; color: #052e16; padding: 0; text-decoration: underline}
-.tree {overflow: auto; max-height: 420px}
-.tree table {border-collapse: collapse; font-size: .9em}
-.tree td, .tree th {padding: 2px 10px; text-align: left; white-space: nowrap}
+.scrolled {overflow: auto; max-height: 420px}
+.scrolled table {border-collapse: collapse; font-size: .9em}
+.scrolled td, .scrolled th {padding: 2px 10px; text-align: left; white-space: nowrap}
 .claim {font-weight: 600}
 summary {cursor: pointer}
 @media (max-width: 500px) {
-  main.app {padding: 8px !important}
-  main.app .gap, main.app .row, main.app .column {gap: 6px !important}
+  .row, .column {gap: 6px !important}
   .block.padded, .tabitem {padding: 6px !important}
+  .tab-container button {padding: 0 9px}
+  .answer {max-height: 26vh; overflow-y: auto}
   .intro h1 {font-size: 1.1em !important; margin: 0 !important}
   .intro p {display: none}
 }
 """
+# Gradio's css reaches what the page contains, not its frame
+FRAME = "<style>@media (max-width: 500px) {.main.app {padding: 8px !important}}</style>"
 INTRO = "# specmm\nPlain decoding and drafts that are verified, side by side, on this machine."
 TABS: tuple[tuple[str, Kind, Callable[[AppModels], Tab]], ...] = (
     ("Pictures", "images", pictures),
@@ -122,6 +125,7 @@ def serve(
         max_file_size=LARGEST,
         theme=theme(),
         css=CSS,
+        head=FRAME,
         ssr_mode=False,
         footer_links=[],
         enable_monitoring=False,

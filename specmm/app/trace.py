@@ -11,6 +11,7 @@ from html import escape
 
 import torch
 
+from specmm.app.tables import table
 from specmm.decode import DecodedRound
 
 COLUMNS = ("token", "after", "drafter's q", "target's p", "chance to be kept", "outcome")
@@ -64,11 +65,7 @@ def nodes_of(told: DecodedRound) -> list[Node]:
 
 def table_of(nodes: Sequence[Node], named: Named) -> str:
     """The drafts of a round by ``COLUMNS``, as HTML."""
-    rows = [COLUMNS, *rows_of(nodes, named)]
-    head, *body = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    inside = head.replace("td>", "th>") + "</tr><tr>" + "</tr><tr>".join(body)
-    table = f"<table><tr>{inside}</tr></table>"
-    return f'<div class="tree" tabindex="0" role="group" aria-label="Drafts">{table}</div>'
+    return table([COLUMNS, *rows_of(nodes, named)], "Drafts")
 
 
 def rows_of(nodes: Sequence[Node], named: Named) -> list[list[str]]:
@@ -113,7 +110,7 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
     body = "".join(lines + texts)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     svg = f'<svg {size} role="img" aria-label="{what}" font-size="12">{body}</svg>'
-    return f'<div class="tree" tabindex="0" role="group" aria-label="Draft tree">{svg}</div>'
+    return f'<div class="scrolled" tabindex="0" role="group" aria-label="Draft tree">{svg}</div>'
 
 
 def _places(nodes: Sequence[Node]) -> list[tuple[float, float]]:

@@ -142,7 +142,9 @@ def marked(pieces: Sequence[tuple[str, bool]]) -> str:
         else:
             joined.append((text, drafted))
     parts = [f"<mark>{escape(text)}</mark>" if d else escape(text) for text, d in joined]
-    return f'<div class="answer">{"".join(parts)}</div>'
+    # people without a mouse scroll it, too, where it is taller than its place
+    opening = '<div class="answer" role="group" aria-label="Text" tabindex="0">'
+    return f"{opening}{''.join(parts)}</div>"
 
 
 def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
@@ -156,9 +158,9 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
     about = claim.kind if claim.tv is None or not claim.tv else f"{claim.kind}, TV {claim.tv:.3f}"
     kind = f'<span class="claim">{about}</span>'
     more = f"<details><summary>Certificate: {kind}</summary>{escape(str(claim))}</details>"
-    ran = "" if lane.out.method in (name, name.split("(")[0]) else escape(lane.out.method) + " · "
-    quick = "compiled · " if any(lane.out.compiled) else ""
-    return f"{found}<br>{ran}{quick}{more}"
+    ran = [] if lane.out.method in (name, name.split("(")[0]) else [escape(lane.out.method)]
+    ran += ["compiled"] if any(lane.out.compiled) else []
+    return f"{found}<br>{' · '.join(ran)}{more}"
 
 
 def counted(lane: PictureLane | TextLane) -> str:

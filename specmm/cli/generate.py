@@ -141,7 +141,8 @@ def _summary(run: PictureRun) -> str:
     each = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""
     lines = [f"{drawn} in {run.seconds:.1f} s{each}, seed {run.seed}"]
     if run.reason:
-        lines.append(f"chosen       {run.reason}")
+        decided = f"decided in {run.planning_seconds:.1f} s, not counted above"
+        lines.append(f"chosen       {run.reason} ({decided})")
     counts = f"{stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}"
     lines.append(f"{counts}, host overhead {stats.host_overhead:.0%}")
     if run.compiled:

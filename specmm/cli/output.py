@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from specmm.files import write_whole
+from specmm.files import sentence_of, write_whole
 from specmm.registry import OldName
 
 DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
@@ -63,7 +63,7 @@ class OneLine(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()
                 sys.exit(2)
-            _fail(error.format_message())
+            _fail(_wrong_value(error) or error.format_message())
         except typer.Abort:
             _fail("interrupted", 130)
         except Interrupted as stop:  # the only line: typer's own about Ctrl-C would be a second
@@ -72,10 +72,7 @@ class OneLine(TyperGroup):
         except (ValueError, OSError) as error:
             if os.environ.get(DEBUG):
                 raise
-            text = str(error)
-            if isinstance(error, OSError) and error.strerror:
-                text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-            _fail(text)
+            _fail(sentence_of(error))
         if status == 130:  # how typer reports Ctrl-C itself
             _fail("interrupted", 130)
         sys.exit(status if isinstance(status, int) else 0)
@@ -85,6 +82,17 @@ def _fail(message: str, status: int = 2) -> NoReturn:
     """Say what is wrong on one line and exit."""
     say("error: " + " ".join(message.split()))
     sys.exit(status)
+
+
+def _wrong_value(error: Any) -> str:
+    """What an option must be and what came, where typer's ``error`` says so; else nothing."""
+    checked = getattr(error.__cause__, "errors", None)  # pydantic's, which typer asks
+    param = getattr(error, "param", None)
+    if checked is None or param is None:
+        return ""
+    first = checked()[0]
+    wanted = first["msg"].partition(",")[0].removeprefix("Input should ")
+    return f"{max(param.opts, key=len)} must {wanted}, got {first['input']}"
 
 
 def stdout_reserved() -> contextlib.AbstractContextManager[object]:

@@ -22,11 +22,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.autotune import Plan
+from specmm.autotune import Candidate, Measured, Plan
 from specmm.decode import Progress, decode, decode_plain
 from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, choose, row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.watching import tell
 
 LOGGER = logging.getLogger(__name__)
 PASSES = 3
@@ -145,9 +146,12 @@ def fastest(gains: Mapping[Method, float], margin: float = MARGIN) -> Plan:
         return Plan(None, 1.0, 1.0, "no drafter could be used")
     best = max(gains, key=lambda method: gains[method])
     said = ", ".join(f"{method} {gain:.2f}x" for method, gain in gains.items())
+    raced = tuple(Candidate(method, gain) for method, gain in gains.items())
     if gains[best] <= margin:
-        return Plan(None, 1.0, 1.0, f"plain decoding was as fast as any: {said}")
-    return Plan(None, 1.0, gains[best], f"fastest in a race: {said}", draft_free=best)
+        why = f"plain decoding was as fast as any: {said}"
+        return Plan(None, 1.0, 1.0, why, candidates=raced)
+    why = f"fastest in a race: {said}"
+    return Plan(None, 1.0, gains[best], why, draft_free=best, candidates=raced)
 
 
 def raced(
@@ -163,9 +167,12 @@ def raced(
     speeds: list[list[float]] = [[] for _ in contenders]
     racing = list(range(len(contenders)))
     best = 0.0
-    for _ in range(passes):
+    done = 0
+    for left in range(passes, 0, -1):
         for one in racing:
             speeds[one].append(_speed(contenders[one](), BEHIND * best))
+            done += 1
+            tell(Measured(done, done + left * len(racing)))
             best = max(map(statistics.median, filter(None, speeds)))
         racing = [one for one in racing if statistics.median(speeds[one]) >= BEHIND * best]
         spent = (time.perf_counter() - begin) * statistics.median(speeds[0])

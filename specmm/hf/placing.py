@@ -19,19 +19,19 @@ from specmm.hardware import Place, choose_dtype
 from specmm.kinds import shown
 
 T = TypeVar("T")
+FREQUENCIES = "inv_freq"  # of rotary embeddings, float32 in every dtype
 ELSEWHERE = ("cpu", "disk", "meta")  # where accelerate keeps weights until a layer runs
 
 
 def moved(
     model: Any, device: torch.device | str, dtype: torch.dtype, files: Sequence[Path] = ()
 ) -> Any:
-    """``model`` on ``device`` in ``dtype``; its complex numbers stay, of which a cast keeps the
-    real part only (Llama 4's vision tower turns by such).
+    """``model`` on ``device`` in ``dtype``, but for :func:`uncast` buffers.
 
     Weights that are still mapped from ``files`` are copied one by one, within the memory of the
     copies.
     """
-    kept = {name: buffer for name, buffer in model.named_buffers() if buffer.is_complex()}
+    kept = uncast(model, dtype)
     with warnings.catch_warnings(), mapped.marked([*model.parameters(), *model.buffers()], files):
         warnings.filterwarnings("ignore", "Casting complex values to real")
         if files:
@@ -42,6 +42,23 @@ def moved(
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer.to(device))
     return model
+
+
+def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Buffers by name that stay as they are where ``model`` is put in ``dtype``.
+
+    These are complex numbers, of which a cast would keep the real part only (Llama 4's vision tower
+    turns by such), and what transformers computes in a wider dtype than that of the weights and
+    keeps so: the frequencies of rotary embeddings above all.
+    """
+    stored = model.state_dict().keys()
+    found = {}
+    for name, buffer in model.named_buffers():
+        own = buffer.dtype != model.dtype or name.endswith(FREQUENCIES)
+        wider = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
+        if buffer.is_complex() or (name not in stored and own and wider):
+            found[name] = buffer
+    return found
 
 
 def is_quantised(model: Any) -> bool:
@@ -108,8 +125,8 @@ class Placing:
         return load(self.place.dtype) if self.rounded(model_of(found)) else found
 
     def rounded(self, model: Any) -> bool:
-        """Whether ``model``, loaded in :attr:`dtype`, computed something for itself in a narrower
-        one than is wanted, such as the scale of its embeddings.
+        """Whether ``model``, loaded in :attr:`dtype`, computed something for itself in a dtype that
+        does not hold what the wanted one would, such as the scale of its embeddings.
         """
         wanted = self.place.dtype
         if wanted is None or self.dtype == wanted:
@@ -117,7 +134,7 @@ class Placing:
         stored = model.state_dict().keys()
         computed = [buffer for name, buffer in model.named_buffers() if name not in stored]
         floats = [buffer.dtype for buffer in computed if buffer.is_floating_point()]
-        return any(dtype.itemsize < wanted.itemsize for dtype in floats)
+        return any(dtype != wanted and dtype.itemsize <= wanted.itemsize for dtype in floats)
 
     @property
     def _files(self) -> list[Path]:

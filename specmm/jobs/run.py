@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from specmm.files import sentence_of
 from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger
 from specmm.jobs.items import Item
 from specmm.jobs.results import save
@@ -213,7 +214,7 @@ class _Runner:
             queue.append(item)
 
     def _set_aside(self, item: Item, error: Exception) -> None:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        text = sentence_of(error)
         log.warning("item %s is set aside: %s", item.id, text)
         with self._full_disk_explained():
             self.journal.append([failure(item, text, self.tries.get(item.id, 1))])

@@ -164,6 +164,11 @@ class ImageWorker:
 
         method = self.methods.of(item)
         _check_timed(method, self.pipe.timed(method))
+        taken = "class" if self.pipe.takes == "classes" else "prompt"
+        if item.kind != taken:
+            raise ValueError(
+                f"an item for {self.spec.model} must hold a {taken}, got a {item.kind}"
+            )
         if item.kind == "class":
             count = self.pipe.transformer.config.num_classes
             class_ids([item.text], self.pipe.settings.classes, count)

@@ -181,10 +181,12 @@ GenerateMethod: TypeAlias = (
     | Auto
 )
 
-IMAGE_TOKENS = Methods("image tokens", get_args(Method))
+IMAGE_TOKENS = Methods("image tokens", get_args(Method), relaxes=True)
 SCALES = Methods("scales", get_args(ScalesMethod))
 CONTINUOUS = Methods("continuous tokens", get_args(ContinuousMethod))
-TRANSFORMERS_IMAGES = Methods("picture tokens of transformers", get_args(TransformersImageMethod))
+TRANSFORMERS_IMAGES = Methods(
+    "picture tokens of transformers", get_args(TransformersImageMethod), relaxes=True
+)
 VQA = Methods("questions about pictures", get_args(VQAMethod))
 TEXT = Methods("text", get_args(TextMethod))
 GENERATE = Methods("generate of transformers", get_args(GenerateMethod), listed=False)

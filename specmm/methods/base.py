@@ -57,6 +57,8 @@ class _OldNames(type):
         if dataclasses.is_dataclass(cls):
             fields = dataclasses.fields(cls)
         kinds = {field.name: field.type for field in fields}
+        if strange := [name for name in given if kinds and name not in kinds]:
+            raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds)))
         for name, value in (dict(zip(kinds, values, strict=False)) | given).items():
             if kinds.get(name) == "int":
                 check_whole(**{name: value})
@@ -301,14 +303,17 @@ def check_sure(sure: float) -> None:
 
 class Methods(Registry):
     """The methods of a ``family`` of models; one of another family is told apart from a misspelt
-    one.
+    one. ``relaxes`` says whether auto may take relaxed ones of it.
     """
 
     families: ClassVar[dict[str, Methods]] = {}  # that are listed
 
-    def __init__(self, family: str, kinds: Iterable[type[Any]], listed: bool = True) -> None:
+    def __init__(
+        self, family: str, kinds: Iterable[type[Any]], listed: bool = True, relaxes: bool = False
+    ) -> None:
         super().__init__("method", {kind.name: f"specmm.methods:{kind.__name__}" for kind in kinds})
         self.family = family
+        self.relaxes = relaxes
         if listed:
             self.families[family] = self
 
@@ -321,6 +326,14 @@ class Methods(Registry):
             f"method {name!r} is for {' and '.join(others)}, not for {self.family}; choose from: "
             f"{', '.join(sorted(self.entries))}"
         )
+
+    def check(self, method: object) -> None:
+        """Raise ``ValueError`` for an option of ``method`` that would change nothing here."""
+        if isinstance(method, Auto) and method.relaxes and not self.relaxes:
+            raise ValueError(
+                f"certificate of auto must be exact for {self.family}, got bounded: auto takes "
+                "relaxed methods of picture tokens alone; leave it out"
+            )
 
 
 def make(registry: Registry, method: Any, **options: Any) -> Any:
@@ -341,7 +354,10 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
         raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
-    return kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+    made = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+    if isinstance(registry, Methods):
+        registry.check(made)
+    return made
 
 
 def by_hand(

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm import tqdm
 
 from specmm import methods
-from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
+from specmm.autotune import WIDEST, AcceptanceCounter, Candidate, Plan, planned
 from specmm.decode import decode
 from specmm.hardware import LARGE, choose_dtype
 from specmm.hf.drafting import row_uniforms
 from specmm.outside import DraftRequest, make_drafter, of_others
 from specmm.randomness import Uniforms
-from specmm.runs.run import Kind, Place, label, open_model, place_of
+from specmm.runs.run import Kind, Place, label, open_model, place_of, planning_bar
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine
 from specmm.tree import TreeShape
@@ -51,12 +50,16 @@ def plan_model(
     own = drafter is not None and of_others(drafter)
     pipe = open_model("images", model, place, drafter=None if own else drafter)
     if pipe.plans is None:
-        raise ValueError(f"model must be one of tokens or of scales to be planned, got {model}")
+        raise ValueError(
+            f"nothing is planned for models of continuous tokens such as {model}; specmm bench "
+            "measures their methods"
+        )
     if tv is not None and (own or pipe.plans == "scales"):
         raise ValueError(f"tv is for models of picture tokens and their own drafters, got {tv}")
-    target = pipe.measured(cfg, prompt, **wanted)
+    target = pipe.measured({"cfg": cfg}, prompt, **wanted)
     if pipe.plans == "scales":
-        return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
+        with planning_bar():
+            return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
     if not own:
         auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
         return _trees(pipe, model, batch, target, auto)
@@ -79,7 +82,8 @@ def plan_language(
         target, prompt = pipe.prepared(*given, **options)
         text = Asked(target, prompt, ROOM, row_uniforms(prompt), target.processor)
         return _made(model, len(asked), facts, *_own(drafter, text))
-    said = pipe.planned(*given, **options)
+    with planning_bar():
+        said = pipe.planned(*given, **options)
     made = [(str(key[0]), plan) for key, plan in pipe.plans.items()]
     return _made(model, len(asked), facts, said, made)
 
@@ -121,9 +125,9 @@ def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
     acceptance = counter.table()
     trees = (best_tree(acceptance, nodes, levels)[0] for nodes in SIZES)
     shapes = list({tree.size: tree for tree in trees}.values())  # what is never kept adds no node
-    made = planned(
-        target, drafter_of, shapes, Recursive(), asked.prompt, asked.uniforms, acceptance
-    )
+    given = (asked.prompt, asked.uniforms, acceptance)
+    with planning_bar():
+        made = planned(target, drafter_of, shapes, Recursive(), *given)
     tree = None if made.shape is None else tuple(made.shape.parents[0].tolist())
     chosen = methods.AR() if tree is None else methods.Draft(drafter, tree)
     return f"{label(chosen)} ({made.reason})", [(str(drafter), made)]
@@ -148,7 +152,7 @@ def plan_published(
 ) -> Planned:
     """CoDe by N for VARs of two published depths, without weights and without the tokenizer."""
     from specmm.image_ar.scales.sampling import Sampling
-    from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
+    from specmm.image_ar.scales.tuning import plan_of_sizes
     from specmm.image_ar.scales.var import check_published, published
 
     check_published(large, small, resolution)
@@ -160,8 +164,8 @@ def plan_published(
     sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
     pair = published(large, resolution), published(small, resolution)
     title = f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only"
-    with tqdm(total=CALIBRATION, unit="run", disable=None, leave=False) as bar:
-        made = plan_of_sizes(*pair, batch, sampling, dtype, bar.update)
+    with planning_bar():
+        made = plan_of_sizes(*pair, batch, sampling, dtype)
     return _by_n(title, batch, dtype, made)
 
 
@@ -176,7 +180,8 @@ def _trees(pipe: Images, model: str, batch: int, target: Any, auto: methods.Auto
     """What method auto measures and takes, and the very seconds that it decided on."""
     from specmm.image_ar.tokens.choosing import choose_method, planned_for
 
-    made = planned_for(target, pipe.parts, batch, auto)
+    with planning_bar():
+        made = planned_for(target, pipe.parts, batch, auto)
     chosen = choose_method(target, pipe.parts, batch, auto)
     said = chosen.name if made.shape is not None else label(chosen)  # a tree has its own line
     found = {
@@ -202,6 +207,7 @@ def _record(made: Plan) -> dict[str, Any]:
         "tau": made.expected_tau,
         "speedup": made.expected_speedup,
         "reason": made.reason,
+        "candidates": [{**one._asdict(), "choice": _name(one)} for one in made.candidates],
     }
 
 
@@ -215,11 +221,27 @@ def _lines(made: Plan, chosen: str = "") -> list[str]:
             f"draft       {_row(cost.draft, 'levels')}",
             f"verify      {_row(cost.verify, 'nodes')}",
         ]
+    lines += [f"candidate   {_about(one)}" for one in made.candidates]
     lines.append(f"choice      {chosen}{made.reason}")
     if made.shape is not None:
         parents = made.shape.parents[0].tolist()
         lines.append(f"tree        parents {parents}, tau {made.expected_tau:.2f} expected")
     return lines
+
+
+def _name(one: Candidate) -> str:
+    """A candidate's tree, or its method."""
+    if isinstance(one.choice, TreeShape):
+        return f"{one.choice.size} nodes, depth {one.choice.depth}"
+    return label(one.choice)
+
+
+def _about(one: Candidate) -> str:
+    """A candidate for people."""
+    found = [f"{_name(one)}: {one.speedup:.2f}x plain decoding"]
+    found += [] if one.tau is None else [f"tau {one.tau:.2f}"]
+    found += [f"total variation {one.tv:.3f} a token"] if one.tv else []
+    return ", ".join(found) + (f"; left, since {one.left}" if one.left else "")
 
 
 def _row(seconds: Any, unit: str) -> str:

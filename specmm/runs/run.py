@@ -10,8 +10,8 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -22,6 +22,7 @@ from torch import nn
 from tqdm import tqdm
 
 from specmm import methods, zoo
+from specmm.autotune import Measured
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.files import slug, write_whole
@@ -31,6 +32,7 @@ from specmm.image_ar.pipeline import ImagePipeline, family_of
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
+from specmm.watching import watched
 from specmm.when_compiled import Compiled
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -301,6 +303,7 @@ class PictureRun:
     wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
     outputs: list[str] = field(default_factory=list)
     compiled_pictures: list[bool] = field(default_factory=list)
+    planning_seconds: float = 0.0  # what the method was decided in, before the first picture
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
     ran: str = ""
@@ -330,6 +333,7 @@ class PictureRun:
             "reason": self.reason,
             "seed": self.seed,
             **self.place,
+            "planning_seconds": self.planning_seconds,
             "seconds": self.seconds,
             "pictures": len(self.outputs),
             **self.stats.as_dict(),
@@ -359,6 +363,10 @@ def check(pipe: Images, run: PictureRun) -> None:
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
+    if pipe.takes == "classes" and run.kind == "prompt":
+        raise ValueError(f"{run.model} draws classes, give --class NAME or ID in place of --prompt")
+    if run.kind == "prompt" and getattr(pipe, "text_encoder", pipe) is None:
+        raise ValueError(f"{run.model} reads prompts by a T5, give --text-encoder FOLDER")
     for name in run.wanted.keys() - set(pipe.call_options):
         option = {"num_inference_steps": "steps"}.get(name, name.replace("_", "-"))
         raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")
@@ -397,7 +405,11 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
         tell(f"note: {run.out} already holds {old} pictures; those of other names stay there")
     if run.compiled is True:
         tell("note: rounds, or scales, are compiled first, which takes half a minute to two")
-    method, run.reason = pipe.settle(run.method, run.rows, pipe.target(**run.sampling))
+    start = time.perf_counter()
+    target = pipe.measured(run.sampling, **run.wanted)
+    with planning_bar():
+        method, run.reason = pipe.settle(run.method, run.rows, target)
+    run.planning_seconds = time.perf_counter() - start
     run.ran = label(method)
     if method.one_generator and run.rows < count:
         raise ValueError(
@@ -425,6 +437,20 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
     finally:
         if run.compiled:
             pipe.works.coming = 0  # other calls of the pipeline have none to come
+
+
+@contextmanager
+def planning_bar() -> Iterator[None]:
+    """A bar of what is measured for a plan meanwhile."""
+    with tqdm(desc="planning", unit="run", disable=None, leave=False) as bar:
+
+        def moved(event: object) -> None:
+            if isinstance(event, Measured):
+                bar.total = event.total
+                bar.update(event.done - bar.n)  # backwards where another plan begins
+
+        with watched(moved):
+            yield
 
 
 def _moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
@@ -457,8 +483,6 @@ def _draw_batch(
             callback_on_step_end=callback,
             **options,
         )
-    if method.timed and not run.outputs:
-        run.reason = out.method.partition(": ")[2]
     run.seconds += time.perf_counter() - start
     run.stats = total([out.stats, run.stats] if run.outputs else [out.stats])
     run.certificates.append((out.certificate, out.tokens.numel()))

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.compiled import CompiledRound, prepare_compiler, uncompiled_calls
 from specmm.decode import Progress, room
 from specmm.drafter import Drafter
 from specmm.hardware import Place, prepack
@@ -186,14 +186,17 @@ class TextPipeline(Pipeline):
             work = self._work(prompts, given)
             if work is not None:
                 given = replace(given, compiled=self._pays(work, prompts, given))
-            start = time.perf_counter()
+            failed, start = uncompiled_calls(), time.perf_counter()
             run, drafter = self._start(prompts, given)
             texts, tokens, end = run.finish(streamer)
+            built = uncompiled_calls() == failed
+            quick = run.compiled and built
             if work is not None:
                 made = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, made, run.compiled)
+                work.observe(time.perf_counter() - start, made, quick)
+                work.able &= built
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        rest = (run.certificate(end), run.method, trace, run.compiled)
+        rest = (run.certificate(end), run.method, trace, quick)
         return TextOutput(texts, tokens, end.stats, *rest)
 
     @lists_options(chat=False)

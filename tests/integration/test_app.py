@@ -106,6 +106,22 @@ def test_a_phone_sees_results_within_one_screen(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.parametrize(("tab", "button"), [("Questions", "Ask"), ("Completion", "Continue")])
+def test_a_phone_sees_answers_within_one_screen(page: Any, tab: str, button: str) -> None:
+    """All tabs are there, and what both methods wrote."""
+    page.set_viewport_size(PHONE)
+    page.get_by_role("tab", name=tab).click()
+    click(page, button)
+    verdict = raced(page)
+    answers = page.locator(".answer").locator("visible=true").all()
+    lines = page.get_by_text("Certificate:").locator("visible=true").all()
+    assert len(answers) == len(lines) == 2
+    look(page, f"phone-{tab.lower()}")
+    boxes = [part.bounding_box() for part in (verdict, *lines, *answers)]
+    assert all(box["y"] >= 0 and box["y"] + box["height"] <= PHONE["height"] for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
 def test_a_link_restores_the_settings(page: Any, address: str, text_folder: Path) -> None:
     page.get_by_role("tab", name="Completion").click()
     page.get_by_label("Text to continue").fill("def sub(a, b):")
@@ -155,7 +171,7 @@ def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
 def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
     page.get_by_role("tab", name="Benchmark").click()
     click(page, "Measure here")
-    page.get_by_role("gridcell", name="exact").first.wait_for()
+    page.get_by_role("cell", name="exact").first.wait_for()
     look(page, "benchmark")
 
 
@@ -170,22 +186,41 @@ def test_two_people_at_once(page: Any, browser: Any, address: str) -> None:
     other.close()
 
 
+def measured(page: Any) -> None:
+    """Wait for the benchmark's table."""
+    page.get_by_role("cell", name="exact").first.wait_for()
+
+
+TABS = [
+    ("Pictures", "Race", raced),
+    ("Questions", "Ask", raced),
+    ("Completion", "Continue", raced),
+    ("Benchmark", "Measure here", measured),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_nothing_keeps_people_from_using_it(page: Any, size: dict[str, int]) -> None:
-    """By axe, before and after a race, with the trace open."""
+@pytest.mark.parametrize(("tab", "button", "ended"), TABS, ids=[tab for tab, *_ in TABS])
+def test_nothing_keeps_people_from_using_it(
+    page: Any, tab: str, button: str, ended: Any, size: dict[str, int]
+) -> None:
+    """By axe, of every tab: as it opens, after a run, and with all that folds open."""
     page.set_viewport_size(size)
-    page.get_by_role("button", name="Race", exact=True).wait_for()
+    name = f"axe-{tab.lower()}-{size['width']}"
+    page.get_by_role("tab", name=tab).click()
+    page.get_by_role("button", name=button, exact=True).locator("visible=true").wait_for()
     assert serious_findings(page) == []
-    click(page, "Race")
-    raced(page)
-    page.get_by_role("button", name="One round").locator("visible=true").click()
-    page.get_by_role("cell", name="the target's own").wait_for()
+    click(page, button)
+    ended(page)
+    look(page, name)
     assert serious_findings(page) == []
-    for tab, button in (("Questions", "Ask"), ("Completion", "Continue")):
-        page.goto(page.url.split("?")[0] + f"?tab={'text' if tab == 'Completion' else 'questions'}")
-        click(page, button)
-        raced(page)
-        assert serious_findings(page) == []
+    for folded in ("The model's parameters", "One round"):
+        for each in page.get_by_role("button", name=folded).locator("visible=true").all():
+            each.click()
+    page.wait_for_timeout(500)  # they unfold
+    look(page, f"{name}-open")
+    assert serious_findings(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=\"\">')")
     assert serious_findings(page) != []  # a picture without a description is noticed

@@ -175,6 +175,41 @@ def test_auto_takes_relaxed_methods_only_where_it_may(make_tiny, kind, monkeypat
     assert out.certificate.kind == kind
 
 
+@pytest.fixture
+def planned(monkeypatch):
+    """How many pictures at a time were planned for; a plan takes two seconds."""
+    found = []
+    whole = pictures._exact
+
+    def plan(target, parts, batch):
+        found.append(batch)
+        time.sleep(2)
+        return whole(target, parts, batch)
+
+    monkeypatch.setattr(pictures, "_exact", plan)
+    return found
+
+
+def test_a_smaller_last_batch_has_the_plan_of_the_others(make_tiny, planned):
+    pipe = make_tiny(tokens=16)
+    for _ in range(2):
+        out = pipe(classes=[0, 1, 2], method="auto", batch_size=2, output_type="latent")
+        assert out.method.startswith("auto: ") and len(out.tokens) == 3
+    assert planned == [2]
+
+
+def test_planning_is_no_part_of_the_pictures_seconds(make_tiny, tmp_path, planned):
+    make_tiny(tokens=16).save_pretrained(tmp_path / "model")
+    words = ["generate", str(tmp_path / "model"), "--class", "heart", "-n", "3"]
+    words += ["--method", "auto", "--batch-size", "2", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, [*words, "--json"])
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["method"] == "auto" and said["reason"] and len(said["outputs"]) == 3
+    assert planned == [2] and said["seconds"] < 2 <= said["planning_seconds"]
+    assert "s, not counted above)" in CliRunner().invoke(app, words).stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import specmm
-from specmm import methods, program_cache, when_compiled
+from specmm import methods, when_compiled
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
 from specmm.compiled import UNCOMPILED
@@ -204,19 +204,8 @@ def test_methods_of_lines_are_decided_by_themselves(made, traced, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:compiled programs are not kept")
-def test_programs_that_cannot_be_built_fail_their_items(made, traced, monkeypatch):
+def test_programs_that_cannot_be_built_fail_their_items(made, unbuilt):
     """What would be drawn without them would differ from the other pictures."""
-
-    def broken(*args: Any, **options: Any) -> Any:
-        from torch._dynamo.exc import BackendCompilerFailed
-
-        def fail(*args: Any) -> Any:
-            raise BackendCompilerFailed(broken, RuntimeError("no room"), None)
-
-        return fail
-
-    monkeypatch.setattr(torch, "compile", broken)
-    monkeypatch.setenv(program_cache.VARIABLE, str(made.place))  # set back afterwards
     counts = made(items_of(2), "out", True)
     assert counts.failed and not counts.done
     assert "runs uncompiled" in (made.place / "out" / "failed.jsonl").read_text()

@@ -292,7 +292,31 @@ def test_plan_says_what_it_measured(copy: Path) -> None:
         assert found["speedup"] == pytest.approx(
             found["tau"] * costs["step"] / sum(seconds), rel=1e-6
         )
-    assert "plain step" in run("plan", copy).stdout
+    assert len(found["candidates"]) > 2
+    assert found["speedup"] in (1, *(one["speedup"] for one in found["candidates"]))
+    shown = run("plan", copy).stdout
+    assert "plain step" in shown and "nodes, depth" in shown.partition("candidate ")[2]
+
+
+@pytest.mark.parametrize("tv", [None, 1.0, 1e-9], ids=str)
+def test_plan_shows_how_far_it_is_and_what_it_chose_from(
+    copy: Path, tv: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model whose methods are raced; some leave where little total variation is allowed."""
+    Shown.places.clear()
+    monkeypatch.setattr("specmm.runs.run.tqdm", Shown)
+    option = [] if tv is None else ["--tv", tv]
+    found = run_json("plan", copy, *option)
+    assert len(Shown.places) > 3 and min(Shown.places) == 1
+    names = {one["choice"].partition("(")[0] for one in found["candidates"]}
+    assert "sjd" in names if tv is None else {"gsd", "lantern", "lantern++"} <= names
+    left = [one for one in found["candidates"] if one["left"]]
+    assert all(one["tv"] > 1e-9 for one in left if "total variation" in one["left"])
+    assert bool(left) == (tv == 1e-9) or tv == 1.0  # there some may be too slow
+    if tv == 1e-9:
+        assert (
+            "; left, since its total variation is above 1e-09" in run("plan", copy, *option).stdout
+        )
 
 
 def test_demo_makes_table_sheet_and_page(tiny: Path, tmp_path: Path) -> None:

@@ -49,13 +49,17 @@ def refused(*arguments: object) -> str:
         ("--class heart --top-k=-1", "top_k must be at least 0"),
         ("--class heart --top-p 0", "top_p must be in (0, 1]"),
         ("--class heart --dtype fp32", "did you mean 'float32'"),
-        ("--class heart -n 0", "-n"),
-        ("--class heart --batch-size 0", "--batch-size"),
-        ("--class heart --seed many", "--seed"),
-        ("--class heart --seed -1", "--seed"),
+        ("--class heart -n 0", "-n must be greater than or equal to 1, got 0"),
+        (
+            "--class heart --batch-size=-2",
+            "--batch-size must be greater than or equal to 1, got -2",
+        ),
+        ("--class heart --seed many", "--seed must be a valid integer, got many"),
+        ("--class heart --seed -1", "--seed must be greater than or equal to 0, got -1"),
+        ("--class heart --cfg much", "--cfg must be a valid number, got much"),
         ("", "give --class or --prompt"),
         ("--class heart --prompt x", "not both"),
-        ("--prompt heart", "prompt needs a text-to-image model"),
+        ("--prompt heart", "draws classes, give --class NAME or ID in place of --prompt"),
     ],
 )
 def test_bad_options(tiny: Path, tmp_path: Path, arguments: str, message: str) -> None:

@@ -172,3 +172,16 @@ def test_what_cannot_be_compiled_is_drawn_as_it_is(kept, traced, monkeypatch):
         draw(pipe, method, 1.0, True)
     with pytest.raises(ValueError, match=r'^compiled must be True, False or "auto", got .yes.$'):
         draw(pipe, method, 1.0, "yes")
+
+
+@pytest.mark.filterwarnings("ignore:compiled programs are not kept")
+def test_pictures_drawn_without_the_programs_that_were_asked_for_say_so(unbuilt, monkeypatch):
+    """Their seconds are not taken for a program's."""
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    pipe = tiny_pipeline(tokens=16)
+    with pytest.warns(UserWarning, match="runs uncompiled, since compiling failed"):
+        assert draw(pipe, methods.AR(), 1.0, True).compiled == [False] * 3
+    for _ in range(2):
+        assert draw(pipe, methods.AR(), 1.0, "auto").compiled == [False] * 3
+    (work,) = pipe.works.all.values()
+    assert not work.able and work.seconds.quick is None and work.seconds.build is None

@@ -207,16 +207,37 @@ def test_models_of_transformers_are_cast_once(tmp_path, stored, wanted):
     assert not any(hasattr(weight, mapped.MAPPED) for weight in found.parameters())
 
 
-def test_what_a_model_computes_is_not_rounded_by_its_files_dtype(tmp_path):
-    """Gemma 3 scales its embeddings by the root of their width, which is no parameter."""
+def gemma3(folder, stored):
+    """In ``folder``, its weights ``stored`` so; its layers turn by frequencies of two kinds."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=40, intermediate_size=64, num_hidden_layers=1)
+    sizes = dict(vocab_size=64, hidden_size=40, intermediate_size=64, num_hidden_layers=2)
     heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=20)
     kind = transformers.Gemma3ForCausalLM
-    kind(transformers.Gemma3TextConfig(**sizes, **heads)).bfloat16().save_pretrained(tmp_path)
+    kind(transformers.Gemma3TextConfig(**sizes, **heads)).to(stored).save_pretrained(folder)
+    return kind
+
+
+def test_what_a_model_computes_is_not_rounded_by_its_files_dtype(tmp_path):
+    """Gemma 3 scales its embeddings by the root of their width, which is no parameter."""
+    kind = gemma3(tmp_path, torch.bfloat16)
     placing = Placing.of(tmp_path, Place("cpu", torch.float32))
     assert placing.rounded(load_model(kind, tmp_path, dtype=placing.dtype))
     assert not placing.rounded(load_model(kind, tmp_path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16])
+def test_what_a_model_computes_is_as_transformers_has_it(tmp_path, stored, wanted):
+    """Frequencies of rotary embeddings stay in float32, the scale of embeddings does not."""
+    kind = gemma3(tmp_path, stored)
+    theirs = dict(kind.from_pretrained(tmp_path, dtype=wanted).named_buffers())
+    placing = Placing.of(tmp_path, Place("cpu", wanted))
+    loaded = placing.loaded(lambda dtype: load_model(kind, tmp_path, dtype=dtype))
+    ours = dict(placing.put(loaded).named_buffers())
+    assert {buffer.dtype for buffer in theirs.values()} == {torch.float32, wanted}
+    assert ours.keys() == theirs.keys()
+    for name, buffer in theirs.items():
+        assert ours[name].dtype == buffer.dtype and torch.equal(ours[name], buffer), name
 
 
 def test_a_part_of_a_model_does_not_say_its_dtype(tmp_path):

@@ -44,6 +44,22 @@ def test_unknown_names_are_errors_that_suggest(
         methods.resolve(name, **options)
 
 
+@pytest.mark.parametrize("family", methods.Methods.families)
+def test_auto_may_relax_where_tokens_are_pictures_alone(family: str) -> None:
+    registry = methods.Methods.families[family]
+    if "auto" not in registry:
+        return
+    given = methods.Auto("bounded")
+    if registry in (methods.IMAGE_TOKENS, methods.TRANSFORMERS_IMAGES):
+        assert methods.by_hand(registry, given) == given
+        return
+    for method in ("auto", methods.Auto()):
+        with pytest.raises(ValueError, match=f"must be exact for {family}, got bounded: .* alone"):
+            methods.by_hand(registry, given)
+        with pytest.raises(ValueError, match=f"must be exact for {family}, got bounded: .* alone"):
+            methods.base.make(registry, method, certificate="bounded")
+
+
 def test_options_from_text_have_their_types() -> None:
     assert parse_method(
         methods.IMAGE_TOKENS, "lantern++", ["lambda=3", "k=7"]
@@ -130,6 +146,10 @@ def test_old_names_of_options_work_with_a_warning(
 def test_a_method_has_no_options_of_other_methods_by_old_names() -> None:
     with pytest.raises(TypeError, match="hindsight"):
         methods.SJD(hindsight=0.2)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match="unknown option of LanternPP 'lamda'; did you mean 'lambda_'"
+    ):
+        methods.LanternPP(lamda=2.0)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="unknown option of sjd 'hindsight'"):
         methods.resolve("sjd", hindsight=0.2)
 

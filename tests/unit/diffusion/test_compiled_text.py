@@ -258,3 +258,18 @@ def test_texts_are_compiled_once_it_pays(traced, monkeypatch, tmp_path):
     assert plain.ready and plain.able and not (other.ready or other.able)
     with pytest.raises(ValueError, match='compiled must be True, False or "auto", got 1'):
         pipe("import", compiled=1)
+
+
+@pytest.mark.filterwarnings("ignore:compiled programs are not kept")
+def test_texts_made_without_the_programs_that_were_asked_for_say_so(unbuilt, monkeypatch):
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    options = dict(max_new_tokens=6, method="ar")
+    plain = pipe("def add(a, b):", **options)
+    with pytest.warns(UserWarning, match="runs uncompiled, since compiling failed"):
+        out = pipe("def add(a, b):", compiled=True, **options)
+    assert not out.compiled and out.texts == plain.texts
+    for _ in range(2):
+        assert not pipe("def add(a, b):", compiled="auto", **options).compiled
+    (work,) = pipe.works.all.values()
+    assert not work.able and work.seconds.quick is None

@@ -6,9 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from specmm.autotune import Measured
 from specmm.cli import app
 from specmm.image_ar.scales import var
 from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
+from specmm.watching import watched
 
 
 def test_plan_on_the_command_line(pipe, tmp_path):
@@ -105,5 +107,7 @@ def test_bench_on_the_command_line(pipe, tmp_path):
 def test_a_plan_of_sizes_tells_of_every_run_that_it_measures(pipe):
     told = []
     sizes = pipe.transformer.config, pipe.small.config
-    made = plan_of_sizes(*sizes, 1, pipe.target(), torch.float32, lambda: told.append(len(told)))
-    assert len(told) == CALIBRATION and made.forecasts
+    with watched(told.append):
+        made = plan_of_sizes(*sizes, 1, pipe.target(), torch.float32)
+    told = [event for event in told if isinstance(event, Measured)]
+    assert told == [Measured(i + 1, CALIBRATION) for i in range(CALIBRATION)] and made.forecasts
