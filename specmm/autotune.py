@@ -169,11 +169,12 @@ def plan_chains(made: Plan, chains: Sequence[Chain], method: Any) -> Plan:
     tau = sum(chain.share * chain.tokens for chain in chains)
     seconds = sum(x.share * costs.round(x.drafts + 1, x.drafts) for x in chains)
     speedup = tau * costs.step / seconds
+    own = Candidate(method, speedup, tau)
     if speedup <= NOISE * made.expected_speedup:
-        return made
+        return replace(made, candidates=(*made.candidates, own))
     lengths = ", ".join(f"{x.drafts} ({x.share:.0%})" for x in chains)
     reason = f"chains of {lengths}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
-    return Plan(None, tau, speedup, reason, costs, method)
+    return Plan(None, tau, speedup, reason, costs, method, (*made.candidates, own))
 
 
 class RoundSeconds(NamedTuple):
