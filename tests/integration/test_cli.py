@@ -328,7 +328,7 @@ def test_demo_makes_table_sheet_and_page(tiny: Path, tmp_path: Path) -> None:
     assert str(tmp_path / "side_by_side.png") in lines
     assert len(pictures(tmp_path)) == 3 * 4 + 1
     page = (tmp_path / "index.html").read_text()
-    assert "data:image/png;base64," in page and "lantern++" in page and "http" not in page
+    assert "data:image/png;base64," in page and "lantern++" in page and "://" not in page
 
 
 def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
