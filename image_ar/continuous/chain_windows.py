@@ -101,7 +101,8 @@ class Response:
 
     def shares(self) -> Array:
         """[R, 1], at most ``STRONGEST``."""
-        share: Array = np.clip(self.seen / self.implied, 0, STRONGEST)
+        # np.clip takes four times as long
+        share: Array = np.minimum(np.maximum(self.seen / self.implied, 0), STRONGEST)
         return share[:, None]
 
     def keep(self, rows: list[int]) -> None:
