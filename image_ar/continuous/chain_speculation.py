@@ -8,15 +8,17 @@ w is "what the step believes x0 to be", and it is w that is drafted and verified
 a Gaussian prediction N(m, V) of x0, so a whole window is drawn at once and its distribution is
 known in closed form. And V comes with the target's last prediction, for free: a learned variance
 above the posterior's is Δ²·Var(x0) in η, which makes the drafts bend as the target's predictions do
-instead of repeating the last one.
+instead of repeating the last one. How far its predictions did bend over the windows so far, against
+what their variances said, is measured (``Response``) and multiplies V: learned variances are of
+single coordinates and often too wide.
 
 The maximal coupling of two diagonal Gaussians: a draft y ~ q is kept with probability min(1,
 p(y)/q(y)); else y ~ p is proposed until U > q(y)/p(y), which draws from (p - q)+ / mass. Either way
 the result has distribution p (Thorisson 2000; for speculation, arXiv 2211.17192).
 
 All of this is a few hundred numbers a round, kept in numpy on the host, where a call costs a fifth
-of torch's; only the head runs where it is. Shape letters: R rows (tokens) still running, S steps, W
-points of a window, C token width, N rows and K proposals of a coupling.
+of torch's; only the head runs where it is. Shape letters: R rows (tokens) still running, W points
+of a window, C token width, N rows and K proposals of a coupling.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from specmm.image_ar.continuous.diffusion import NoiseSchedule
+from specmm.image_ar.continuous.chain_windows import Columns, Response, WindowTables
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
 from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import Stream
@@ -79,7 +81,7 @@ def draw_residual(
     proposals, which happens with probability below 1e-6, the row is drawn from p. Raises
     ``ValueError`` when a distribution is not finite.
     """
-    if not all(np.isfinite(x).all() for x in (p.mean, p.log_var, q.mean, q.log_var)):
+    if not np.isfinite(sum(x.sum() for x in (p.mean, p.log_var, q.mean, q.log_var))):
         raise ValueError(
             "distributions to couple must be finite, "
             "got NaN or infinity in a mean or a log-variance"
@@ -118,53 +120,12 @@ def _counts(pictures: list[int], batch: int) -> list[int]:
     return counts
 
 
-@dataclass
-class Columns:
-    """Numbers [R or 1, W + 1, 1] of the points of a window.
+class Drafts(NamedTuple):
+    """A window: ``points`` η [R, W, C], ``steps`` w [R, W-1, C] between, their distributions q."""
 
-    The step *into* a point has the gain Δ, ``root`` = Δ^-½ and ``log_gain`` = log 1/Δ (all for
-    temperature 1); ``to_x`` turns η into x; x0 = ``x_share``·η - ``eps_share``·eps; ``spread`` is
-    half the log of the learned variance's range in the step *out*.
-    """
-
-    snr: Array
-    gain: Array
-    root: Array
-    log_gain: Array
-    to_x: Array
-    x_share: Array
-    eps_share: Array
-    spread: Array
-
-    def pair(self, j: int) -> Columns:
-        """Points j and j + 1."""
-        return Columns(*(column[:, j : j + 2] for column in vars(self).values()))
-
-
-class WindowTables:
-    """``Columns`` of all S points and, for windows that reach beyond, W times the last one."""
-
-    def __init__(self, schedule: NoiseSchedule, window: int) -> None:
-        level = schedule.alphas_cumprod.flip(0).numpy()
-        rest = 1 - level
-        snr = level / rest
-        gain = np.diff(snr, prepend=0.0)
-        low = schedule.posterior_log_variance_clipped.flip(0)
-        spread = (schedule.betas.log().flip(0) - low).numpy() / 2
-        shares = [rest / np.sqrt(level), rest / level, np.sqrt(rest / level)]
-        table = np.stack([snr, gain, gain**-0.5, -np.log(gain), *shares, spread], axis=1)
-        padded = np.concatenate([table, table[-1:].repeat(window, 0)])
-        self.rows = padded.astype(np.float32)[:, :, None]  # [S + W, 8, 1]
-        self.steps = len(level)
-        self.window = window
-
-    def at(self, k: list[int], width: int) -> Columns:
-        """The columns for windows of ``width`` points that start at steps ``k`` [R]."""
-        if len(set(k)) == 1:
-            rows = self.rows[None, k[0] : k[0] + width + 1]
-        else:
-            rows = self.rows[np.array(k)[:, None] + np.arange(width + 1)]
-        return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
+    points: Array
+    steps: Array
+    q: Normal
 
 
 @dataclass
@@ -236,6 +197,7 @@ class _ChainRun:
         self.eta = take(self.normal, self.rows, head.channels) / self.tables.rows[0, 4]
         self.mean = np.zeros_like(self.eta)
         self.var = np.ones_like(self.eta)  # latents have unit variance
+        self.response = Response(count)
         self.k = [0] * count
         self.pictures = [b for b, n in enumerate(self.rows) for _ in range(n)]
         self.left = list(range(count))
@@ -249,41 +211,37 @@ class _ChainRun:
         noise = self._numbers(self.normal, self.tables.window * self.eta.shape[1])
         noise = noise.reshape(len(self.left), -1, self.eta.shape[1])[:, :width]
         if self.small is None:
-            points, steps, q = self._draft(columns, noise)
+            drafts = self._draft(columns, noise)
         else:
-            points, steps, q = self._draft_by(self.small, columns, noise)
+            drafts = self._draft_by(self.small, columns, noise)
         self.calls += 1
         for row in self.left:
             self.row_calls[row] += 1
-        p, wider = self._probs(self.bound, self.k, points, columns)
-        kept = self._accept(steps, p, q)
+        p, wider = self._probs(self.bound, self.k, drafts.points, columns)
+        kept = self._accept(drafts, p)
         last = self.tables.steps - 1
         finished = [i for i, k in enumerate(self.k) if k + kept[i] == last]
-        self._advance(points, p, wider, q, columns.gain, kept)
+        self._advance(drafts, p, wider, columns.gain, kept)
         if finished:
             self._finish(finished, p.mean, kept)
 
-    def _draft(self, columns: Columns, noise: Array) -> tuple[Array, Array, Normal]:
-        """By the prediction N(m, V), from ``noise`` [R, W, C].
-
-        Points η [R, W, C], the drafted steps w [R, W-1, C] between, and their distributions q.
-        """
+    def _draft(self, columns: Columns, noise: Array) -> Drafts:
+        """By the prediction N(m, V), from ``noise`` [R, W, C]."""
         snr = columns.snr[:, :-1]
+        var = self.var * self.response.shares()
         if self.options.temperature != 1.0:
             noise = noise * self.options.temperature
-        clean = self.mean + np.sqrt(self.var) * noise[:, 0]
+        clean = self.mean + np.sqrt(var) * noise[:, 0]
         steps = clean[:, None] + columns.root[:, 1:-1] * noise[:, 1:]
         moved = np.zeros_like(noise)
         np.cumsum(columns.gain[:, 1:-1] * steps, axis=1, out=moved[:, 1:])
-        surer = 1 + self.var[:, None] * (snr - snr[:, :1])  # [R, W, C]
-        mean = (self.mean[:, None] + self.var[:, None] * moved[:, :-1]) / surer[:, :-1]
+        surer = 1 + var[:, None] * (snr - snr[:, :1])  # [R, W, C]
+        mean = (self.mean[:, None] + var[:, None] * moved[:, :-1]) / surer[:, :-1]
         log_gain = columns.log_gain[:, 1:-1] + self.log_temperature
         log_var = np.log(surer[:, 1:] / surer[:, :-1]) + log_gain
-        return self.eta[:, None] + moved, steps, Normal(mean, log_var)
+        return Drafts(self.eta[:, None] + moved, steps, Normal(mean, log_var))
 
-    def _draft_by(
-        self, small: BoundHead, columns: Columns, noise: Array
-    ) -> tuple[Array, Array, Normal]:
+    def _draft_by(self, small: BoundHead, columns: Columns, noise: Array) -> Drafts:
         """The same by the small head, one call a step."""
         points = [self.eta[:, None]]
         steps = [noise[:, :0]]
@@ -297,7 +255,7 @@ class _ChainRun:
             steps.append(dist.sample(noise[:, j : j + 1]))
             points.append(points[-1] + here.gain[:, 1:] * steps[-1])
         q = Normal(np.concatenate(means, axis=1), np.concatenate(log_vars, axis=1))
-        return np.concatenate(points, axis=1), np.concatenate(steps, axis=1), q
+        return Drafts(np.concatenate(points, axis=1), np.concatenate(steps, axis=1), q)
 
     def _probs(
         self, head: BoundHead, k: list[int], points: Array, columns: Columns
@@ -310,17 +268,17 @@ class _ChainRun:
         predicted = head.window(k, x)
         eps: Array = predicted[0].cpu().numpy()
         v: Array = predicted[1].cpu().numpy()
-        spread = columns.spread[:, :-1]
-        wider: Array = spread + spread * v
-        if not (np.abs(wider) < WIDEST).all():
+        wider: Array = columns.spread[:, :-1] * (v + 1)
+        if not np.abs(wider).max() < WIDEST:
             steps = np.array(k)[:, None] + np.arange(wider.shape[1])
             _check_widths(wider, steps < self.tables.steps)
         clean: Array = points * columns.x_share[:, :-1] - eps * columns.eps_share[:, :-1]
         log_var = wider + (columns.log_gain[:, 1:] + self.log_temperature)
         return Normal(clean, log_var), wider
 
-    def _accept(self, steps: Array, p: Normal, q: Normal) -> list[int]:
+    def _accept(self, drafts: Drafts, p: Normal) -> list[int]:
         """How many drafted steps of each row are kept."""
+        _, steps, q = drafts
         drafted = steps.shape[1]
         log_u = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
         if not drafted:
@@ -335,33 +293,48 @@ class _ChainRun:
         return min(drafted, self.tables.steps - 1 - k)
 
     def _advance(
-        self, points: Array, p: Normal, wider: Array, q: Normal, gain: Array, kept: list[int]
+        self, drafts: Drafts, p: Normal, wider: Array, gain: Array, kept: list[int]
     ) -> None:
         """Move every row past the steps it keeps and one more: the target's, or of the residual."""
-        drafted = q.mean.shape[1]
         rows = np.arange(len(kept))
         at = np.array(kept)
         probs = p[rows, at]
-        step = probs.sample(self._numbers(self.normal, points.shape[-1]))
-        rejected = [i for i, n in enumerate(kept) if n < self._drafted(self.k[i], drafted)]
-        if rejected and self.options.residual:
-            pictures = [self.pictures[i] for i in rejected]
-            over = q[rejected, at[rejected]]
-            step[rejected] = draw_residual(
-                probs[rejected], over, pictures, self.batch, self.normal, self.log_uniform
-            )
-        if len(gain) < len(kept):  # all rows are at the same step
-            gain = gain.repeat(len(kept), 0)
-        gain = gain[rows, at + 1]
-        self.eta = points[rows, at] + gain * step
-        self.k = [k + n + 1 for k, n in zip(self.k, kept, strict=True)]
+        step = self._next_step(drafts, probs, at)
+        out = gain[rows if len(gain) > 1 else 0, at + 1]
+        self.eta = drafts.points[rows, at] + out * step
         if self.options.predictor == "gaussian":
-            excess = np.maximum(np.expm1(wider[rows, at]), 0)  # Δ·Var(x0) by the target
+            excess = np.maximum(np.expm1(wider), 0)  # Δ·Var(x0) by the target
+            self.response.observe(self._inside(gain[:, 1:-1]), drafts.steps, p.mean, excess)
+            excess = excess[rows, at]
             self.mean = (probs.mean + excess * step) / (1 + excess)
-            self.var = excess / (gain * (1 + excess))
+            self.var = excess / (out * (1 + excess))
         else:
             self.mean = probs.mean
             self.var = np.zeros_like(step)
+        self.k = [k + n + 1 for k, n in zip(self.k, kept, strict=True)]
+
+    def _next_step(self, drafts: Drafts, probs: Normal, at: npt.NDArray[np.int64]) -> Array:
+        """Steps [R, C] out of the points ``at`` [R], where the target's distributions are ``probs``
+        [R, C]: of the residual where a draft was rejected.
+        """
+        step = probs.sample(self._numbers(self.normal, probs.mean.shape[-1]))
+        drafted = drafts.steps.shape[1]
+        rejected = [i for i, n in enumerate(at) if n < self._drafted(self.k[i], drafted)]
+        if rejected and self.options.residual:
+            pictures = [self.pictures[i] for i in rejected]
+            over = drafts.q[rejected, at[rejected]]
+            step[rejected] = draw_residual(
+                probs[rejected], over, pictures, self.batch, self.normal, self.log_uniform
+            )
+        return step
+
+    def _inside(self, gain: Array) -> Array:
+        """``gain`` [R or 1, W-1, 1] with 0 for steps beyond a row's last point."""
+        drafted = gain.shape[1]
+        if max(self.k) + drafted < self.tables.steps:
+            return gain
+        last = np.array([self._drafted(k, drafted) for k in self.k])
+        return gain * (np.arange(drafted) < last[:, None])[:, :, None]
 
     def _finish(self, finished: list[int], clean: Array, kept: list[int]) -> None:
         """Remove rows ``finished``: their token is their last point's clean token.
@@ -383,6 +356,7 @@ class _ChainRun:
         self.eta = self.eta[stay]
         self.mean = self.mean[stay]
         self.var = self.var[stay]
+        self.response.keep(stay)
 
     def _numbers(self, stream: Stream, width: int) -> Array:
         """The next ``width`` numbers of every row left: [R, width]."""

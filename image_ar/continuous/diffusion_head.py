@@ -242,12 +242,16 @@ class BoundHead:
         return F.linear(F.silu(times + self.cond), self.head.weight, self.head.bias)
 
     def _predict(self, x: Tensor, modulations: Tensor) -> tuple[Tensor, Tensor]:
-        out = self.head.weights.predict(x[..., None, :].to(self.head.dtype), modulations)
-        out = out.float()  # [..., G, 2C]
-        eps = out[..., 0, : self.head.channels]
-        v = out[..., 0, self.head.channels :]
+        """Of ``x`` [..., C] under ``modulations`` [..., G, F]."""
+        predict = self.head.weights.predict
+        x = x.to(self.head.dtype)
         if self.guided:
-            eps = torch.lerp(out[..., 1, : self.head.channels], eps, self.scale)
+            own, other = predict(x.unsqueeze(-2), modulations).float().unbind(-2)
+            eps, v = own.chunk(2, dim=-1)
+            return torch.lerp(other[..., : self.head.channels], eps, self.scale), v
+        # products take two dimensions as they are, and fold others at every call
+        made = predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
+        eps, v = made.view(*x.shape[:-1], -1).chunk(2, dim=-1)
         return eps, v
 
 

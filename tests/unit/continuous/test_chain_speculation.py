@@ -2,11 +2,13 @@
 residual the same tests see it.
 """
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from specmm.image_ar.continuous.chain_speculation import ChainOptions, WindowTables, speculate
+from specmm.image_ar.continuous.chain_windows import Response
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
 from specmm.image_ar.continuous.orders import log_uniforms, normals
@@ -94,6 +96,39 @@ def test_a_predictor_that_is_right_is_always_kept(gaussian):
     schedule, one = NoiseSchedule.of("25"), torch.ones(3)
     result = run(gaussian(schedule, one * 0.4, one, 200, wide=1.0), schedule, [200], window=25)
     assert max(result.row_calls) <= 3  # the first window is drafted without knowing the mean
+
+
+def test_a_response_is_the_share_of_the_variances_that_predictions_follow():
+    """Predictions of a Gaussian of one variance, told with another."""
+    rng = np.random.default_rng(0)
+    share, told = np.array([0.3, 1.4], np.float32), np.float32(0.8)
+    gain = rng.uniform(0.1, 1.0, (1, 9, 1)).astype(np.float32)
+    ahead = np.concatenate([np.zeros((1, 1, 1), np.float32), gain.cumsum(1)], 1)
+    response = Response(2)
+    for _ in range(20):
+        steps = rng.normal(size=(2, 9, 3)).astype(np.float32)
+        moved = np.concatenate([np.zeros_like(steps[:, :1]), (gain * steps).cumsum(1)], 1)
+        var = share[:, None, None] * told
+        clean = (0.5 + var * moved) / (1 + var * ahead)
+        excess = gain * (var / (1 + var * ahead) / share[:, None, None])[:, :-1]
+        excess = np.concatenate([excess, excess[:, -1:]], 1)  # the last point has no step
+        response.observe(gain, steps, clean, excess)
+    np.testing.assert_allclose(response.shares()[:, 0], share, rtol=1e-4)
+
+
+def test_variances_that_are_too_wide_cost_fewer_calls_once_responses_are_measured(
+    gaussian, monkeypatch
+):
+    """Tokens of half the width that the head tells."""
+    schedule = NoiseSchedule.of("100")
+
+    def calls():
+        head = gaussian(schedule, torch.zeros(16), torch.full((16,), 0.4), 1000, wide=0.9)
+        return run(head, schedule, [1000], window=16).row_calls
+
+    measured = calls()
+    monkeypatch.setattr(Response, "shares", lambda self: np.ones((len(self.seen), 1), np.float32))
+    assert stats.ttest_ind(measured, calls(), alternative="less").pvalue < 1e-6
 
 
 # --- the tiny model ---

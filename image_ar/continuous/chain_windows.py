@@ -1,0 +1,111 @@
+"""Windows of a denoising chain: their numbers by step, and how far predictions follow their steps.
+
+In the natural parameter η of :mod:`specmm.image_ar.continuous.chain_speculation`. Shape letters: R
+rows (tokens), S steps, W points of a window, C token width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
+
+Array = npt.NDArray[np.float32]
+
+FORGET = 0.5  # what a window counts in a response after another one
+STRONGEST = 2.0  # response that is believed
+
+
+@dataclass
+class Columns:
+    """Numbers [R or 1, W + 1, 1] of the points of a window.
+
+    The step *into* a point has the gain Δ, ``root`` = Δ^-½ and ``log_gain`` = log 1/Δ (all for
+    temperature 1); ``to_x`` turns η into x; x0 = ``x_share``·η - ``eps_share``·eps; ``spread`` is
+    half the log of the learned variance's range in the step *out*.
+    """
+
+    snr: Array
+    gain: Array
+    root: Array
+    log_gain: Array
+    to_x: Array
+    x_share: Array
+    eps_share: Array
+    spread: Array
+
+    def pair(self, j: int) -> Columns:
+        """Points j and j + 1."""
+        return Columns(*(column[:, j : j + 2] for column in vars(self).values()))
+
+
+class WindowTables:
+    """``Columns`` of all S points and, for windows that reach beyond, W times the last one."""
+
+    def __init__(self, schedule: NoiseSchedule, window: int) -> None:
+        level = schedule.alphas_cumprod.flip(0).numpy()
+        rest = 1 - level
+        snr = level / rest
+        gain = np.diff(snr, prepend=0.0)
+        low = schedule.posterior_log_variance_clipped.flip(0)
+        spread = (schedule.betas.log().flip(0) - low).numpy() / 2
+        shares = [rest / np.sqrt(level), rest / level, np.sqrt(rest / level)]
+        table = np.stack([snr, gain, gain**-0.5, -np.log(gain), *shares, spread], axis=1)
+        padded = np.concatenate([table, table[-1:].repeat(window, 0)])
+        self.rows = padded.astype(np.float32)[:, :, None]  # [S + W, 8, 1]
+        self.steps = len(level)
+        self.window = window
+        self.made: dict[tuple[int, int], Columns] = {}  # for rows that are all at one step
+
+    def at(self, k: list[int], width: int) -> Columns:
+        """The columns for windows of ``width`` points that start at steps ``k`` [R]."""
+        if len(k) > 1 and len(set(k)) > 1:
+            return _columns(self.rows[np.array(k)[:, None] + np.arange(width + 1)])
+        key = (k[0], width)
+        if key not in self.made:
+            self.made[key] = _columns(self.rows[None, k[0] : k[0] + width + 1])
+        return self.made[key]
+
+
+def _columns(rows: Array) -> Columns:
+    """Those of ``rows`` [R or 1, W + 1, 8, 1] of the table."""
+    return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
+
+
+class Response:
+    """How far predictions of x0 followed the steps of their windows, as a share of what the
+    variances told with them imply; by row, newer windows counting more.
+
+    In η the derivative of E[x0] is Var(x0) (Tweedie's formula), so after a step w the prediction m'
+    differs from m by V·Δ·(w - m'), if V is the variance. The share is the least-squares fit, in
+    units of V, over all points of a window: also those beyond the first rejection, where the target
+    answered as well. Drafts follow from what was seen before them, so any share is exact.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.seen = np.ones(rows, np.float32)
+        self.implied = np.ones(rows, np.float32)
+
+    def observe(self, gain: Array, steps: Array, clean: Array, excess: Array) -> None:
+        """``clean`` [R, W, C] predictions at a window's points, with Δ·Var(x0) = ``excess``, and
+        the ``steps`` between [R, W-1, C] of ``gain`` [R or 1, W-1, 1] (0: no step).
+        """
+        after = clean[:, 1:]
+        off = steps - after
+        pull = gain * off
+        self.seen = FORGET * self.seen + (pull * (after - clean[:, :-1])).sum((1, 2))
+        self.implied = FORGET * self.implied + (pull * off * excess[:, :-1]).sum((1, 2))
+
+    def shares(self) -> Array:
+        """[R, 1], at most ``STRONGEST``."""
+        # np.clip takes four times as long
+        share: Array = np.minimum(np.maximum(self.seen / self.implied, 0), STRONGEST)
+        return share[:, None]
+
+    def keep(self, rows: list[int]) -> None:
+        """Go on with some ``rows`` only."""
+        self.seen = self.seen[rows]
+        self.implied = self.implied[rows]
