@@ -8,6 +8,7 @@ as many nodes and levels, and take as many uniforms, every round; where they bra
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import traceback
@@ -26,6 +27,7 @@ from specmm.drafter import Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, UniformSource
 from specmm.stats import Clock
 from specmm.verify.rule import VerifyResult
+from specmm.whole_programs import ProgramFile, WholeProgram
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
@@ -50,44 +52,46 @@ SAME = {
     "NOT_PRESENT_IN_GENERIC_DICT",
     "DICT_CONTAINS",
     "DICT_NOT_CONTAINS",
-    "DICT_KEYS_MATCH",
 }
 
 
-def compiled(
-    function: Callable[..., Any], same_parts: bool = False, device: torch.device = CPU
-) -> Any:
+def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Program:
     """``function`` as a program for each shape of its arguments.
 
-    ``same_parts`` promises that all calls use the same networks, of which only the values of
-    weights change (no other hooks; caches of another size only if a tensor outside of them has
-    another shape, too), and objects of the same classes. PyTorch then checks tensors, numbers and
-    flags only, and not some 4,000 other things, which takes 1.5 ms for a transformers model of 20
-    layers. For a CPU ``device`` the calls of the program's parts are compiled as well: less time a
-    step, twice the time to compile.
+    All calls must use the same networks, of which only the values of weights change (no other
+    hooks; caches of another size only if a tensor outside of them has another shape, too), and
+    objects of the same classes. PyTorch then checks tensors, numbers and flags only, and not some
+    4,000 other things, which takes 1.5 ms for a transformers model of 20 layers. For a CPU
+    ``device`` the calls of the program's parts are compiled as well: less time a step, twice the
+    time to compile.
     """
-    if not same_parts:
-        return Program(function, torch.compile(function, dynamic=False))
     gc.collect()  # hooks of targets that nobody holds go now, not while PyTorch counts a layer's
     # a copy, since PyTorch files programs by their code object
     own = types.FunctionType(function.__code__.replace(), function.__globals__)
     own.__kwdefaults__ = function.__kwdefaults__
     own.__defaults__ = function.__defaults__
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
-    return Program(function, torch.compile(own, dynamic=False, options=options))
+    return Program(function, functools.partial(torch.compile, own, dynamic=False, options=options))
 
 
 class Program:
-    """``function`` as ``built`` by PyTorch, which compiles it when it is called.
+    """``function`` as built by ``compiler`` when it is called, or loaded where it was kept
+    (:mod:`specmm.whole_programs`). What cannot be one program is built in parts, which PyTorch
+    traces in each process.
 
     Where files of programs are damaged or the disk is full it is compiled in another folder, and
     where that fails, too, run as it is: compiling saves time and must not end a run. Nothing has
     run when compiling fails, so that a call can begin again.
     """
 
-    def __init__(self, function: Callable[..., Any], built: Callable[..., Any]) -> None:
+    unread = True  # see Fingerprint
+
+    def __init__(self, function: Callable[..., Any], compiler: Callable[..., Any]) -> None:
         self.function = function
-        self.built = built
+        self.whole = compiler(fullgraph=True)
+        self.parts = compiler()
+        self.made: list[WholeProgram] = []
+        self.run: Callable[..., Any] | None = None  # all calls, where there is no whole program
 
     def __call__(self, *args: Any) -> Any:
         """What ``function`` returns."""
@@ -104,14 +108,41 @@ class Program:
                 raise
             why = program_cache.first_line(error)
             warnings.warn(f"{UNCOMPILED}, since compiling failed: {why}", stacklevel=2)
-        self.built = self.function
+        self.run = self.function
         return self._run(*args)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: PyTorch writes what has programs beside its guards on it."""
+        return {}
+
     def _run(self, *args: Any) -> Any:
-        if self.built is self.function:
-            return self.built(*args)
+        if self.run is self.function:
+            return self.run(*args)
         with outside_batch_invariant():  # PyTorch cannot compile its products
-            return self.built(*args)
+            return self._for(args)(*args)
+
+    def _for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """What serves ``args``."""
+        for program in self.made:
+            if program.fits(*args):
+                return program.run
+        if self.run is not None:
+            return self.run
+        if len(self.made) == PROGRAMS:
+            return self.function
+        file = ProgramFile(self.function, args)
+        program = file.load()
+        if program is None:
+            try:
+                program = WholeProgram(self.whole.aot_compile((args, {})))
+            except Exception as error:
+                if _of_compiling(error):
+                    raise
+                self.run = self.parts
+                return self.run
+            file.save(program)
+        self.made.append(program)
+        return program.run
 
 
 def _of_compiling(error: Exception) -> bool:
@@ -129,10 +160,16 @@ def _of_compiling(error: Exception) -> bool:
 
 
 def _watched(guards: Any) -> list[bool]:
-    """Which ``guards`` to keep: those on PyTorch's own state, which have no name, and on inputs."""
+    """Which ``guards`` to keep: those on PyTorch's own state, which have no name, and on inputs.
+
+    Those on the keys of dictionaries that were gone through stay for networks, too: PyTorch asks
+    for these dictionaries when it loads guards from a file.
+    """
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     return [
-        kept and (not guard.name or not (guard.guard_type in SAME or guard.is_global))
+        not guard.name
+        or not guard.is_global
+        and (guard.guard_type == "DICT_KEYS_MATCH" or kept and guard.guard_type not in SAME)
         for guard, kept in zip(guards, outside, strict=True)
     ]
 
@@ -170,11 +207,13 @@ class CompiledRound:
     The first round after a prefill is not compiled, since its feedback has another form. The
     clock's "verify" is the whole program and the round's end. A relaxed rule's excess is measured
     in every round, so that one program is enough. The target must have ``end_round``, as
-    :class:`DeferredStop` has. ``same_parts`` and ``device`` as in :func:`compiled`.
+    :class:`DeferredStop` has. ``device`` and what all calls share as in :func:`compiled`.
     """
 
-    def __init__(self, same_parts: bool = False, device: torch.device = CPU) -> None:
-        self.program = compiled(one_round, same_parts, device)
+    unread = True  # see Fingerprint
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.program = compiled(one_round, device)
         self.uniforms = 0  # that a row takes in a round
 
     def __call__(
