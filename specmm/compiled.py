@@ -67,9 +67,12 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     """
     gc.collect()  # hooks of targets that nobody holds go now, not while PyTorch counts a layer's
     # a copy, since PyTorch files programs by their code object
-    own = types.FunctionType(function.__code__.replace(), function.__globals__)
+    code, closure = function.__code__.replace(), function.__closure__
+    own = types.FunctionType(
+        code, function.__globals__, argdefs=function.__defaults__, closure=closure
+    )
     own.__kwdefaults__ = function.__kwdefaults__
-    own.__defaults__ = function.__defaults__
+    vars(own).update(vars(function))
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
     return Program(function, functools.partial(torch.compile, own, dynamic=False, options=options))
 
