@@ -8,7 +8,6 @@ as many nodes and levels, and take as many uniforms, every round; where they bra
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import traceback
@@ -65,7 +64,6 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     ``device`` the calls of the program's parts are compiled as well: less time a step, twice the
     time to compile.
     """
-    gc.collect()  # hooks of targets that nobody holds go now, not while PyTorch counts a layer's
     # a copy, since PyTorch files programs by their code object
     code, closure = function.__code__.replace(), function.__closure__
     own = types.FunctionType(
@@ -74,13 +72,17 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     own.__kwdefaults__ = function.__kwdefaults__
     vars(own).update(vars(function))
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
-    return Program(function, functools.partial(torch.compile, own, dynamic=False, options=options))
+
+    def compiler(whole: bool) -> Any:
+        return torch.compile(own, fullgraph=whole, dynamic=False, options=options)
+
+    return Program(function, compiler)
 
 
 class Program:
-    """``function`` as built by ``compiler`` when it is called, or loaded where it was kept
+    """``function`` as built when it is called, or loaded where it was kept
     (:mod:`specmm.whole_programs`). What cannot be one program is built in parts, which PyTorch
-    traces in each process.
+    traces in each process. ``compiler`` is PyTorch's, of a whole function or of its parts.
 
     Where files of programs are damaged or the disk is full it is compiled in another folder, and
     where that fails, too, run as it is: compiling saves time and must not end a run. Nothing has
@@ -89,12 +91,11 @@ class Program:
 
     unread = True  # see Fingerprint
 
-    def __init__(self, function: Callable[..., Any], compiler: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], compiler: Callable[[bool], Any]) -> None:
         self.function = function
-        self.whole = compiler(fullgraph=True)
-        self.parts = compiler()
+        self.compiler = compiler
         self.made: list[WholeProgram] = []
-        self.run: Callable[..., Any] | None = None  # all calls, where there is no whole program
+        self.run: Callable[..., Any] | None = None  # all other calls, where that is decided
 
     def __call__(self, *args: Any) -> Any:
         """What ``function`` returns."""
@@ -129,19 +130,22 @@ class Program:
         for program in self.made:
             if program.fits(*args):
                 return program.run
-        if self.run is not None:
-            return self.run
-        if len(self.made) == PROGRAMS:
-            return self.function
+        if self.run is None and len(self.made) < PROGRAMS:
+            return self._new(args)
+        return self.run or self.function
+
+    def _new(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """A program loaded or built for ``args``."""
         file = ProgramFile(self.function, args)
         program = file.load()
         if program is None:
+            gc.collect()  # hooks of targets that nobody holds go now, and are not traced
             try:
-                program = WholeProgram(self.whole.aot_compile((args, {})))
+                program = WholeProgram(self.compiler(True).aot_compile((args, {})))
             except Exception as error:
                 if _of_compiling(error):
                     raise
-                self.run = self.parts
+                self.run = self.compiler(False)
                 return self.run
             file.save(program)
         self.made.append(program)
