@@ -3,10 +3,10 @@
     python -m benchmarks.second_process --before ../another-checkout
 
 A process opens ``pocket/llamagen`` and draws one picture several times. ``first`` is the first call
-after opening, of which ``beyond`` is what it takes more than the quickest later one; ``process`` is
-all from the interpreter's start, imports included. The first process of a method fills a new folder
-of programs (``build``: its first call); all later ones are ``runs`` of their own, in turn with those
-of ``--before``, the code of an earlier release, which has a folder of its own.
+after opening, of which ``beyond`` is what it takes more than the quickest later one; ``process``
+is all of it with imports and opening. The first process of a method fills a new folder of programs
+(``build``: its first call). Those after it are in turn with those of ``--before``, the code of an
+earlier release, whose programs have a folder of their own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import statistics
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -69,7 +70,7 @@ def rows_of(method: str, codes: dict[str, Path], threads: int, runs: int) -> lis
         for _ in range(runs):
             for name, code in codes.items():
                 found[name].append(process(method, code, folders[name], threads))
-    drawn = {str(one["tokens"]) for one in [*built.values(), *sum(found.values(), [])]}
+    drawn = {str(one["tokens"]) for one in chain(built.values(), *found.values())}
     if len(drawn) > 1:
         raise ValueError(f"all processes must draw the same tokens, {method} drew {len(drawn)}")
     return [

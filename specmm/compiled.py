@@ -167,16 +167,10 @@ def _of_compiling(error: Exception) -> bool:
 
 
 def _watched(guards: Any) -> list[bool]:
-    """Which ``guards`` to keep: those on PyTorch's own state, which have no name, and on inputs.
-
-    Those on the keys of dictionaries that were gone through stay for networks, too: PyTorch asks
-    for these dictionaries when it loads guards from a file.
-    """
+    """Which ``guards`` to keep: those on PyTorch's own state, which have no name, and on inputs."""
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     return [
-        not guard.name
-        or not guard.is_global
-        and (guard.guard_type == "DICT_KEYS_MATCH" or kept and guard.guard_type not in SAME)
+        kept and (not guard.name or not (guard.guard_type in SAME or guard.is_global))
         for guard, kept in zip(guards, outside, strict=True)
     ]
 

@@ -7,7 +7,6 @@ settings are apart, since PyTorch's guards check them in each call.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PLAIN = (bool, int, float, complex, str, bytes, range, slice, Enum)
+PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, range, slice, Enum)
 PLAIN += (torch.dtype, torch.device, torch.Size)
 CODE = (types.FunctionType, staticmethod, classmethod, property)
 
@@ -169,9 +168,8 @@ def _layout(x: Tensor) -> tuple[object, ...]:
 
 def _settings(value: object) -> bool:
     """Whether the numbers of ``value`` stay: no guard asks a network for its own."""
-    if isinstance(value, nn.Module):
-        return True
-    return dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen
+    facts = getattr(type(value), "__dataclass_params__", None)
+    return isinstance(value, nn.Module) or getattr(facts, "frozen", False)
 
 
 def _attributes(value: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Compiled programs in files of their own: a later process loads one, and traces and builds nothing.
+"""Compiled programs in files of their own: a later process loads them, and traces nothing.
 
 They lie in the folder in which PyTorch keeps what they are built of (:mod:`specmm.program_cache`).
 A file's name tells the function, the machine, the settings and what a call is made of
@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch._functorch.config
+import torch._inductor.config
 
 from specmm import program_cache
 from specmm.files import write_whole
@@ -40,7 +42,8 @@ class WholeProgram:
         # imported here, since it takes a moment
         from torch._dynamo.aot_compile import AOTCompiledFunction
 
-        return cls(AOTCompiledFunction.deserialize(data, names))
+        with _no_order_of_networks():
+            return cls(AOTCompiledFunction.deserialize(data, names))
 
     @property
     def data(self) -> bytes:
@@ -124,15 +127,36 @@ class ProgramFile:
         return WholeProgram.load(program, self.function.__globals__)
 
 
+@contextmanager
+def _no_order_of_networks() -> Iterator[None]:
+    """Within this block PyTorch loads guards without the dictionaries in networks that were gone
+    through: they are not in the file where no guard is on them, and PyTorch would look for them.
+    """
+    from torch._dynamo import package
+
+    whole = package.load_guards_state
+
+    def load(guards_state: bytes) -> Any:
+        state = whole(guards_state)
+        found = state.output_graph.guard_on_key_order
+        state.output_graph.guard_on_key_order = {
+            x for x in found if not x.guard_source.is_unspecialized_nn_module()
+        }
+        return state
+
+    package.load_guards_state = load
+    try:
+        yield
+    finally:
+        package.load_guards_state = whole
+
+
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
 def _surroundings() -> list[object]:
     """What else decides how a program is built, or whether it can run."""
-    import torch._functorch.config
-    import torch._inductor.config
-
     own = {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT)}
     own.pop("SPECMM_PROGRAMS", None)
     return [

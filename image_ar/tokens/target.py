@@ -307,10 +307,8 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
             )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
         self.kept: Cache | None = None
-        if transform is None:
-            self.run = partial(compiled(StaticTarget.logits_of, self.device), self)
-        else:
-            self.run = transform(self.logits_of)
+        own: Step = partial(compiled(StaticTarget.logits_of, self.device), self)
+        self.run = own if transform is None else transform(self.logits_of)
 
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
