@@ -27,6 +27,7 @@ from specmm.drafter import Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, UniformSource
 from specmm.stats import Clock
 from specmm.verify.rule import VerifyResult
+from specmm.whole_programs import ProgramFile, WholeProgram
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
@@ -51,7 +52,6 @@ SAME = {
     "NOT_PRESENT_IN_GENERIC_DICT",
     "DICT_CONTAINS",
     "DICT_NOT_CONTAINS",
-    "DICT_KEYS_MATCH",
 }
 
 
@@ -69,40 +69,48 @@ def uncompiled_calls() -> int:
     return _uncompiled.calls
 
 
-def compiled(
-    function: Callable[..., Any], same_parts: bool = False, device: torch.device = CPU
-) -> Any:
+def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Program:
     """``function`` as a program for each shape of its arguments.
 
-    ``same_parts`` promises that all calls use the same networks, of which only the values of
-    weights change (no other hooks; caches of another size only if a tensor outside of them has
-    another shape, too), and objects of the same classes. PyTorch then checks tensors, numbers and
-    flags only, and not some 4,000 other things, which takes 1.5 ms for a transformers model of 20
-    layers. For a CPU ``device`` the calls of the program's parts are compiled as well: less time a
-    step, twice the time to compile.
+    All calls must use the same networks, of which only the values of weights change (no other
+    hooks; caches of another size only if a tensor outside of them has another shape, too), and
+    objects of the same classes. PyTorch then checks tensors, numbers and flags only, and not some
+    4,000 other things, which takes 1.5 ms for a transformers model of 20 layers. For a CPU
+    ``device`` the calls of the program's parts are compiled as well: less time a step, twice the
+    time to compile.
     """
-    if not same_parts:
-        return Program(function, torch.compile(function, dynamic=False))
-    gc.collect()  # hooks of targets that nobody holds go now, not while PyTorch counts a layer's
     # a copy, since PyTorch files programs by their code object
-    own = types.FunctionType(function.__code__.replace(), function.__globals__)
+    code, closure = function.__code__.replace(), function.__closure__
+    own = types.FunctionType(
+        code, function.__globals__, argdefs=function.__defaults__, closure=closure
+    )
     own.__kwdefaults__ = function.__kwdefaults__
-    own.__defaults__ = function.__defaults__
+    vars(own).update(vars(function))
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
-    return Program(function, torch.compile(own, dynamic=False, options=options))
+
+    def compiler(whole: bool) -> Any:
+        return torch.compile(own, fullgraph=whole, dynamic=False, options=options)
+
+    return Program(function, compiler)
 
 
 class Program:
-    """``function`` as ``built`` by PyTorch, which compiles it when it is called.
+    """``function`` as built when it is called, or loaded where it was kept
+    (:mod:`specmm.whole_programs`). What cannot be one program is built in parts, which PyTorch
+    traces in each process. ``compiler`` is PyTorch's, of a whole function or of its parts.
 
     Where files of programs are damaged or the disk is full it is compiled in another folder, and
     where that fails, too, run as it is: compiling saves time and must not end a run. Nothing has
     run when compiling fails, so that a call can begin again.
     """
 
-    def __init__(self, function: Callable[..., Any], built: Callable[..., Any]) -> None:
+    unread = True  # see Fingerprint
+
+    def __init__(self, function: Callable[..., Any], compiler: Callable[[bool], Any]) -> None:
         self.function = function
-        self.built = built
+        self.compiler = compiler
+        self.made: list[WholeProgram] = []
+        self.run: Callable[..., Any] | None = None  # all other calls, where that is decided
 
     def __call__(self, *args: Any) -> Any:
         """What ``function`` returns."""
@@ -119,15 +127,45 @@ class Program:
                 raise
             why = program_cache.first_line(error)
             warnings.warn(f"{UNCOMPILED}, since compiling failed: {why}", stacklevel=2)
-        self.built = self.function
+        self.run = self.function
         return self._run(*args)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: PyTorch writes what has programs beside its guards on it."""
+        return {}
+
     def _run(self, *args: Any) -> Any:
-        if self.built is self.function:
+        if self.run is self.function:
             _uncompiled.calls += 1
-            return self.built(*args)
+            return self.run(*args)
         with outside_batch_invariant():  # PyTorch cannot compile its products
-            return self.built(*args)
+            return self._for(args)(*args)
+
+    def _for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """What serves ``args``."""
+        for program in self.made:
+            if program.fits(*args):
+                return program.run
+        if self.run is None and len(self.made) < PROGRAMS:
+            return self._new(args)
+        return self.run or self.function
+
+    def _new(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """A program loaded or built for ``args``."""
+        file = ProgramFile(self.function, args)
+        program = file.load()
+        if program is None:
+            gc.collect()  # hooks of targets that nobody holds go now, and are not traced
+            try:
+                program = WholeProgram(self.compiler(True).aot_compile((args, {})))
+            except Exception as error:
+                if _of_compiling(error):
+                    raise
+                self.run = self.compiler(False)
+                return self.run
+            file.save(program)
+        self.made.append(program)
+        return program.run
 
 
 def _of_compiling(error: Exception) -> bool:
@@ -186,11 +224,13 @@ class CompiledRound:
     The first round after a prefill is not compiled, since its feedback has another form. The
     clock's "verify" is the whole program and the round's end. A relaxed rule's excess is measured
     in every round, so that one program is enough. The target must have ``end_round``, as
-    :class:`DeferredStop` has. ``same_parts`` and ``device`` as in :func:`compiled`.
+    :class:`DeferredStop` has. ``device`` and what all calls share as in :func:`compiled`.
     """
 
-    def __init__(self, same_parts: bool = False, device: torch.device = CPU) -> None:
-        self.program = compiled(one_round, same_parts, device)
+    unread = True  # see Fingerprint
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.program = compiled(one_round, device)
         self.uniforms = 0  # that a row takes in a round
 
     def __call__(

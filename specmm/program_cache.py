@@ -57,32 +57,35 @@ def folder() -> Path | None:
         writable(place, "SPECMM_PROGRAMS")
         free = shutil.disk_usage(place).free
     except (ValueError, OSError, RuntimeError) as error:
-        _warn(str(error))
+        warn(str(error))
         return None
     if free < ROOM:
-        _warn(f"{place} has {free >> 20} MB left and needs {ROOM >> 20}")
+        warn(f"{place} has {free >> 20} MB left and needs {ROOM >> 20}")
         return None
     return place
 
 
 def use() -> None:
     """From now on PyTorch keeps programs in :func:`folder`, if it can be used."""
+    if used() is None and (place := folder()) is not None:
+        os.environ[VARIABLE] = str(place)
+
+
+def used() -> Path | None:
+    """The folder that programs of this process are kept in, None where they are not."""
     # imported here, since it takes a moment
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     given = os.environ.get(VARIABLE)
-    if given and given != default_cache_dir():  # PyTorch sets the variable to its default
-        return
-    place = folder()
-    if place is not None:
-        os.environ[VARIABLE] = str(place)
+    # PyTorch sets the variable to its default
+    return Path(given) if given and given != default_cache_dir() else None
 
 
 def leave(error: BaseException) -> None:
     """A program could not be read or written because of ``error``: PyTorch goes on in a new folder
     of this process, where one can be made, which is removed at its end.
     """
-    _warn(f"{type(error).__name__}: {first_line(error)}")
+    warn(f"{type(error).__name__}: {first_line(error)}")
     try:
         place = tempfile.mkdtemp(prefix="specmm-programs-")
     except OSError:  # no room there, either: what fails again runs uncompiled
@@ -97,7 +100,8 @@ def first_line(error: BaseException) -> str:
 
 
 @cache
-def _warn(why: str) -> None:
+def warn(why: str) -> None:
+    """Say once that programs are not kept, and ``why``."""
     warnings.warn(
         f"compiled programs are not kept for later runs ({why}); give a folder that can be written "
         "with SPECMM_PROGRAMS, or empty the one there is",

@@ -21,6 +21,8 @@ os.environ.setdefault("SPECMM_PROGRAMS", f"{tempfile.gettempdir()}/specmm-progra
 import pytest
 import torch
 
+from specmm import program_cache
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -62,7 +64,12 @@ def traced(monkeypatch):
     """Programs are traced as for a compiler, and not built: seconds instead of half a minute. A
     round that would end its program midway is an error.
     """
-    whole = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+
+    def whole(function, *, fullgraph=True, **options):
+        assert fullgraph, "a round must be one program"
+        return compiler(function, fullgraph=True, **options)
+
     yield from _traced(monkeypatch, whole)
 
 
@@ -85,6 +92,7 @@ def unbuilt(monkeypatch, tmp_path):
 
 def _traced(monkeypatch, compiler):
     monkeypatch.setattr(torch, "compile", compiler)
+    monkeypatch.setattr(program_cache, "used", lambda: None)  # these are no programs to keep
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -31,7 +31,7 @@ class CompiledVAR:
     def __init__(self, model: VAR) -> None:
         prepare_compiler(model.device)
         self.model = model
-        self.program = compiled(run_blocks, same_parts=True, device=model.device)
+        self.program = compiled(run_blocks, model.device)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "model":  # copying asks before there is a model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,11 +84,12 @@ def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
     """What plays the rounds of ``method``: programs that calls share, or the loop as it is."""
     if not target.static_shapes:
         return one_round
-    if target.programs is None:
-        return parts.once("round", CompiledRound)
     key = methods.filed(method)
+    if target.programs is None:
+        own = ("round", parts.made.get("static of"), key)
+        return parts.once(own, partial(CompiledRound, target.device))
     if key not in target.programs:
-        target.programs[key] = CompiledRound(True, target.device)
+        target.programs[key] = CompiledRound(target.device)
     return target.programs[key]
 
 

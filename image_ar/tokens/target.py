@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -290,20 +291,24 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
     every call.
 
     A step attends all slots of the cache under a mask and writes by index; the eager one slices and
-    needs no mask. ``transform`` turns the step's function into a faster one. A compiled program
-    cannot stop at logits that are not finite: the caller checks after a round (``end_round``).
+    needs no mask. ``transform`` turns the step's function into a faster one, else it is compiled.
+    A compiled program cannot stop at logits that are not finite: the caller checks after a round
+    (``end_round``).
     """
 
     static_shapes: ClassVar[bool] = True
 
-    def __init__(self, plain: LlamaGenTarget, transform: Callable[[Step], Step] = compiled) -> None:
+    def __init__(
+        self, plain: LlamaGenTarget, transform: Callable[[Step], Step] | None = None
+    ) -> None:
         if plain.model.config.model_type != "c2i":
             raise ValueError(
                 "steps and rounds of static shapes serve class-conditional models only"
             )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
         self.kept: Cache | None = None
-        self.run = transform(self.logits_of)
+        own: Step = partial(compiled(StaticTarget.logits_of, self.device), self)
+        self.run = own if transform is None else transform(self.logits_of)
 
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:

@@ -53,7 +53,7 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
                 f"compiled=True needs full attention and one set of positions, {self.name} has "
                 "others"
             )
-        self.program = compiled(_next, True, self.device)
+        self.program = compiled(_next, self.device)
         self.stepped = False
 
     @torch.inference_mode()

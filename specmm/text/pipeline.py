@@ -310,7 +310,7 @@ class TextPipeline(Pipeline):
             parts = None
             if method.drafts:
                 parts = assemble(method, target, drafter, self.tokenizer)
-            play = CompiledRound(True, target.device)
+            play = CompiledRound(target.device)
             made = self.made[key] = CompiledMethod(target, parts, play, drafter)
         return made
 

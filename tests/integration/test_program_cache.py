@@ -1,7 +1,7 @@
 """Programs are kept from process to process; a folder of them that fails does not end a run."""
 
+import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -11,51 +11,96 @@ import torch
 from specmm import methods, when_compiled
 from specmm.compiled import compiled
 from tests.integration.conftest import tiny_pipeline
-from tests.integration.test_compiled import draw
+from tests.integration.test_compiled import compiles, draw
 
 SCRIPT = """
 import torch
 from specmm.compiled import compiled, prepare_compiler
 from torch._dynamo.utils import counters
+from curves import one_over
 prepare_compiler(torch.device("cpu"))
-def curve(x):
-    return torch.sin(x) + 1
 x = torch.linspace(0, 1, 1000)
-found = compiled(curve, same_parts=True)(x)
-assert torch.allclose(found, curve(x)), "the program's values"
-print("loaded", counters["aot_autograd"]["autograd_cache_hit"])
+found = compiled(one_over)(x)
+assert torch.allclose(found, one_over(x)), "the program's values"
+print(counters["stats"]["unique_graphs"])
+"""
+MODULE = """
+def one_over(x):
+    return 1 / (x + 1)
+"""
+PIPELINES = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+from specmm import ImagePipeline, TextPipeline
+pictures, texts = sys.argv[1:]
+pipe = ImagePipeline.from_pretrained(pictures)
+made = {}
+for method in ("ar", "speculative", "sjd"):
+    own = torch.Generator().manual_seed(3)
+    out = pipe(2, method=method, compiled=True, generator=own, output_type="latent")
+    made[method] = out.tokens.tolist()
+pipe = TextPipeline.from_pretrained(texts)
+for method in ("ar", "block"):
+    out = pipe("def add(a", method=method, compiled=True, max_new_tokens=12, temperature=0)
+    made[f"{method} of text"] = out.texts
+print(json.dumps([counters["stats"]["unique_graphs"], made]))
 """
 
 
-def process(folder):
-    """What a process prints that compiles a function and has ``folder`` for programs."""
+def process(folder, script=SCRIPT, *arguments):
+    """What a process prints that runs ``script`` and has ``folder`` for programs, and how often it
+    warned of it.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCH")}
-    env |= {"SPECMM_PROGRAMS": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=False
-    )
+    path = [*sys.path, str(folder)]
+    env |= {"SPECMM_PROGRAMS": str(folder / "kept"), "PYTHONPATH": os.pathsep.join(path)}
+    command = [sys.executable, "-c", script, *arguments]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return run.stdout.split()[-1], run.stderr.count("are not kept for later runs")
+    return run.stdout.splitlines()[-1], run.stderr.count("are not kept for later runs")
+
+
+@pytest.fixture
+def programs(tmp_path):
+    (tmp_path / "curves.py").write_text(MODULE)
+    return tmp_path
+
+
+def content(folder):
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*.so")}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
-def test_the_second_process_loads_what_the_first_built(tmp_path):
-    assert process(tmp_path) == ("0", 0)
-    assert process(tmp_path) == ("1", 0)
-    built = [file for file in tmp_path.rglob("*.so") if file.is_file()]
+@compiles
+def test_the_second_process_loads_what_the_first_built(programs):
+    assert process(programs) == ("1", 0)
+    built = content(programs)
     assert built
+    assert process(programs) == ("0", 0), "nothing is traced"
+    assert content(programs) == built
     for file in built:
         file.write_bytes(b"no program")
-    assert process(tmp_path)[1] <= 1, "one warning at most"
-    for file in tmp_path.rglob("*"):
+    assert process(programs) == ("1", 1), "in another folder"
+    for file in (programs / "kept").rglob("*"):
         if file.is_file():
             file.write_bytes(b"\0")
-    assert process(tmp_path)[0] == "0"
+    assert process(programs)[0] == "1"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+@compiles
+def test_the_second_process_traces_and_builds_nothing(tmp_path, tiny, text_folder):
+    """Of any method: its tokens are those of the first."""
+    (first, _), (second, _) = (
+        process(tmp_path, PIPELINES, str(tiny), str(text_folder)) for _ in range(2)
+    )
+    graphs, made = json.loads(first)
+    assert graphs == len(made), "a program a method"
+    assert json.loads(second) == [0, made]
+
+
+@pytest.mark.slow
+@compiles
 def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     (tmp_path / "file").touch()
     assert process(tmp_path / "file" / "folder")[1] == 1  # PyTorch's own folder may hold programs

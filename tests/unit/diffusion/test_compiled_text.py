@@ -36,7 +36,7 @@ class Run:
         self.target = kind(model or target_model(V), processor, "tiny")
         drafter = paired(V, [4, 1, 2, 7], 0 if method == TREE else 6)  # with a memory along chains
         self.parts = None if method is None else assemble(method, self.target, drafter)
-        self.options = {"play": CompiledRound(same_parts=True)} if compiled else {}
+        self.options = {"play": CompiledRound()} if compiled else {}
 
     def __call__(self, rows=ROWS, length=LENGTH):
         *_, end = self.steps(rows, length)
@@ -122,7 +122,7 @@ def worked(parts):
     ],
 )
 def test_programs_of_the_same_parts_follow_what_may_change(change, traced):
-    parts, program = Parts(torch.arange(2.0)), compiled(worked, same_parts=True)
+    parts, program = Parts(torch.arange(2.0)), compiled(worked)
     assert torch.equal(program(parts), worked(parts))
     vars(parts).update(change)
     assert torch.equal(program(parts), worked(parts))
