@@ -109,7 +109,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self.owner = owner or owner_of(transformer, facts)
         self.parts = PictureParts(
-            heads, trees=self.settings.trees, acceptance=self.settings.acceptance
+            heads,
+            trees=self.settings.trees,
+            acceptance=self.settings.acceptance,
+            chains=self.settings.chains,
         )
         self._read_codebook()
         self._decoder: Decoder | None = None

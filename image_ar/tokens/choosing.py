@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specmm import autotune, methods
-from specmm.autotune import Candidate, Measured, Plan
+from specmm.autotune import Candidate, Chain, Measured, Plan
 from specmm.decode import decode, decode_plain
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
@@ -32,6 +32,7 @@ from specmm.watching import tell
 SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
+SURE = 0.1  # the least chance of a draft where chains end by it
 UNPLANNED: tuple[Method, ...] = (
     methods.SJD(),
     methods.SelfDraft(),
@@ -104,9 +105,18 @@ def _exact(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
 
     shapes = candidates(parts)
     prompt = target.any_prompt(batch)
-    return autotune.planned(
+    made = autotune.planned(
         target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
     )
+    if batch > 1 or target.processor.greedy:  # chains end in a single picture's rounds
+        return made
+    chains = [Chain(int(drafts), *rest) for drafts, *rest in parts.chains]
+    return autotune.plan_chains(made, chains, unsure(parts))
+
+
+def unsure(parts: PictureParts) -> methods.Speculative:
+    """The longest chains of the block drafter, which end where it is unsure."""
+    return methods.Speculative(tree=f"chain({parts.head('block').config.levels})", sure=SURE)
 
 
 def candidates(parts: PictureParts) -> list[TreeShape]:

@@ -64,9 +64,10 @@ TURNS = 8
 
 @dataclass(frozen=True)
 class LlamaGenSettings:
-    """Recommended sampling, class names by id, recommended trees (children by level) by method, and
-    the block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
-    kept): what ``settings.json`` holds.
+    """Recommended sampling, class names by id, recommended trees (children by level) by method, the
+    block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
+    kept), and its chains that end where it is unsure (drafts, share of rounds, tokens a round of
+    each length): what ``settings.json`` holds.
     """
 
     cfg: float = 1.0
@@ -77,6 +78,7 @@ class LlamaGenSettings:
     classes: tuple[str, ...] = ()
     trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
+    chains: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             vq.quantize.embedding.weight.detach(),
             trees=self.settings.trees,
             acceptance=self.settings.acceptance,
+            chains=self.settings.chains,
         )
         self.method = methods.resolve(method)
 

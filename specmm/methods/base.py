@@ -125,6 +125,7 @@ class Choice:
     rule: Own
     rejected_weight: float = 0.0
     method: Any = None
+    sure: float = 0.0
 
 
 class Composed(Declared):
@@ -143,7 +144,13 @@ class Composed(Declared):
     @property
     def static_shapes(self) -> bool:
         """Of drafters whose trees have as many nodes and levels every round."""
-        return self.choice.drafter in ("block", "eagle", "any", "jacobi")
+        choice = self.choice
+        return choice.drafter in ("block", "eagle", "any", "jacobi") and not choice.sure
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Where a row is unsure it is cut by itself, not beside others."""
+        return self.choice.sure > 0
 
 
 class Itself:
@@ -283,6 +290,14 @@ def check_rejected_weight(weight: float) -> None:
         raise ValueError(
             "rejected_weight must be in [0, 1), the weight of the target's distributions at "
             f"rejected positions, got {weight}"
+        )
+
+
+def check_sure(sure: float) -> None:
+    """Raise ``ValueError`` unless 0 <= ``sure`` <= 1, the least chance of a draft to be kept."""
+    if not 0 <= sure <= 1:
+        raise ValueError(
+            f"sure must be in [0, 1], the least chance of a draft to be kept, got {sure}"
         )
 
 

@@ -31,7 +31,7 @@ from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.recipes.prompted_drafter import Request, Training, train_prompted
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
-from specmm.recipes.training.block_drafter import measure_acceptance
+from specmm.recipes.training.block_drafter import measure_acceptance, measure_chains
 from specmm.recipes.training.drawn_pictures import draw_all
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.recipes.training.llamagen_drafters import train_block, train_eagle
@@ -109,6 +109,7 @@ def drafter(
     if start is not None:
         options["start"] = begun = load_block(start, target)
         sizes = vars(begun.config) | {name: part for name, part in parts.items() if part}
+        sizes["levels"] = max(levels, begun.config.levels)
     head = _train_drafter(kind, (target, *examples), sizes, folder, options)
     save_drafters({kind: head}, result.parent, target, torch.bfloat16)
     if kind == "block":
@@ -216,15 +217,16 @@ def _draw(
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
-    """Measure what is accepted by level and rank at the model's sampling, and write it where method
-    auto reads it.
+    """Measure what is accepted by level and rank at the model's sampling, and how chains go that
+    end early, and write both where method auto reads them.
     """
     settings = read_settings(LlamaGenSettings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
-    write_settings(dataclasses.replace(settings, acceptance=table), model)
+    chains = measure_chains(head, judge, [prompt.rows(slice(i, i + 1)) for i in range(pictures)])
+    write_settings(dataclasses.replace(settings, acceptance=table, chains=chains), model)
 
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:

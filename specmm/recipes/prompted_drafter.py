@@ -28,6 +28,7 @@ from specmm.recipes.training.block_drafter import (
     fit_block,
     go_on_from,
     measure_acceptance,
+    measure_chains,
     start_from,
 )
 from specmm.recipes.training.drawn_pictures import draw_all
@@ -114,8 +115,9 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     made = {training.kind: head}
     save_drafters_of(pipe.owner.fingerprint, made, model / "drafters", torch.bfloat16)
     if isinstance(head, BlockHead):
-        table = _accepted(head.eval(), pipe.target(cfg=request.cfg, layout=layout), seen)
-        write_settings(dataclasses.replace(pipe.settings, acceptance=table), model)
+        judge = pipe.target(cfg=request.cfg, layout=layout)
+        table, chains = _accepted(head.eval(), judge, seen)
+        write_settings(dataclasses.replace(pipe.settings, acceptance=table, chains=chains), model)
 
 
 def _fit_block(
@@ -148,12 +150,17 @@ def _fit_eagle(head: EagleHead, seen: SeenPictures, out: Path, options: dict[str
 
 def _accepted(
     head: BlockHead, judge: PictureTarget, seen: SeenPictures
-) -> tuple[tuple[float, ...], ...]:
-    """The acceptance by level and rank over pictures of some of the prompts."""
+) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
+    """The acceptance by level and rank over pictures of some of the prompts, and how chains go that
+    end early.
+    """
     count = len(seen.tokens)
     held = range(0, count, -(-count // HELD))
     ids, away = ([rows[i] for i in held] for rows in seen.rows)
-    return measure_acceptance(head, judge, picture_prompt(judge, ids, away), range(len(ids)))
+    together = picture_prompt(judge, ids, away)
+    alone = [picture_prompt(judge, [x], [y]) for x, y in zip(ids, away, strict=True)]
+    table = measure_acceptance(head, judge, together, range(len(ids)))
+    return table, measure_chains(head, judge, alone)
 
 
 def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:

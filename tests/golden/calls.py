@@ -92,6 +92,7 @@ def written(method: Any, temperature: float) -> list[Any]:
     return [row.tolist() for row in texts()(CODE, **options).tokens]
 
 
+SIX = "chain(6)"
 IMAGES: dict[str, Any] = {
     "ar": "ar",
     "sjd": "sjd",
@@ -105,9 +106,10 @@ IMAGES: dict[str, Any] = {
     "eagle": Eagle(total=8, depth=3, top_k=3),
     "lantern": Lantern(total=8, depth=3, top_k=3),
     "lantern, block": Lantern(drafter="block"),
-    "lantern++": LanternPP(),
-    "lantern++, release": LanternPP(residual="release"),
-    "lantern++, lambda 4": LanternPP(lambda_=4.0),
+    "lantern++": LanternPP(tree=SIX),
+    "lantern++, usual tree": LanternPP(),
+    "lantern++, release": LanternPP(tree=SIX, residual="release"),
+    "lantern++, lambda 4": LanternPP(tree=SIX, lambda_=4.0),
 }
 SCALES = {"ar": "ar", "code": CoDe(2), "speculative": ScaleSpeculative()}
 CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
@@ -132,6 +134,8 @@ def calls() -> dict[str, Call]:
     found: dict[str, Call] = {}
     for label, method in IMAGES.items():
         found[f"tokens: {label}"] = partial(drawn, "pocket/llamagen", method)
+    sure = Speculative(tree="chain(10)", sure=0.1)
+    found["tokens: speculative, sure"] = partial(drawn, "pocket/llamagen", sure, batch_size=1)
     for label in ("ar", "speculative", "lantern++"):
         greedy = partial(drawn, "pocket/llamagen", IMAGES[label], temperature=0.0)
         found[f"tokens, greedy: {label}"] = greedy

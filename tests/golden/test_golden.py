@@ -17,6 +17,7 @@ SLOW = {  # variants of methods whose other calls `make test` makes
     *(f"tokens: sjd, {name}" for name in ("last", "drawn afresh")),
     *(f"tokens: speculative, {name}" for name in ("token by token", "eagle")),
     *(f"tokens: {name}" for name in ("lantern, block", "lantern++, lambda 4")),
+    "tokens: lantern++, release",
     *(f"tokens, greedy: {name}" for name in ("ar", "lantern++")),
     *(f"text at 0.0: {name}" for name in ("specdiff", "diffuspec, drawn", "deer, tree")),
     *(f"text at 0.0: block, {name}" for name in ("drawn tree", "sure", "recall")),

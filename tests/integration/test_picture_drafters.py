@@ -257,8 +257,9 @@ class Colder:
         self.begin = inner.begin
         draw = inner._draw
 
-        def colder(logits, level, uniforms):
-            return draw(logits * 3, level, uniforms)[0], draw(logits, level, uniforms)[1]
+        def colder(dist, level, uniforms):
+            cold = dist.pow(3) / dist.pow(3).sum(-1, keepdim=True)
+            return draw(cold, level, uniforms)[0], draw(dist, level, uniforms)[1]
 
         inner._draw = colder
         self.propose = inner.propose

@@ -55,8 +55,16 @@ def test_a_wider_drafter_begins_as_the_one_it_goes_on_from() -> None:
     torch.testing.assert_close(states(wide), states(narrow))
     go_on_from(narrow, wide)  # the units that it lacks weigh nothing
     torch.testing.assert_close(states(narrow), states(wide))
-    with pytest.raises(ValueError, match="got one with 2 levels"):
-        go_on_from(wide, BlockHead(BlockConfig(2, 2, GPT, (1,))))
+    with pytest.raises(ValueError, match="got one with 4 levels"):
+        go_on_from(wide, BlockHead(BlockConfig(4, 2, GPT, (1,))))
+
+
+@torch.no_grad()
+def test_further_levels_ask_as_the_last_one() -> None:
+    short, long = head(), BlockHead(BlockConfig(5, 2, GPT, (1,)))
+    go_on_from(long, short)
+    assert torch.equal(long.slots[:3], short.slots)
+    assert torch.equal(long.slots[3:], short.slots[-1].expand(2, -1))
 
 
 def test_its_new_units_learn() -> None:

@@ -32,9 +32,12 @@ from specmm.image_ar.tokens.drafters.surroundings import Surroundings, tokens_ab
 from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, rotary_table
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
+from specmm.shape.blocks import acceptance_bound
 from specmm.shape.trees import Siblings, draw_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
+
+GAMMA = 0.1  # of AdaEDL's bound: the KL divergence to the target over the entropy of a draft
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ class BlockDrafter:
     or, with ``sampled=False``, takes the most likely tokens (point masses).
 
     ``rejected_weight`` is the weight of :class:`RejectedPositions` in what is drawn from;
-    ``siblings`` says how siblings are drawn instead.
+    ``siblings`` says how siblings are drawn instead. With ``sure`` above 0 a chain of a single
+    picture may end early, see :class:`Gate`.
     """
 
     def __init__(
@@ -193,6 +197,7 @@ class BlockDrafter:
         sampled: bool = True,
         rejected_weight: float = 0.0,
         siblings: Siblings = "distinct",
+        sure: float = 0.0,
     ) -> None:
         if shape.depth > head.config.levels:
             raise ValueError(
@@ -206,8 +211,10 @@ class BlockDrafter:
         self.siblings: Siblings = siblings
         self.max_nodes = shape.size
         self.max_depth = shape.depth
+        self.gate = Gate(shape, sure) if sure else None
+        self.shapes = [shape] if self.gate is None else list(self.gate.shapes.values())
         mixes = rejected_weight and sampled
-        self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
+        self.rejected = RejectedPositions(self.shapes, rejected_weight) if mixes else None
         target.read_layers(head.config.aux_layers)
         self.rotary = head.rotary_for(target.sizes).to(target.device)
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
@@ -223,26 +230,34 @@ class BlockDrafter:
                 f"the target must give the states of layers {self.head.config.aux_layers}, "
                 "build the drafter first"
             )
-        self.most = self.max_depth + 1  # M
+        most = self.max_depth + 1
         size = CacheSize(
             layers=alike(len(self.head.layers), target.n_head, target.head_dim),
             batch=len(feedback.token),
             branches=len(hidden) // len(feedback.token),
             capacity=self.target.length,
-            scratch=self.most + self.max_depth,
+            scratch=most + self.max_depth,
         )
         self.clock = clock
         self.cache = Cache(size, hidden.dtype, hidden.device)
         self.branches = size.branches
         self.order = torch.arange(size.scratch, device=hidden.device)
-        self.bias = hidden.new_full((size.rows, 1, size.scratch, self.cache.slots), float("-inf"))
-        earlier = self.order[: self.most, None] >= self.order[: self.most]
-        own = self.bias[:, :, : self.most, size.capacity : size.capacity + self.most]
-        own.masked_fill_(earlier, 0)
+        # what the features and queries of a round see, by the tokens M of the round before
+        self.biases = {shape.depth + 1: self._causal(shape.depth + 1) for shape in self.shapes}
         with torch.inference_mode(False):  # as a cache's: a compiled round writes them
             # what is drawn of each row, by place, and room for a round's
-            room = size.capacity + self.most
+            room = size.capacity + most
             self.tokens = torch.zeros(size.batch, room, dtype=torch.int64, device=hidden.device)
+
+    def _causal(self, most: int) -> Tensor:
+        """The mask [R, 1, M + K, S] under which M = ``most`` features see those before them."""
+        size = self.cache.size
+        stop = size.capacity + most + self.max_depth
+        shape = (size.rows, 1, most + self.max_depth, stop)
+        bias = torch.full(shape, float("-inf"), dtype=self.cache.dtype, device=self.order.device)
+        earlier = self.order[:most, None] >= self.order[:most]
+        bias[:, :, :most, size.capacity : size.capacity + most].masked_fill_(earlier, 0)
+        return bias
 
     def start_row(self, row: int) -> None:
         """See :class:`specmm.drafter.BatchingDrafter`."""
@@ -259,6 +274,10 @@ class BlockDrafter:
         probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
         place = self.cache.lengths[:, None]  # guidance may depend on the place
         memory = None
+        shape = self.shape
+        gate = self.gate if len(feedback.token) == 1 else None
+        if gate is not None:
+            gate.open()
         for depth, level in enumerate(self.plan):
             latest = tokens[-1]
             previous = latest if level.above is None else latest.index_select(1, level.above)
@@ -268,27 +287,35 @@ class BlockDrafter:
                     memory = self._before(memory, depth)
                     state, memory = self._remember(state, previous, memory)
                 logits = self._read(state, previous)
-            guided = self.target.drawn_logits(logits, place + depth)
-            drafts, drawn = self._draw(guided, level, uniforms)
+            dist = self._dist(self.target.drawn_logits(logits, place + depth), level)
+            if gate is not None and gate.shuts(dist if self.sampled else dist.softmax(-1), depth):
+                shape = gate.shapes[depth]
+                break
+            drafts, drawn = self._draw(dist, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)
         recorded = torch.cat(probs, 1) if self.sampled else None
-        return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
+        return DraftTree(torch.cat(tokens, 1), shape, recorded)
 
-    def _draw(
-        self, logits: Tensor, level: BlockLevel, uniforms: UniformSource
-    ) -> tuple[Tensor, Tensor]:
-        """A level's nodes [B, n] and the distributions [B, n, V] they were drawn from, of each
-        parent's ``logits`` [B, P, V].
+    def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
+        """What a level's children are drawn from [B, P, V], of each parent's ``logits``; these
+        themselves where the likeliest are taken, for at temperature 0 only one has any mass.
         """
         if not self.sampled:
-            # of the raw logits: at temperature 0 only one token of the distribution has any mass
-            drafts = logits.topk(level.width).indices.flatten(1)
-            chosen = drafts if level.pick is None else drafts.index_select(1, level.pick)
-            return chosen, logits[:, :0]
+            return logits
         dist = self.target.processor(logits)
-        if self.rejected is not None:
-            dist = self.rejected.mix(dist, level.depth)
+        return dist if self.rejected is None else self.rejected.mix(dist, level.depth)
+
+    def _draw(
+        self, dist: Tensor, level: BlockLevel, uniforms: UniformSource
+    ) -> tuple[Tensor, Tensor]:
+        """A level's nodes [B, n] and the distributions [B, n, V] they were drawn from, of what
+        :meth:`_dist` gives [B, P, V].
+        """
+        if not self.sampled:
+            drafts = dist.topk(level.width).indices.flatten(1)
+            chosen = drafts if level.pick is None else drafts.index_select(1, level.pick)
+            return chosen, dist[:, :0]
         children, probs = draw_siblings(dist, level.width, uniforms, self.siblings)
         drafts = children.flatten(1)
         drawn = probs.flatten(1, 2)
@@ -304,16 +331,18 @@ class BlockDrafter:
         last = branched(kept.clamp(min=1) - 1, self.branches)[:, None, None]
         anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
         x = torch.cat([features, self.head.queries(anchor, self.max_depth)], dim=1)
-        ahead = self.order >= self.most  # the queries' cells follow the kept tokens, not all M
-        cells = self.cache.lengths[:, None] + self.order - ahead * (self.most - kept)[:, None]
-        self._aim(kept)
+        most = tokens.shape[1]
+        order = self.order[: x.shape[1]]
+        ahead = order >= most  # the queries' cells follow the kept tokens, not all M
+        cells = self.cache.lengths[:, None] + order - ahead * (most - kept)[:, None]
+        bias = self._aim(kept, most)
         everywhere = branched(cells, self.branches)
-        states = self.head(x, everywhere, self.bias, self.cache.layers, self.rotary, self.max_depth)
-        self.cache.keep(self.order[: self.most].expand(len(kept), -1), kept)
+        states = self.head(x, everywhere, bias, self.cache.layers, self.rotary, self.max_depth)
+        self.cache.keep(order[:most].expand(len(kept), -1), kept)
         if self.head.surroundings is None:
             return states
-        self.tokens.scatter_(1, cells[:, : self.most], tokens)
-        return states + self._surrounding(cells[:, self.most :])
+        self.tokens.scatter_(1, cells[:, :most], tokens)
+        return states + self._surrounding(cells[:, most:])
 
     def _surrounding(self, cells: Tensor) -> Tensor:
         """What the levels at ``cells`` [B, K] know of the picture around them [R, K, C]."""
@@ -328,20 +357,23 @@ class BlockDrafter:
         """States [R, M, C], the tokens drawn from them [B, M], how many of each row count [B]."""
         if feedback.result is not None and feedback.tokens is not None:
             return feedback.kept_hidden(), feedback.tokens, feedback.result.kept
-        hidden = feedback.output.hidden[:, -1:].expand(-1, self.most, -1)
-        tokens = feedback.token[:, None].expand(-1, self.most)
+        most = self.max_depth + 1
+        hidden = feedback.output.hidden[:, -1:].expand(-1, most, -1)
+        tokens = feedback.token[:, None].expand(-1, most)
         return hidden, tokens, torch.ones_like(feedback.token)
 
-    def _aim(self, kept: Tensor) -> None:
-        """Write after the cache's capacity; features see those before them, queries only what was
-        ``kept`` [B].
+    def _aim(self, kept: Tensor, most: int) -> Tensor:
+        """Write M = ``most`` features and the queries after the cache's capacity; returns their
+        mask [R, 1, M + K, S]: features see those before them, queries only what was ``kept`` [B].
         """
         capacity = self.cache.size.capacity
-        self.cache.aim(capacity, self.cache.slots)
-        self.bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
-        shut = branched(self.order[: self.most] >= kept[:, None], self.branches)
-        seen = torch.zeros_like(shut, dtype=self.bias.dtype).masked_fill_(shut, float("-inf"))
-        self.bias[:, 0, self.most :, capacity : capacity + self.most] = seen[:, None]
+        bias = self.biases[most]
+        self.cache.aim(capacity, bias.shape[-1])
+        bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
+        shut = branched(self.order[:most] >= kept[:, None], self.branches)
+        seen = torch.zeros_like(shut, dtype=bias.dtype).masked_fill_(shut, float("-inf"))
+        bias[:, 0, most:, capacity : capacity + most] = seen[:, None]
+        return bias
 
     def _before(self, memory: Tensor | None, depth: int) -> Tensor | None:
         """The memory [R, P, S] after the parents of the parents at ``depth``, of that [R, P', S]
@@ -373,9 +405,49 @@ class BlockDrafter:
         return self.target.head(read).float()
 
 
+def ends(length: int) -> tuple[int, ...]:
+    """Depths at which a chain of ``length`` drafts may end: few, so that the host waits for few."""
+    return tuple(sorted({max(1, length // 5), max(1, length // 2), length}))
+
+
+def _cut(chain: TreeShape) -> dict[int, TreeShape]:
+    """The ``chain`` and those that end before it does, by depth."""
+    shorter = ends(chain.depth)[:-1]
+    made = {depth: TreeShape.chain(depth, chain.parents.device) for depth in shorter}
+    return made | {chain.depth: chain}
+
+
+class Gate:
+    """Whether a chain goes on, by how sure the drafter is.
+
+    A draft is reached and kept with a chance of about the product, over its level and those before,
+    of AdaEDL's bound on the acceptance (Agrawal et al., arXiv 2410.18351). A chain ends, at one of
+    the depths of :func:`ends`, in front of a draft for which that is below ``sure``. It looks at
+    the distribution of the next token before that is drawn, so that decoding stays exact.
+    """
+
+    def __init__(self, shape: TreeShape, sure: float) -> None:
+        if shape.width != 1:
+            raise ValueError(f"sure needs a chain, such as chain({shape.depth}), got a wider tree")
+        self.sure = sure
+        self.shapes = shape.once("ends", _cut)  # by depth
+        self.last = max([0, *(depth for depth in self.shapes if depth < shape.depth)])
+
+    def open(self) -> None:
+        """A chain begins."""
+        self.chance: Tensor | float = 1.0
+
+    def shuts(self, dist: Tensor, depth: int) -> bool:
+        """Whether the chain ends after ``depth`` drafts, in front of one of ``dist`` [1, 1, V]."""
+        if depth > self.last:
+            return False
+        self.chance = self.chance * acceptance_bound(dist, GAMMA)
+        return depth in self.shapes and bool(self.chance < self.sure)
+
+
 class RejectedPositions:
     """The target's distributions after the drafts it rejected, mixed into a drafter's, whose trees
-    all have one ``shape``.
+    have one of the ``shapes``.
 
     The round before scored its whole tree. After a rejected draft the target gave a distribution
     for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
@@ -385,10 +457,11 @@ class RejectedPositions:
     draft is drawn from it, and the tree records it.
     """
 
-    def __init__(self, shape: TreeShape, weight: float) -> None:
+    def __init__(self, shapes: Sequence[TreeShape], weight: float) -> None:
         check_rejected_weight(weight)
         self.weight = weight
-        self.below = first_below(shape)
+        for shape in shapes:  # now, for a program cannot
+            shape.once("first below", first_below)
         self.probs: tuple[Tensor, ...] | None = None  # s^w by level [B, 1, V]; None after a prefill
 
     def read(self, feedback: Feedback) -> None:
@@ -398,7 +471,8 @@ class RejectedPositions:
             return
         end = (feedback.result.kept - 1).clamp(min=0)[:, None]
         last = feedback.result.path.gather(1, end)  # [B, 1]
-        source = self.below[last[:, 0]]  # [B, D]
+        below = feedback.drafted[0].shape.once("first below", first_below)
+        source = below[last[:, 0]]  # [B, D]
         probs = feedback.output.probs
         place = source.clamp(min=0)[..., None].expand(-1, -1, probs.shape[-1])
         share = self.weight * (source >= 0)[..., None].to(probs.dtype)  # [B, D, 1]
@@ -411,7 +485,7 @@ class RejectedPositions:
         """The distributions [B, P, V] of the parents' children at ``depth`` ≥ 1, mixed where there
         is an older one.
         """
-        if self.probs is None:
+        if self.probs is None or depth > len(self.probs):
             return probs
         mixed = probs.pow(self.rest[depth - 1]).mul_(self.probs[depth - 1])
         mixed.div_(mixed.sum(-1, keepdim=True))

@@ -20,6 +20,8 @@ from specmm.autotune import WIDEST, AcceptanceCounter
 from specmm.block_memory import BlockMemory
 from specmm.decode import decode
 from specmm.drawing import DrawingTarget
+from specmm.image_ar.tokens.assemble import PictureParts, assemble
+from specmm.image_ar.tokens.choosing import unsure
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.surroundings import tokens_above
 from specmm.image_ar.tokens.gpt import RotaryTable
@@ -120,22 +122,23 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """Make ``drafter`` begin as ``other``.
 
     What this lacks adds nothing yet: units of its feed-forward layers, a memory, the surroundings.
-    Of wider layers the units with the largest weights are taken. Raises ``ValueError`` where the
-    two differ in levels, layers or auxiliary layers, and for a memory or surroundings that the
-    drafter lacks.
+    Further levels ask as its last one, which knows its place by the cell alone. Of wider layers the
+    units with the largest weights are taken. Raises ``ValueError`` where the two differ in layers
+    or auxiliary layers, and for levels, a memory or surroundings that the drafter lacks.
     """
     config = drafter.config
     begun = other.config
     wanted = replace(
         begun,
+        levels=max(begun.levels, config.levels),
         inner=config.inner,
         memory=begun.memory or config.memory,
         surroundings=begun.surroundings or config.surroundings,
     )
     if wanted != config:
         raise ValueError(
-            "drafter must go on from one of its levels, layers and auxiliary layers, with no more "
-            f"than its memory and surroundings, got one with {begun.levels} levels, "
+            "drafter must go on from one of its layers and auxiliary layers, with no more than its "
+            f"levels, memory and surroundings, got one with {begun.levels} levels, "
             f"{begun.layers} layers, auxiliary layers {begun.aux_layers}, memory {begun.memory}, "
             f"surroundings {begun.surroundings}"
         )
@@ -144,6 +147,7 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
         if name.endswith("feed_forward.w2.weight"):
             own[name].zero_()
         own[name][tuple(slice(size) for size in old.shape)] = old
+    own["slots"][begun.levels :] = other.slots[-1]
 
 
 def _narrowed(head: BlockHead, inner: int) -> dict[str, Tensor]:
@@ -225,6 +229,29 @@ def _remembering(memory: BlockMemory, states: Tensor, embedded: Tensor, wanted: 
     before = (wanted.flatten(1) - 1)[..., None].expand(-1, -1, embedded.shape[-1])
     parts = (x.unflatten(1, wanted.shape[1:]) for x in (states, embedded.gather(1, before)))
     return along(memory, *parts).flatten(1, 2)
+
+
+def measure_chains(
+    head: BlockHead, target: DrawingTarget, prompts: Sequence[Any]
+) -> tuple[tuple[float, ...], ...]:
+    """How chains go that end where the drafter is unsure, over a picture of each of ``prompts``:
+    drafts, share of rounds and tokens a round of each length.
+    """
+    parts = PictureParts({"block": head})
+    rounds: list[tuple[int, int]] = []  # drafts and tokens
+    for seed, prompt in enumerate(prompts):
+        own, drafter, rule = assemble(unsure(parts), target, parts)
+        uniforms = Uniforms.from_seeds([seed])
+        kept = []
+        for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
+            assert progress.gained is not None
+            kept.append(int(progress.gained[1]))
+        rounds += zip(progress.stats.depths, kept, strict=False)  # the end is told once more
+    return tuple(
+        (drafts, round(len(found) / len(rounds), 4), round(sum(found) / len(found), 4))
+        for drafts in sorted({drafts for drafts, _ in rounds})
+        if (found := [tokens for depth, tokens in rounds if depth == drafts])
+    )
 
 
 def measure_acceptance(

@@ -121,7 +121,7 @@ def test_a_model_of_nearly_even_scores_is_compared_before_rounding(monkeypatch):
 
     monkeypatch.setattr(probe, "_distance", measured)
     VLMTarget(model, Processor(1.0))
-    assert distances and max(distances) < 1e-3
+    assert distances and max(distances) < probe.ROUNDED / 5  # 0.002 with AVX2, 0.024 if rounded
 
 
 class Hiding(tf.LlavaForConditionalGeneration):
