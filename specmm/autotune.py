@@ -169,12 +169,12 @@ def plan_chains(made: Plan, chains: Sequence[Chain], method: Any) -> Plan:
     tau = sum(chain.share * chain.tokens for chain in chains)
     seconds = sum(x.share * costs.round(x.drafts + 1, x.drafts) for x in chains)
     speedup = tau * costs.step / seconds
-    own = Candidate(method, speedup, tau)
+    all_of = (*made.candidates, Candidate(method, speedup, tau))
     if speedup <= NOISE * made.expected_speedup:
-        return replace(made, candidates=(*made.candidates, own))
+        return replace(made, candidates=all_of)
     lengths = ", ".join(f"{x.drafts} ({x.share:.0%})" for x in chains)
     reason = f"chains of {lengths}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
-    return Plan(None, tau, speedup, reason, costs, method, (*made.candidates, own))
+    return Plan(None, tau, speedup, reason, costs, method, all_of)
 
 
 class RoundSeconds(NamedTuple):
