@@ -130,7 +130,7 @@ def test_other_code_is_traced_again(place, name, value, kept, monkeypatch):
     [lambda data: b"", lambda data: data[:-9], lambda data: data[:5000] + b"\0" + data[5001:]],
 )
 def test_a_damaged_file_is_one_warning_and_made_anew(harm, kept):
-    program_cache.warn.cache_clear()
+    program_cache.said.clear()
     traced(Parts())
     (file,) = kept.iterdir()
     file.write_bytes(harm(file.read_bytes()))
@@ -141,7 +141,7 @@ def test_a_damaged_file_is_one_warning_and_made_anew(harm, kept):
 
 
 def test_a_full_disk_is_one_warning_and_keeps_nothing(kept, monkeypatch):
-    program_cache.warn.cache_clear()
+    program_cache.said.clear()
 
     def full(file, data):
         raise OSError(28, "No space left on device")
