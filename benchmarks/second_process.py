@@ -4,9 +4,9 @@
 
 A process opens ``pocket/llamagen`` and draws one picture several times. ``first`` is the first call
 after opening, of which ``beyond`` is what it takes more than the quickest later one; ``process``
-is all of it with imports and opening. The first process of a method fills a new folder of programs
-(``build``: its first call). Those after it are in turn with those of ``--before``, the code of an
-earlier release, whose programs have a folder of their own.
+is all of it with imports and opening. ``before them`` is the first call of one more process, which
+builds the programs unless they are in the folder ``--programs``. The runs are in turn with those
+of ``--before``, the code of an earlier release, whose programs have a folder of their own.
 """
 
 from __future__ import annotations
@@ -59,17 +59,16 @@ def process(method: str, code: Path, programs: Path, threads: int) -> dict[str, 
     return found
 
 
-def rows_of(method: str, codes: dict[str, Path], threads: int, runs: int) -> list[Row]:
+def rows_of(
+    method: str, codes: dict[str, Path], programs: Path, threads: int, runs: int
+) -> list[Row]:
     """A row for each of ``codes``; raises ``ValueError`` where their tokens differ."""
-    with TemporaryDirectory(prefix="specmm-") as made:
-        folders = {name: Path(made) / name for name in codes}
-        built = {
-            name: process(method, code, folders[name], threads) for name, code in codes.items()
-        }
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in codes}
-        for _ in range(runs):
-            for name, code in codes.items():
-                found[name].append(process(method, code, folders[name], threads))
+    folders = {name: programs / name for name in codes}
+    built = {name: process(method, code, folders[name], threads) for name, code in codes.items()}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in codes}
+    for _ in range(runs):
+        for name, code in codes.items():
+            found[name].append(process(method, code, folders[name], threads))
     drawn = {str(one["tokens"]) for one in chain(built.values(), *found.values())}
     if len(drawn) > 1:
         raise ValueError(f"all processes must draw the same tokens, {method} drew {len(drawn)}")
@@ -78,7 +77,7 @@ def rows_of(method: str, codes: dict[str, Path], threads: int, runs: int) -> lis
             "method": method,
             "code": name,
             "threads": threads,
-            "build": round(built[name]["first"], 2),
+            "before them": round(built[name]["first"], 2),
             **{key: _median(each, key) for key in ("first", "later", "process")},
             "beyond": round(_median(each, "first") - _median(each, "later"), 2),
             "firsts": [round(one["first"], 2) for one in each],
@@ -96,6 +95,7 @@ def main(
     before: Annotated[Path | None, typer.Option(help="A checkout to compare with.")] = None,
     threads: int = 1,
     runs: Annotated[int, typer.Option(help="Later processes of each.")] = 5,
+    programs: Annotated[Path | None, typer.Option(help="Keep programs here.")] = None,
     out: Out = RESULTS,
 ) -> None:
     """Measure and write ``second_process.csv`` and ``second_process.json``, which keep what is not
@@ -105,7 +105,8 @@ def main(
     for method in methods.split(","):
         known = (read_results(out, "second_process") or {"rows": []})["rows"]
         kept = [row for row in known if (row["method"], row["threads"]) != (method, threads)]
-        rows = kept + rows_of(method, codes, threads, runs)
+        with TemporaryDirectory(prefix="specmm-") as new:
+            rows = kept + rows_of(method, codes, programs or Path(new), threads, runs)
         write_results(out, "second_process", rows, environment(threads=threads))
 
 

@@ -98,8 +98,8 @@ class DrawingTarget(Protocol):
 
     ``layered`` names the class by which it runs without some of its layers ("module:class").
     ``prompted`` ones begin with token ids, which may be looked up. Rounds of ``static_shapes`` can
-    be compiled; ``programs`` are a target's own by method, which promise the same parts
-    (:func:`specmm.compiled.compiled`), None where one serves all.
+    be compiled; ``programs`` are a target's own by method, None where whoever calls has them by
+    the target's options as well.
     """
 
     name: str

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, range, slice, Enum)
 PLAIN += (torch.dtype, torch.device, torch.Size)
+OWN_HASH = "_original_object_hash"  # of transformers' settings: another in each process
 CODE = (types.FunctionType, staticmethod, classmethod, property)
 
 
@@ -180,5 +181,8 @@ def _attributes(value: object) -> dict[str, Any]:
         names = (slots,) if isinstance(slots, str) else slots
         found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
     cached = functools.cached_property
-    kept = (x for x in sorted(found) if not isinstance(getattr(type(value), x, None), cached))
-    return {name: found[name] for name in kept}
+    return {
+        name: found[name]
+        for name in sorted(found)
+        if name != OWN_HASH and not isinstance(getattr(type(value), name, None), cached)
+    }

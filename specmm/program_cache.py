@@ -25,6 +25,7 @@ from specmm.files import writable
 
 ROOM = 256 * 2**20  # bytes that must be free: a program of ours takes some 20 MB
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+said: list[str] = []  # why programs of this process are not kept
 
 
 def root() -> Path:
@@ -85,7 +86,11 @@ def leave(error: BaseException) -> None:
     """A program could not be read or written because of ``error``: PyTorch goes on in a new folder
     of this process, where one can be made, which is removed at its end.
     """
+    # imported here, since it takes a moment
+    from torch._inductor.utils import clear_caches
+
     warn(f"{type(error).__name__}: {first_line(error)}")
+    clear_caches()  # of what it has read from the old one
     try:
         place = tempfile.mkdtemp(prefix="specmm-programs-")
     except OSError:  # no room there, either: what fails again runs uncompiled
@@ -99,11 +104,12 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-@cache
 def warn(why: str) -> None:
-    """Say once that programs are not kept, and ``why``."""
-    warnings.warn(
-        f"compiled programs are not kept for later runs ({why}); give a folder that can be written "
-        "with SPECMM_PROGRAMS, or empty the one there is",
-        stacklevel=3,
-    )
+    """Say that programs are not kept, and ``why``; once in a process."""
+    if not said:
+        said.append(why)
+        warnings.warn(
+            f"compiled programs are not kept for later runs ({why}); give a folder that can be "
+            "written with SPECMM_PROGRAMS, or empty the one there is",
+            stacklevel=3,
+        )

@@ -92,7 +92,7 @@ class Run:
             label(method),
             target,
             (drafter, rule),
-            CompiledRound() if mode == "compile" else one_round,
+            CompiledRound(target.device) if mode == "compile" else one_round,
         )
 
     @property

@@ -17,7 +17,7 @@ from specmm.when_compiled import BUILD, LOAD, SHARE, TRIES, Seconds, Work
 def kept(monkeypatch, tmp_path):
     """A folder of programs of our own."""
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))
-    program_cache.warn.cache_clear()
+    program_cache.said.clear()
     return tmp_path / "programs"
 
 
@@ -125,7 +125,7 @@ def test_the_folder_of_a_process_goes_with_it(tmp_path):
 def test_no_room_for_another_folder_ends_no_run(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     monkeypatch.setenv(program_cache.VARIABLE, "as before")
-    program_cache.warn.cache_clear()
+    program_cache.said.clear()
     with pytest.warns(UserWarning, match="disk is full"):
         program_cache.leave(OSError("disk is full"))
     assert os.environ[program_cache.VARIABLE] == "as before"

@@ -51,6 +51,7 @@ def adding(number):
 class Parts:
     def __init__(self):
         torch.manual_seed(0)
+        self.calls, self.seen = 0, torch.zeros(2)  # which nothing reads
         self.number, self.flag, self.maybe, self.items = 2, True, None, [1.0]
         self.step, self.settings, self.function = Step(), Settings(), torch.sin
         self.added, self.partial = adding(1.0), partial(torch.mul, other=3.0)
