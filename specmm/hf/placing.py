@@ -52,9 +52,10 @@ def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     keeps so: the frequencies of rotary embeddings above all.
     """
     stored = model.state_dict().keys()
+    weights = next((weight.dtype for weight in model.parameters()), dtype)
     found = {}
     for name, buffer in model.named_buffers():
-        own = buffer.dtype != model.dtype or name.endswith(FREQUENCIES)
+        own = buffer.dtype != weights or name.endswith(FREQUENCIES)
         wider = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
         if buffer.is_complex() or (name not in stored and own and wider):
             found[name] = buffer
