@@ -30,6 +30,7 @@ from specmm.growth import Level
 from specmm.hf.drafters.prompt_lookup import Recall
 from specmm.hf.drafting import drafting_probs
 from specmm.hf.target import VLMTarget
+from specmm.methods import check_sure
 from specmm.randomness import UniformSource, categorical
 from specmm.shape import eagle2
 from specmm.shape.blocks import adaedl_stop, block_tree
@@ -101,8 +102,7 @@ class ChainDrafter(SourceDrafter):
         recall: int = 0,
     ) -> None:
         super().__init__(source, target, length)
-        if not 0 <= sure <= 1:
-            raise ValueError(f"sure must be in [0, 1], got {sure}")
+        check_sure(sure)
         if recall < 0:
             raise ValueError(f"recall must be at least 0 tokens, got {recall}")
         self.sure = sure

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from specmm.drafter import Feedback
 from specmm.layered import Layered, Skip
+from specmm.methods import check_sure
 from specmm.processors import Processor
 from specmm.randomness import UniformSource, categorical
 from specmm.self_search import SHARE, WINDOW, Search, Setting, Verified, trial
@@ -54,8 +55,7 @@ class SelfDrafter:
     ) -> None:
         if length < 1:
             raise ValueError(f"length must be at least 1, got {length}")
-        if not 0 <= sure <= 1:
-            raise ValueError(f"sure must be in [0, 1], got {sure}")
+        check_sure(sure)
         self.target = target
         self.processor = processor
         self.search = skip if isinstance(skip, Search) else None

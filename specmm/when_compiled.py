@@ -125,8 +125,11 @@ class Work:
             self.able = False
             return None
 
-    def observe(self, seconds: float, pictures: int, quick: bool) -> None:
-        """``pictures`` took ``seconds``, compiled if ``quick``."""
+    def observe(self, seconds: float, pictures: int, quick: bool, built: bool = True) -> None:
+        """``pictures`` took ``seconds``, compiled if ``quick``; no later ones are, unless programs
+        could be ``built``.
+        """
+        self.able &= built
         known = self.seconds
         each = seconds / pictures
         if not quick:
@@ -246,8 +249,7 @@ class Turn(Generic[T]):
         quick = built and chosen is not self.plain
         self.compiled += [quick] * pictures
         if self.work is not None:
-            self.work.observe(time.perf_counter() - start, pictures, quick)
-            self.work.able &= built
+            self.work.observe(time.perf_counter() - start, pictures, quick, built)
 
     def pays(self, pictures: int) -> bool:
         """Whether programs are there and pay for ``pictures`` to come."""

@@ -53,7 +53,7 @@ def settled(
     if not isinstance(method, methods.Auto):
         return method, ""
     made = planned_for(target, parts, batch, method)
-    return _method_of(made), made.reason
+    return method_of(made), made.reason
 
 
 def ran_as(method: Method, decided: Method) -> str:
@@ -61,19 +61,8 @@ def ran_as(method: Method, decided: Method) -> str:
     return f"{method.name}: {decided}" if isinstance(method, methods.Auto) else str(method.name)
 
 
-def choose_method(
-    target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto | None = None
-) -> Method:
-    """The speculative method with the planned tree, or plain decoding where that should be as fast.
-
-    Where the block drafter's acceptance is not known, or there is none, all that serve are
-    measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters. Where
-    ``auto`` allows relaxed methods they are measured as well, beside the best of the exact ones.
-    """
-    return _method_of(planned_for(target, parts, batch, auto))
-
-
-def _method_of(plan: Plan) -> Method:
+def method_of(plan: Plan) -> Method:
+    """The speculative method with the planned tree, or what is run instead."""
     if plan.shape is None:
         return plan.draft_free or methods.AR()
     return replace(PLANNED, tree=tuple(int(p) for p in plan.shape.parents[0]))
@@ -82,7 +71,12 @@ def _method_of(plan: Plan) -> Method:
 def planned_for(
     target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto | None = None
 ) -> Plan:
-    """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``."""
+    """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``.
+
+    Where the block drafter's acceptance is not known, or there is none, all that serve are
+    measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters. Where
+    ``auto`` allows relaxed methods they are measured as well, beside the best of the exact ones.
+    """
     threads = torch.get_num_threads()
     relaxed = auto if auto is not None and auto.relaxes else None
     guided = target.guidance if relaxed else target.guidance.branches  # speed knows no scale
@@ -135,7 +129,7 @@ def _raced(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
 def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) -> Plan:
     """The fastest method off by at most ``tv`` a token, or the plan of exact methods."""
     planned = planned_for(target, parts, batch)
-    exact = _method_of(planned)
+    exact = method_of(planned)
     race = Race(target, parts, batch, tv)
     race.run([exact, *serving(relaxed_methods(parts), target, parts)])
     made = race.plan(f"total variation of at most {tv:g} a token allowed")

@@ -296,9 +296,7 @@ def check_rejected_weight(weight: float) -> None:
 def check_sure(sure: float) -> None:
     """Raise ``ValueError`` unless 0 <= ``sure`` <= 1, the least chance of a draft to be kept."""
     if not 0 <= sure <= 1:
-        raise ValueError(
-            f"sure must be in [0, 1], the least chance of a draft to be kept, got {sure}"
-        )
+        raise ValueError(f"sure must be in [0, 1], got {sure}")
 
 
 class Methods(Registry):

@@ -178,11 +178,11 @@ def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:
 
 def _trees(pipe: Images, model: str, batch: int, target: Any, auto: methods.Auto) -> Planned:
     """What method auto measures and takes, and the very seconds that it decided on."""
-    from specmm.image_ar.tokens.choosing import choose_method, planned_for
+    from specmm.image_ar.tokens.choosing import method_of, planned_for
 
     with planning_bar():
         made = planned_for(target, pipe.parts, batch, auto)
-    chosen = choose_method(target, pipe.parts, batch, auto)
+    chosen = method_of(made)
     said = chosen.name if made.shape is not None else label(chosen)  # a tree has its own line
     found = {
         "model": model,

@@ -193,8 +193,7 @@ class TextPipeline(Pipeline):
             quick = run.compiled and built
             if work is not None:
                 made = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, made, quick)
-                work.able &= built
+                work.observe(time.perf_counter() - start, made, quick, built)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         rest = (run.certificate(end), run.method, trace, quick)
         return TextOutput(texts, tokens, end.stats, *rest)

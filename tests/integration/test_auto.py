@@ -23,7 +23,7 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens import choosing as pictures
 from specmm.image_ar.tokens.assemble import PictureParts
-from specmm.image_ar.tokens.choosing import choose_method, planned_for
+from specmm.image_ar.tokens.choosing import method_of, planned_for
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
@@ -73,7 +73,7 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
     _, target = parts_and_target
     monkeypatch.setattr(pictures, "MARGIN", gain)
     alone = PictureParts({})
-    assert choose_method(target, alone, 2) == method
+    assert method_of(planned_for(target, alone, 2)) == method
     assert (
         "no block drafter" in planned_for(target, alone, 2).reason
         and "sjd" in planned_for(target, alone, 2).reason
@@ -83,13 +83,13 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
 def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     parts, target = parts_and_target
     hopeless = PictureParts(parts.drafters, acceptance=((0.001,), (0.001,), (0.001,)))
-    assert choose_method(target, hopeless, 1) == methods.AR()
+    assert method_of(planned_for(target, hopeless, 1)) == methods.AR()
     slow = LlamaGenTarget(
         Transformer(GPTConfig(32, 24, 2, 24, 36, num_classes=3)).eval(), Guidance(), Processor()
     )
     head = BlockHead(BlockConfig(3, 2, slow.model.config)).eval()
     certain = PictureParts({"block": head}, acceptance=((0.99,), (0.99,), (0.99,)))
-    chosen = choose_method(slow, certain, 1)
+    chosen = method_of(planned_for(slow, certain, 1))
     assert isinstance(chosen, methods.Speculative), (
         "three sure tokens a round against 24 layers a token"
     )

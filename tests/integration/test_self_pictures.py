@@ -11,7 +11,7 @@ from specmm import methods, self_search
 from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
-from specmm.image_ar.tokens.choosing import UNPLANNED, choose_method
+from specmm.image_ar.tokens.choosing import UNPLANNED, method_of, planned_for
 from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
@@ -203,7 +203,7 @@ def test_auto_measures_the_target_by_itself(monkeypatch):
     """A model without a drafter: each of the methods that need none is tried."""
     target = LlamaGenTarget(model(), GUIDED, Processor())
     parts = PictureParts()
-    found = choose_method(target, parts, 1)
+    found = method_of(planned_for(target, parts, 1))
     [plan] = parts.plans.values()
     assert found in (methods.AR(), *UNPLANNED)
     assert found.name in plan.reason or "plain decoding" in plan.reason

@@ -19,8 +19,9 @@ from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
 from specmm.image_ar.tokens.choosing import SURE as SURE_OF_AUTO
-from specmm.image_ar.tokens.choosing import choose_method
-from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead, Gate, ends
+from specmm.image_ar.tokens.choosing import method_of, planned_for
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
+from specmm.image_ar.tokens.drafters.gate import Gate, ends
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
@@ -226,7 +227,7 @@ def test_auto_takes_them_for_single_pictures_that_are_sampled(
     target, head = parts()
     monkeypatch.setattr("specmm.autotune.planned", lambda *_: PLANNED)
     some = PictureParts({"block": head}, acceptance=((0.5,),), chains=CHAINS)
-    chosen = choose_method(target.with_processor(Processor(heat)), some, batch)
+    chosen = method_of(planned_for(target.with_processor(Processor(heat)), some, batch))
     whole = methods.Speculative(rule="recursive", tree=(-1, 0, 1, 2, 3))
     assert chosen == (methods.Speculative(tree="chain(8)", sure=0.1) if taken else whole)
 

@@ -28,16 +28,14 @@ from specmm.block_memory import BlockMemory
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
 from specmm.drawing import DrawingTarget, Sizes
+from specmm.image_ar.tokens.drafters.gate import Gate
 from specmm.image_ar.tokens.drafters.surroundings import Surroundings, tokens_above
 from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, rotary_table
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
-from specmm.shape.blocks import acceptance_bound
 from specmm.shape.trees import Siblings, draw_siblings
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
-
-GAMMA = 0.1  # of AdaEDL's bound: the KL divergence to the target over the entropy of a draft
 
 
 @dataclass(frozen=True)
@@ -403,46 +401,6 @@ class BlockDrafter:
         places = self.target.drawable(previous)
         read = self.head.read(states, branched(places, self.branches))
         return self.target.head(read).float()
-
-
-def ends(length: int) -> tuple[int, ...]:
-    """Depths at which a chain of ``length`` drafts may end: few, so that the host waits for few."""
-    return tuple(sorted({max(1, length // 5), max(1, length // 2), length}))
-
-
-def _cut(chain: TreeShape) -> dict[int, TreeShape]:
-    """The ``chain`` and those that end before it does, by depth."""
-    shorter = ends(chain.depth)[:-1]
-    made = {depth: TreeShape.chain(depth, chain.parents.device) for depth in shorter}
-    return made | {chain.depth: chain}
-
-
-class Gate:
-    """Whether a chain goes on, by how sure the drafter is.
-
-    A draft is reached and kept with a chance of about the product, over its level and those before,
-    of AdaEDL's bound on the acceptance (Agrawal et al., arXiv 2410.18351). A chain ends, at one of
-    the depths of :func:`ends`, in front of a draft for which that is below ``sure``. It looks at
-    the distribution of the next token before that is drawn, so that decoding stays exact.
-    """
-
-    def __init__(self, shape: TreeShape, sure: float) -> None:
-        if shape.width != 1:
-            raise ValueError(f"sure needs a chain, such as chain({shape.depth}), got a wider tree")
-        self.sure = sure
-        self.shapes = shape.once("ends", _cut)  # by depth
-        self.last = max([0, *(depth for depth in self.shapes if depth < shape.depth)])
-
-    def open(self) -> None:
-        """A chain begins."""
-        self.chance: Tensor | float = 1.0
-
-    def shuts(self, dist: Tensor, depth: int) -> bool:
-        """Whether the chain ends after ``depth`` drafts, in front of one of ``dist`` [1, 1, V]."""
-        if depth > self.last:
-            return False
-        self.chance = self.chance * acceptance_bound(dist, GAMMA)
-        return depth in self.shapes and bool(self.chance < self.sure)
 
 
 class RejectedPositions:

@@ -238,19 +238,22 @@ def measure_chains(
     drafts, share of rounds and tokens a round of each length.
     """
     parts = PictureParts({"block": head})
-    rounds: list[tuple[int, int]] = []  # drafts and tokens
+    own, drafter, rule = assemble(unsure(parts), target, parts)
+    tokens: dict[int, list[int]] = {}  # of each round, by its drafts
     for seed, prompt in enumerate(prompts):
-        own, drafter, rule = assemble(unsure(parts), target, parts)
-        uniforms = Uniforms.from_seeds([seed])
         kept = []
+        uniforms = Uniforms.from_seeds([seed])
         for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
             assert progress.gained is not None
             kept.append(int(progress.gained[1]))
-        rounds += zip(progress.stats.depths, kept, strict=False)  # the end is told once more
+        for drafts, count in zip(
+            progress.stats.depths, kept, strict=False
+        ):  # the end is told twice
+            tokens.setdefault(drafts, []).append(count)
+    rounds = sum(map(len, tokens.values()))
     return tuple(
-        (drafts, round(len(found) / len(rounds), 4), round(sum(found) / len(found), 4))
-        for drafts in sorted({drafts for drafts, _ in rounds})
-        if (found := [tokens for depth, tokens in rounds if depth == drafts])
+        (drafts, round(len(found) / rounds, 4), round(sum(found) / len(found), 4))
+        for drafts, found in sorted(tokens.items())
     )
 
 
