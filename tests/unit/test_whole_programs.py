@@ -128,7 +128,11 @@ def test_other_code_is_traced_again(place, name, value, kept, monkeypatch):
 
 @pytest.mark.parametrize(
     "harm",
-    [lambda data: b"", lambda data: data[:-9], lambda data: data[:5000] + b"\0" + data[5001:]],
+    [
+        lambda data: b"",
+        lambda data: data[:-9],
+        lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    ],
 )
 def test_a_damaged_file_is_one_warning_and_made_anew(harm, kept):
     program_cache.said.clear()
