@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,6 +140,34 @@ class CacheSize:
         return self.batch * self.branches
 
 
+class TreeBias(NamedTuple):
+    """The additive mask ``whole`` [R, 1, N, S] of a tree with the ancestors ``of``, and a view of
+    its part before the scratch region.
+    """
+
+    of: Tensor
+    whole: Tensor
+    committed: Tensor
+
+
+class TreeBiases:
+    """Those of the last ``MOST`` trees."""
+
+    MOST = 3  # a chain that ends early has so many lengths
+    unread = True  # by programs: see specmm.fingerprint
+
+    def __init__(self) -> None:
+        self._kept: list[TreeBias] = []
+
+    def find(self, ancestors: Tensor) -> TreeBias | None:
+        """That of this very tensor."""
+        return next((bias for bias in self._kept if bias.of is ancestors), None)
+
+    def add(self, bias: TreeBias) -> None:
+        """Keep it, in place of the oldest."""
+        self._kept = [*self._kept, bias][-self.MOST :]
+
+
 class Cache:
     """Keys and values of all layers in ``arrays``, one [A, R, S, H, D] for each H and D, and the
     ``lengths`` [B] that each row has committed.
@@ -170,9 +199,8 @@ class Cache:
         self._columns = torch.arange(size.capacity, device=device)
         self._open = torch.tensor(0.0, dtype=dtype, device=device)
         self._closed = torch.tensor(float("-inf"), dtype=dtype, device=device)
-        self._bias = torch.empty(0)  # the mask of the last tree
-        self._committed = torch.empty(0)  # a view of its part before the scratch region
-        self._bias_of: Tensor | None = None  # the ancestors it was made for
+        self._bias: TreeBias | None = None  # of the last tree
+        self._biases = TreeBiases()
 
     def aim(self, first: int, stop: int, places: Tensor | None = None) -> None:
         """The next forward writes from slot ``first`` on, or to slots ``places`` [T], and attends
@@ -191,19 +219,31 @@ class Cache:
         """Additive mask [R, 1, N, S] for a tree in the scratch region.
 
         A node attends its row's committed tokens and its ``ancestors`` [1 or B, N, N]. Their part
-        is only written if ``ancestors`` is another tensor than last time, so once for a static
-        tree.
+        is only written if ``ancestors`` is not one of the last few tensors, so once for a static
+        tree, or for each length of a chain.
         """
-        if self._bias_of is not ancestors:
-            nodes = ancestors.shape[-1]
-            bias = self._closed.repeat(self.size.rows, 1, nodes, self.slots)
-            seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
-            bias[:, 0, :, self.size.capacity : self.size.capacity + nodes].masked_fill_(seen, 0)
-            self._bias = bias
-            self._bias_of = ancestors
-            self._committed = bias[:, 0, :, : self.size.capacity]
-        self._committed.copy_(self.prefix_bias()[:, None])
+        bias = self.bias_for(ancestors)
+        bias.committed.copy_(self.prefix_bias()[:, None])
+        return bias.whole
+
+    def bias_for(self, ancestors: Tensor) -> TreeBias:
+        """That of ``ancestors`` [1 or B, N, N], whose part of the committed tokens is out of date.
+
+        A program takes that of the call before, or makes it anew.
+        """
+        if self._bias is None or self._bias.of is not ancestors:
+            made = None if torch.compiler.is_compiling() else self._biases.find(ancestors)
+            self._bias = made or self._new_bias(ancestors)
+            if made is None and not torch.compiler.is_compiling():
+                self._biases.add(self._bias)
         return self._bias
+
+    def _new_bias(self, ancestors: Tensor) -> TreeBias:
+        nodes, first = ancestors.shape[-1], self.size.capacity
+        bias = self._closed.repeat(self.size.rows, 1, nodes, self.slots)
+        seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
+        bias[:, 0, :, first : first + nodes].masked_fill_(seen, 0)
+        return TreeBias(ancestors, bias, bias[:, 0, :, :first])
 
     def prefix_bias(self) -> Tensor:
         """Additive mask [R, capacity]: open for each row's committed tokens that are no padding."""

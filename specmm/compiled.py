@@ -3,7 +3,8 @@
 For models whose steps are many small operators, where the overhead of each call is most of the
 time. It needs what ``torch.compile`` needs (on a CPU a C++ compiler), and half a minute to two for
 the first call of each method, options and batch size on a machine. The drafter's trees must have
-as many nodes and levels, and take as many uniforms, every round; where they branch may differ.
+as many nodes and levels, and take as many uniforms, every round; where they branch may differ, and
+chains may end at one of a few depths.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from torch import Tensor
 
 from specmm import program_cache
 from specmm.batch_invariant import outside_batch_invariant
-from specmm.decode import Parts, Progress, one_round
-from specmm.drafter import Feedback
-from specmm.randomness import CountedUniforms, PredrawnUniforms, UniformSource
+from specmm.decode import Parts, Progress, one_round, verified
+from specmm.drafter import Drafter, Feedback
+from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms, UniformSource
 from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
 from specmm.whole_programs import ProgramFile, WholeProgram
 
@@ -238,7 +240,7 @@ class CompiledRound:
         parts: Parts,
         feedback: Feedback,
         progress: Progress,
-        uniforms: UniformSource,
+        uniforms: Uniforms,
         clock: Clock,
         measure: bool,
     ) -> Feedback:
@@ -246,23 +248,94 @@ class CompiledRound:
         if feedback.result is None:
             counted = CountedUniforms(uniforms)
             first = one_round(parts, feedback, progress, counted, clock, measure)
-            self.uniforms = counted.used
+            self._count(counted.used, first.drafted[0])
             return first
         if feedback.fresh is None:
             # always a tensor, so that one program serves whether or not rows have just started
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
-        # by itself a row of a larger block keeps its stride, and each stride is another program
-        numbers = uniforms.draw(self.uniforms).clone(memory_format=torch.contiguous_format)
-        drawn = PredrawnUniforms(numbers)
-        target, _, rule = parts
+        target = parts[0]
+        target.later = True
+        try:
+            done = self._played(parts, feedback, progress, uniforms, clock)
+        finally:
+            target.later = False
         with clock("verify"):
-            target.later = True
-            try:
-                done = self.program(parts, feedback, progress, drawn, clock, not rule.exact)
-            finally:
-                target.later = False
             target.end_round(done.drafted[1])
         return done
+
+    def _count(self, used: int, tree: DraftTree) -> None:
+        """Note the uniforms that a row ``used`` for the round of ``tree``."""
+        self.uniforms = used
+
+    def _played(
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+    ) -> Feedback:
+        """The round, but for the target's part of its end."""
+        drawn = _predrawn(uniforms.draw(self.uniforms))
+        with clock("verify"):
+            done: Feedback = self.program(
+                parts, feedback, progress, drawn, clock, not parts[2].exact
+            )
+        return done
+
+
+class CompiledChain(CompiledRound):
+    """The same with a drafter whose chains may end early (its ``gate``), as two programs for each
+    length: one drafts a whole chain, the other plays on with what is kept of it.
+
+    The first round of each length is played uncompiled: it makes what is made once of a tree, and
+    with that there, a program would be another.
+    """
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.draft = compiled(drafted, device)
+        self.program = compiled(verified, device)
+        self.each = 0  # uniforms that a row takes for a draft
+        self.known: set[TreeShape] = set()
+
+    def _count(self, used: int, tree: DraftTree) -> None:
+        self.each = (used - _deciding(tree)) // tree.levels
+        self.known.add(tree.shape)
+
+    def _played(
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+    ) -> Feedback:
+        drafter = parts[1]
+        with clock("draft"):
+            drawn = _predrawn(uniforms.ahead(self.each * drafter.max_depth))
+            drafter.gate.later = True
+            try:
+                whole = self.draft(drafter, feedback, drawn)
+            finally:
+                drafter.gate.later = False
+            tree = drafter.ended(whole)
+        uniforms.draw(self.each * tree.levels)
+        drawn = _predrawn(uniforms.draw(_deciding(tree)))
+        target, _, rule = parts
+        target.cache.bias_for(tree.shape.ancestors)  # now, or each length before gets a program
+        without = target, None, rule  # the drafter's state is of the length before, too
+        play = self.program if tree.shape in self.known else verified
+        self.known.add(tree.shape)
+        with clock("verify"):
+            done: Feedback = play(without, tree, progress, drawn, clock, not rule.exact)
+        return done
+
+
+def drafted(drafter: Drafter, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+    """The ``drafter``'s tree, for a program."""
+    return drafter.propose(feedback, uniforms)
+
+
+def _deciding(tree: DraftTree) -> int:
+    """Uniforms that a row takes for the decisions about ``tree``, and for the next token."""
+    return tree.shape.size + 1
+
+
+def _predrawn(numbers: Tensor) -> PredrawnUniforms:
+    """``numbers`` [B, L] of a larger block, in memory of their own: by itself a row keeps the
+    block's stride, and each stride is another program.
+    """
+    return PredrawnUniforms(numbers.clone(memory_format=torch.contiguous_format))
 
 
 def prepare_compiler(device: torch.device) -> None:

@@ -158,7 +158,7 @@ class DecodedRound(NamedTuple):
 
 Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
-Play: TypeAlias = Callable[[Parts, Feedback, Progress, UniformSource, Clock, bool], Feedback]
+Play: TypeAlias = Callable[[Parts, Feedback, Progress, Uniforms, Clock, bool], Feedback]
 """Plays a round as :func:`one_round` does."""
 
 
@@ -190,8 +190,20 @@ def one_round(
 
     With ``measure`` a relaxed rule's excess is computed.
     """
-    target, drafter, rule = parts
-    tree = drafter.propose(feedback, uniforms)
+    tree = parts[1].propose(feedback, uniforms)
+    return verified(parts, tree, progress, uniforms, clock, measure)
+
+
+def verified(
+    parts: Parts,
+    tree: DraftTree,
+    progress: Progress,
+    uniforms: UniformSource,
+    clock: Clock,
+    measure: bool,
+) -> Feedback:
+    """What :func:`one_round` does with the ``tree`` it drafted."""
+    target, _, rule = parts
     with clock("verify"):
         output = target.score(tree)
     result = decide(rule, tree, output.probs, uniforms, measure=measure)

@@ -86,6 +86,12 @@ class Uniforms:
         self._used += count
         return taken
 
+    def ahead(self, count: int) -> Tensor:
+        """The numbers [B, count] that are drawn next."""
+        found = self.draw(count)
+        self._used -= count
+        return found
+
     def start_row(self, row: int, generator: torch.Generator) -> Tensor:
         """From now on ``row`` draws from ``generator``; returns its first number [1]."""
         self.generators[row] = generator

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from specmm import methods
-from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.compiled import CompiledChain, CompiledRound, prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
@@ -85,11 +85,12 @@ def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
     if not target.static_shapes:
         return one_round
     key = methods.filed(method)
+    kind = CompiledChain if method.batch_dependent else CompiledRound
     if target.programs is None:
         own = ("round", parts.made.get("static of"), key)
-        return parts.once(own, partial(CompiledRound, target.device))
+        return parts.once(own, partial(kind, target.device))
     if key not in target.programs:
-        target.programs[key] = CompiledRound(target.device)
+        target.programs[key] = kind(target.device)
     return target.programs[key]
 
 

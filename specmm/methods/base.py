@@ -109,7 +109,7 @@ class Declared(metaclass=_OldNames):
 
     @property
     def static_shapes(self) -> bool:
-        """Whether all rounds have the same shapes, so that they can be compiled."""
+        """Whether rounds have the same shapes or one of a few, so that they can be compiled."""
         return False
 
 
@@ -143,9 +143,10 @@ class Composed(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """Of drafters whose trees have as many nodes and levels every round."""
-        choice = self.choice
-        return choice.drafter in ("block", "eagle", "any", "jacobi") and not choice.sure
+        """Of drafters whose trees have as many nodes and levels every round, or end early at a few
+        depths.
+        """
+        return self.choice.drafter in ("block", "eagle", "any", "jacobi")
 
     @property
     def batch_dependent(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.autotune import Chain, Costs, Plan, plan_chains
+from specmm.cache import Cache
 from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
@@ -257,5 +258,15 @@ def test_they_are_measured_round_by_round() -> None:
 
 def test_what_it_declares() -> None:
     sure, whole = methods.Speculative(sure=0.1), methods.Speculative()
-    assert sure.batch_dependent and not sure.static_shapes
-    assert whole.static_shapes and not whole.batch_dependent
+    assert sure.batch_dependent and not whole.batch_dependent
+    assert sure.static_shapes and whole.static_shapes
+
+
+@torch.inference_mode()
+def test_masks_are_made_once_for_each_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = parts()
+    cut = BlockDrafter(head, target, TreeShape.chain(8), rejected_weight=0.3, sure=0.3)
+    made, new = [], Cache._new_bias
+    monkeypatch.setattr(Cache, "_new_bias", lambda *given: made.append(1) or new(*given))
+    depths = drawn(target, cut, [4]).stats.depths
+    assert 1 < len(set(depths)) == len(made) < len(depths)

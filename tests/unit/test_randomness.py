@@ -27,6 +27,15 @@ def test_numbers_do_not_depend_on_how_they_are_asked_for():
     assert torch.equal(pieces[0], blocks[: sum(asked)])
 
 
+def test_a_look_ahead_takes_nothing():
+    looking, stream = Uniforms.from_seeds([4, 5]), Uniforms.from_seeds([4, 5])
+    for count in (3, BLOCK - 5, 7, 2 * BLOCK):
+        ahead = looking.ahead(count)
+        assert torch.equal(ahead[:, : count - 2], looking.draw(count - 2))
+        assert torch.equal(ahead[:, : count - 2], stream.draw(count - 2))
+    assert torch.equal(looking.draw(9), stream.draw(9))
+
+
 def test_the_global_state_is_left_alone():
     before = torch.random.get_rng_state()
     Uniforms.from_seeds([0]).draw(10)

@@ -295,6 +295,10 @@ class BlockDrafter:
         recorded = torch.cat(probs, 1) if self.sampled else None
         return DraftTree(torch.cat(tokens, 1), shape, recorded)
 
+    def ended(self, tree: DraftTree) -> DraftTree:
+        """The part of ``tree`` to be scored, where :class:`Gate` left its end open."""
+        return tree if self.gate is None or len(tree.tokens) > 1 else self.gate.ended(tree)
+
     def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
         """What a level's children are drawn from [B, P, V], of each parent's ``logits``; these
         themselves where the likeliest are taken, for at temperature 0 only one has any mass.
