@@ -58,7 +58,7 @@ SAME = {
 
 
 class _Uncompiled(threading.local):
-    """Of each thread, the calls of programs that could not be built."""
+    """Of each thread, the calls of programs that could not be built, or would be too many."""
 
     calls = 0
 
@@ -67,7 +67,9 @@ _uncompiled = _Uncompiled()
 
 
 def uncompiled_calls() -> int:
-    """How often this thread has run the function of a program as it is, since building failed."""
+    """How often this thread has run the function of a program as it is, since building failed or
+    there were ``PROGRAMS`` others.
+    """
     return _uncompiled.calls
 
 
@@ -148,9 +150,12 @@ class Program:
         for program in self.made:
             if program.fits(*args):
                 return program.run
-        if self.run is None and len(self.made) < PROGRAMS:
+        if self.run is not None:
+            return self.run
+        if len(self.made) < PROGRAMS:
             return self._new(args)
-        return self.run or self.function
+        _uncompiled.calls += 1
+        return self.function
 
     def _new(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """A program loaded or built for ``args``."""

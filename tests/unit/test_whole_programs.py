@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.utils.hooks import RemovableHandle
 
 from specmm import program_cache
-from specmm.compiled import compiled
+from specmm.compiled import compiled, uncompiled_calls
 from specmm.fingerprint import Fingerprint
 from tests.unit import whole_program_parts as parts_module
 from tests.unit.whole_program_parts import Doubled, Parts, Settings, worked
@@ -155,6 +155,14 @@ def test_a_full_disk_is_one_warning_and_keeps_nothing(kept, monkeypatch):
     with pytest.warns(UserWarning, match="No space left"):
         assert traced(Parts()) == 1
     assert traced(Parts()) == 1
+
+
+def test_calls_past_the_most_programs_count_as_uncompiled(kept, monkeypatch):
+    monkeypatch.setattr("specmm.compiled.PROGRAMS", 1)
+    run, before = compiled(parts_module.helped), uncompiled_calls()
+    for x, calls in ((X, 0), (torch.arange(8.0), 1), (X, 1), (torch.arange(9.0), 2)):
+        assert torch.equal(run(x), parts_module.helped(x))
+        assert uncompiled_calls() - before == calls
 
 
 def test_what_ends_a_program_midway_is_not_kept(kept):
