@@ -55,6 +55,7 @@ MASKED = "mask_image_logits"
 LUMINA = (MASKED, "z_loss_weight")  # settings of its training
 VQGAN = "specmm.image_ar.vqgan:decoder_of"
 TOKENIZER = "specmm.image_ar.vqgan:fill_tokenizer"
+KEEP = "specmm.image_ar.vqgan:keep_decoder"
 
 
 def _lined(model: PreTrainedModel) -> bool:
@@ -236,6 +237,7 @@ CHAMELEON = PictureModel(
     encode=_encode,
     check=_check,
     fill=_fill,
+    keep=lambda folder, into: named(KEEP)(folder, into),
     sampling=_sampling,
     unneeded="model.vqmodel.",
     cfg=3.0,
