@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig, T5EncoderModel
 
 from specmm import zoo
-from specmm.checkpoints import check_names
 from specmm.guidance import AllowedTokens
+from specmm.hf.diffusers_parts import load_part, unreadable
 from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, unit_codebook
 from specmm.hf.pretrained import load_model
 
@@ -129,26 +129,19 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
 
     Raises ``ValueError`` for files that are damaged and weights that are missing.
     """
-    from diffusers import GlmImagePipeline
+    from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 
+    found = {
+        "text_encoder": load_model(T5EncoderModel, folder / "text_encoder", dtype=dtype),
+        "transformer": load_part(
+            GlmImageTransformer2DModel, folder / "transformer", torch_dtype=dtype
+        ),
+        "vae": load_part(AutoencoderKL, folder / "vae", torch_dtype=dtype),
+    }
     try:
-        glyphs = load_model(T5EncoderModel, folder / "text_encoder", dtype=dtype)
-        pipe = GlmImagePipeline.from_pretrained(
-            folder, vision_language_encoder=None, text_encoder=glyphs, dtype=dtype
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ValueError, RuntimeError) as error:
-        said = str(error).strip().partition("\n")[0].rstrip(". ")
-        raise ValueError(
-            f"{folder} must hold a whole diffusion part, got: {said}; fetch it again, or give "
-            "output_type='latent' for tokens alone"
-        ) from error
-    for part in ("transformer", "vae"):  # what diffusers finds no weights for it leaves empty
-        state = getattr(pipe, part).state_dict()
-        missing = [name for name, weight in state.items() if weight.is_meta]
-        check_names({"missing": missing}, part, folder / part, "fetch it again")
-    return pipe
+        return GlmImagePipeline.from_pretrained(folder, **{PARTS[0]: None}, **found)
+    except (OSError, ValueError) as error:
+        raise unreadable(folder, error) from error
 
 
 def _keep(folder: Path, into: Path) -> None:
