@@ -189,7 +189,15 @@ class Decoder(nn.Module):
 
 
 def to_uint8(images: Tensor) -> Tensor:
-    """Pictures [B, R, R, 3] uint8 of decoder outputs [B, 3, R, R] (LlamaGen's rounding)."""
+    """Pictures [B, R, R, 3] uint8 of decoder outputs [B, 3, R, R] (LlamaGen's rounding).
+
+    Raises ``ValueError`` for NaN or infinity, which would be black.
+    """
+    if not bool(images.isfinite().all()):
+        raise ValueError(
+            "pixels must be finite, got NaN or infinity from what decodes tokens, check its "
+            "weights or run it in float32"
+        )
     return (127.5 * images.float() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 

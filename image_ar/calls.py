@@ -64,6 +64,22 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
     return tell
 
 
+def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | None]:
+    """What guidance leads away from, of each of ``count`` prompts: the text ``given``, or theirs.
+
+    Raises ``ValueError`` for another number of texts and for what is no text.
+    """
+    if given is None or isinstance(given, str):
+        return [given] * count
+    found: list[str | None] = [*texts_of("negative_prompt", given)]
+    if len(found) != count:
+        raise ValueError(
+            f"negative_prompt must be one text or one for each of the {count} prompts, got "
+            f"{len(found)}"
+        )
+    return found
+
+
 def listed(classes: Classes) -> list[Any]:
     """One class or several as a list, of whatever they are."""
     if isinstance(classes, Tensor | np.ndarray):

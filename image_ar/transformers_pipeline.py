@@ -31,7 +31,7 @@ from specmm.hf.placing import Placing
 from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
 from specmm.hf.static import StaticPictureTarget
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, check_call, told
+from specmm.image_ar.calls import Callback, check_call, negatives_of, told
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
     SETTINGS,
@@ -169,11 +169,16 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         return pipe
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model, tokenizer, drafters and settings, but not a decoder beside the model."""
-        self.transformer.save_pretrained(folder, state_dict=contiguous_state(self.transformer))
-        self.tokenizer.save_pretrained(folder)
-        save_drafters_of(self.owner.fingerprint, self.parts.drafters, Path(folder) / "drafters")
-        write_settings(self.settings, Path(folder))
+        """Write model, tokenizer, drafters, settings, and what pixels are made with."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.samefile(self.folder):
+            self.facts.keep(self.folder, folder)
+        weights, words = self.facts.folders(folder)
+        self.transformer.save_pretrained(weights, state_dict=contiguous_state(self.transformer))
+        self.tokenizer.save_pretrained(words)
+        save_drafters_of(self.owner.fingerprint, self.parts.drafters, folder / "drafters")
+        write_settings(self.settings, folder)
 
     @property
     def components(self) -> dict[str, Any]:
@@ -190,7 +195,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         self,
         prompt: str | Sequence[str],
         num_images_per_prompt: int = 1,
-        negative_prompt: str | None = None,
+        negative_prompt: str | Sequence[str] | None = None,
         height: int | None = None,
         width: int | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
@@ -218,10 +223,10 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
         one's own (see :func:`specmm.register`).
         What is not given comes from the model's settings; guidance leads away from
-        ``negative_prompt``, or from what the model has in its place. ``height`` and ``width`` are
-        pixels, both or none, for models that draw several sizes. ``num_inference_steps`` and
-        ``guidance_scale`` are those of the diffusion model that paints pixels, where there is one;
-        elsewhere ``guidance_scale`` is ``cfg``.
+        ``negative_prompt``, one text or one a prompt, or from what the model has in its place.
+        ``height`` and ``width`` are pixels, both or none, for models that draw several sizes.
+        ``num_inference_steps`` and ``guidance_scale`` are those of the diffusion model that paints
+        pixels, where there is one; elsewhere ``guidance_scale`` is ``cfg``.
         ``generator`` is one for all or one a picture; what a picture draws at random depends on its
         own seed only. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and
         rounds as programs of ``torch.compile``, made at the first call of a method, its options, a
@@ -237,10 +242,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
             raise ValueError("prompt must say what to draw, got an empty one")
-        if not isinstance(negative_prompt, str | None):
-            raise ValueError(
-                f"negative_prompt must be one text for all pictures, got {negative_prompt!r}"
-            )
+        negatives = negatives_of(negative_prompt, len(texts))
         method = self.method if method is None else method
         chosen = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter, tree, rule)
         layout = self._layout(height, width)
@@ -255,8 +257,9 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
                 "nothing is led away from it"
             )
         asked = [text for text in texts for _ in range(num_images_per_prompt)]
+        avoided = [text for text in negatives for _ in range(num_images_per_prompt)]
         rows = [self._ids(text, layout) for text in asked]
-        away = [self._away(ids, negative_prompt, layout) for ids in rows]
+        away = [self._away(*each, layout) for each in zip(rows, avoided, strict=True)]
         target.check(picture_prompt(target, rows, away))
         decoder = None if output_type == "latent" else self.decoder()
         generators = sample_generators(generator, len(rows), self.device)
@@ -298,6 +301,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """
         options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
         chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
+        check_numbers(cfg=chosen.cfg)
         if not chosen.cfg >= 1:  # only scales above 1 guide, and a certificate names the scale
             raise ValueError(f"cfg must be at least 1, got {chosen.cfg}, use 1 for no guidance")
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)

@@ -8,9 +8,11 @@ Source: VQGAN (arXiv 2012.09841). Shape letters: B batch, h rows, w columns, E c
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from specmm.hf.drafter_formats import ModelFolder
 from specmm.image_ar.autoencoder import AttnBlock, Decoder, Stack
 
 FILE = "vqgan.ckpt"
+DIFFUSERS = "vq"  # the folder of a tokenizer in diffusers' layout
 PLACES = ("", "vq", "tokenizer")  # of the file, from a model's folder
 OWN = "model.vqmodel."  # how a conversion's names begin
 NEEDED = ("decoder.", "post_quant_conv.", "quantize.embedding.")
@@ -76,6 +79,20 @@ def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
         state = {name: x for name, x in read_checkpoint(file).items() if name in names}
         load_strict(vqmodel, state, source=file)
     return file is not None
+
+
+def keep_decoder(folder: Path, into: Path) -> None:
+    """Copy the decoder beside the model of ``folder`` ``into`` another folder, if there is one;
+    weights among the model's, which transformers leaves out, become a file apart.
+    """
+    if (folder / DIFFUSERS).is_dir():
+        shutil.copytree(folder / DIFFUSERS, into / DIFFUSERS, dirs_exist_ok=True)
+    elif file := _published(folder):
+        shutil.copyfile(file, into / FILE)
+    else:
+        state = _own_weights(folder)
+        if any(name.startswith(NEEDED[0]) for name in state):
+            torch.save({"state_dict": state}, into / FILE)
 
 
 def _published(folder: Path) -> Path | None:

@@ -114,14 +114,21 @@ def _read_pickle(file: Path) -> object:
             archive = zipfile.is_zipfile(file)
             return torch.load(file, map_location="cpu", weights_only=True, mmap=archive)
     except Exception as error:  # a damaged file makes the unpickler fail in any way
-        wanted = re.search(r"GLOBAL (\S+)", str(error))
-        if wanted is None or not isinstance(error, pickle.UnpicklingError):
-            raise _damaged(file) from error
-        raise FileError(
-            file,
-            f"must hold tensors only, got a pickle that asks for {wanted[1]}, convert it to "
-            "safetensors if you trust it",
-        ) from error
+        raise no_tensors(file, error) or _damaged(file) from error
+
+
+def no_tensors(source: str | Path, error: Exception) -> FileError | None:
+    """What to say where torch refused ``source``, a pickle that asks for code; None where it did
+    not.
+    """
+    wanted = re.search(r"GLOBAL (\S+)", str(error))
+    if wanted is None or not isinstance(error, pickle.UnpicklingError):
+        return None
+    return FileError(
+        source,
+        f"must hold tensors only, got a pickle that asks for {wanted[1]}, convert it to "
+        "safetensors if you trust it",
+    )
 
 
 def _damaged(file: Path) -> FileError:

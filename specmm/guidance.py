@@ -27,8 +27,10 @@ class Guidance:
     def __post_init__(self) -> None:
         check_numbers(cfg=self.scale)
         check_whole(cfg_interval=self.interval)
-        if not self.scale >= 0:
-            raise ValueError(f"cfg must be at least 0, got {self.scale}, use 1 for no guidance")
+        if not 0 <= self.scale < float("inf"):
+            raise ValueError(
+                f"cfg must be finite and at least 0, got {self.scale}, use 1 for no guidance"
+            )
         if self.interval < -1:
             raise ValueError(
                 f"cfg_interval must be at least -1, which guides all tokens, got {self.interval}"

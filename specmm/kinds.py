@@ -20,14 +20,14 @@ def shown(value: object) -> str:
 def check_numbers(**values: object) -> None:
     """Raise ``ValueError`` naming the first of ``values`` that is not a number."""
     for name, value in values.items():
-        if not isinstance(value, Real):
+        if not isinstance(value, Real) or isinstance(value, bool):
             raise ValueError(f"{name} must be a number, got {shown(value)}")
 
 
 def check_whole(**values: object) -> None:
     """Raise ``ValueError`` naming the first of ``values`` that is not a whole number."""
     for name, value in values.items():
-        if not isinstance(value, Integral):
+        if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} must be a whole number, got {shown(value)}")
 
 

@@ -133,8 +133,9 @@ def sample_generators(
     A sequence is used as it is; a generator on another kind of device seeds one that replaces it.
     A single generator, or fresh entropy, seeds all of them.
     """
-    for one in given if isinstance(given, Sequence) else [given]:
-        if not isinstance(one, torch.Generator | None):
+    several = given if isinstance(given, Sequence) else [] if given is None else [given]
+    for one in several:
+        if not isinstance(one, torch.Generator):
             raise ValueError(
                 "generator must be a torch.Generator or a list of them, such as "
                 f"torch.Generator().manual_seed(3), got {shown(one)}"

@@ -10,6 +10,7 @@ sample's. ``heuristic``: nothing is claimed.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -145,7 +146,9 @@ class Certificate:
         """One line for people."""
         text: str = self.kind
         if self.kind == "bounded":
-            text += f", total variation a token below {self.tv:.4f} on average (measured)"
+            assert self.tv is not None, "it was measured"
+            most = math.ceil(round(self.tv * 1e4, 6)) / 1e4  # rounded up: the claim stays true
+            text += f", total variation a token at most {most:.4f} on average (measured)"
         text += f": {self.reason}"
         if self.settings:
             named = ", ".join(f"{name} {value}" for name, value in self.settings.items())

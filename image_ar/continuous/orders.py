@@ -46,8 +46,8 @@ class MARSettings:
         if self.num_iter < 1:
             raise ValueError(f"num_iter must be at least 1, got {self.num_iter}")
         for name in ("temperature", "cfg"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
         if self.solver not in ("ddpm", "ddim"):
             raise ValueError(f"solver must be 'ddpm' or 'ddim', got {self.solver!r}")
         if self.cfg_schedule not in ("linear", "constant"):

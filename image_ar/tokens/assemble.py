@@ -145,7 +145,14 @@ def _rule(
         return make_rule(spec)
     table, first = _neighbours(parts, k, target)
     given = {"greedy": greedy} if kind.relaxed else {}
-    return make_rule(spec, table=table, offset=first, **given)
+    rule = make_rule(spec, table=table, offset=first, **given)
+    residual = getattr(rule, "residual", "corrected")
+    if residual != "corrected" and target.undrawable is not None and not greedy:
+        raise ValueError(
+            f"residual must be 'corrected' for {target.name}, got {residual!r}: after a rejection "
+            "the release's draws any token, here those of words, too, which are no pictures"
+        )
+    return rule
 
 
 def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Tensor, int]:

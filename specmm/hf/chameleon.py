@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.guidance import AllowedTokens
+from specmm.hf.diffusers_parts import load_part
 from specmm.hf.interleaved import Writer
 from specmm.hf.picture_tokens import (
     Decoder,
@@ -55,6 +56,7 @@ MASKED = "mask_image_logits"
 LUMINA = (MASKED, "z_loss_weight")  # settings of its training
 VQGAN = "specmm.image_ar.vqgan:decoder_of"
 TOKENIZER = "specmm.image_ar.vqgan:fill_tokenizer"
+KEEP = "specmm.image_ar.vqgan:keep_decoder"
 
 
 def _lined(model: PreTrainedModel) -> bool:
@@ -208,7 +210,7 @@ def _pictures_of(model: PreTrainedModel, folder: Path) -> Callable[[Tensor], Ten
     from diffusers import VQModel
 
     if (folder / "vq" / "config.json").is_file():
-        vq = VQModel.from_pretrained(folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
+        vq = load_part(VQModel, folder / "vq", low_cpu_mem_usage=False).to(model.device).eval()
 
         def pictures(codes: Tensor) -> Tensor:
             latents = vq.quantize.embedding(codes).permute(0, 3, 1, 2)
@@ -236,6 +238,7 @@ CHAMELEON = PictureModel(
     encode=_encode,
     check=_check,
     fill=_fill,
+    keep=lambda folder, into: named(KEEP)(folder, into),
     sampling=_sampling,
     unneeded="model.vqmodel.",
     cfg=3.0,

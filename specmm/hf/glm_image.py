@@ -10,19 +10,23 @@ Shape letters: T tokens of both grids.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, T5EncoderModel
 
 from specmm import zoo
 from specmm.guidance import AllowedTokens
+from specmm.hf.diffusers_parts import load_part, unreadable
 from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, unit_codebook
+from specmm.hf.pretrained import load_model
 
 USUAL = (1152, 768)  # pixels, as GlmImageProcessor has them
 SIDE = 32  # pixels of a token's sides
+PARTS = ("vision_language_encoder", "processor")  # of the pipeline: model and tokenizer
 PREVIEW = 16  # tokens of the preview's sides where it is square
 Grid = tuple[int, int]
 """Rows and columns."""
@@ -95,16 +99,12 @@ def _sampling(model: Any) -> dict[str, Any]:
 
 def _decode(model: Any, folder: Path) -> Decoder:
     """The diffusion part of the pipeline in ``folder``; ``ValueError`` where there is none."""
-    from diffusers import GlmImagePipeline
-
     if not (folder / zoo.PIPELINE).is_file():
         raise ValueError(
             f"{folder} has no diffusion part: give the folder of the GlmImagePipeline, or "
             "output_type='latent' for tokens alone"
         )
-    pipe = GlmImagePipeline.from_pretrained(
-        folder, vision_language_encoder=None, dtype=model.dtype
-    ).to(model.device)
+    pipe = _painter(folder, model.dtype).to(model.device)
     pipe.set_progress_bar_config(disable=True)
 
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
@@ -124,12 +124,44 @@ def _decode(model: Any, folder: Path) -> Decoder:
     return decoder
 
 
+def _painter(folder: Path, dtype: torch.dtype) -> Any:
+    """The pipeline of diffusers in ``folder`` without what draws tokens.
+
+    Raises ``ValueError`` for files that are damaged and weights that are missing.
+    """
+    from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
+
+    found = {
+        "text_encoder": load_model(T5EncoderModel, folder / "text_encoder", dtype=dtype),
+        "transformer": load_part(
+            GlmImageTransformer2DModel, folder / "transformer", torch_dtype=dtype
+        ),
+        "vae": load_part(AutoencoderKL, folder / "vae", torch_dtype=dtype),
+    }
+    try:
+        return GlmImagePipeline.from_pretrained(folder, **{PARTS[0]: None}, **found)
+    except (OSError, ValueError) as error:
+        raise unreadable(folder, error) from error
+
+
+def _keep(folder: Path, into: Path) -> None:
+    """All of a pipeline but what draws tokens, which is saved by itself."""
+    if not (folder / zoo.PIPELINE).is_file():
+        return
+    shutil.copyfile(folder / zoo.PIPELINE, into / zoo.PIPELINE)
+    for part in folder.iterdir():
+        if part.is_dir() and part.name not in (PARTS[0], "drafters"):
+            shutil.copytree(part, into / part.name, dirs_exist_ok=True)
+
+
 GLM_IMAGE = PictureModel(
     architecture="GlmImageForConditionalGeneration",
-    parts=("vision_language_encoder", "processor"),
+    parts=PARTS,
     layout=_layout,
     ids=_ids,
     decode=_decode,
+    keep=_keep,
+    not_by=("zipar",),  # a preview's rows are of another length
     codebook=unit_codebook,
     sampling=_sampling,
     paints=True,

@@ -140,7 +140,8 @@ class _Reader:
         found = {}
         names = self.folder.weights
         if not names or any(picture.scores in name for name in names):
-            found["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
+            every = methods.TRANSFORMERS_IMAGES
+            found["draws"] = tuple(name for name in every if name not in picture.not_by)
             drafters = self.folder.path / "drafters"
             if not any((drafters / kind).is_dir() for kind in ("block", "eagle")):
                 self.notes.append(

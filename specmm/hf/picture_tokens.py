@@ -90,7 +90,8 @@ class PictureModel:
     pictures of a layout, and what makes tokens of them. ``check`` raises ``ValueError`` for a model
     that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and can
     without those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in
-    the folder.
+    the folder. ``keep`` copies into another folder what ``decode`` reads of the model's. Methods
+    ``not_by`` cannot draw with it.
     """
 
     architecture: str  # the class
@@ -111,6 +112,8 @@ class PictureModel:
     scores: str = ""
     unneeded: str | None = None
     fill: Callable[[Any, Path], None] = lambda model, folder: None
+    keep: Callable[[Path, Path], None] = lambda folder, into: None
+    not_by: tuple[str, ...] = ()
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
         """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""

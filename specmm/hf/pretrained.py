@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from transformers import (
 )
 
 from specmm import zoo
-from specmm.checkpoints import check_names, read_json, some_names
+from specmm.checkpoints import check_names, no_tensors, read_json, some_names
 from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention.interface import NAME
 
@@ -149,13 +150,22 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
             )
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, SafetensorError) as error:  # damaged files, weights that do not join
-        found = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}") from error
+    except pickle.UnpicklingError as error:
+        # torch's own words advise to run it
+        other = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"
+        raise no_tensors(folder, error) or ValueError(other) from error
+    # damaged or missing files, weights that do not join
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
     except ValueError as error:
         raise _explained(error, folder) from error
     _check_loaded(model, report, folder, unneeded)
     return model
+
+
+def _unreadable(folder: str | Path, error: Exception) -> ValueError:
+    found = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}")
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import ClassVar, Literal, TypeAlias, get_args, get_type_hints
 
 from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight, check_sure
 
@@ -247,6 +247,10 @@ class CSpD(Declared):
     prefill: float = 0.05
     relax: float = 42.0
 
+    def __post_init__(self) -> None:
+        _check_choice(CSpD, "variant", self.variant)
+        _check_choice(CSpD, "predictor", self.predictor)
+
 
 def check_init(init: str) -> None:
     """Raise ``ValueError`` for an ``init`` that Jacobi drafts do not have."""
@@ -256,8 +260,14 @@ def check_init(init: str) -> None:
 
 def _check_residual(residual: str) -> None:
     """Raise ``ValueError`` for a ``residual`` that no method has."""
-    if residual not in ("corrected", "release"):
-        raise ValueError(f"residual must be one of corrected, release, got {residual!r}")
+    _check_choice(Lantern, "residual", residual)
+
+
+def _check_choice(kind: type, option: str, value: str) -> None:
+    """Raise ``ValueError`` for a ``value`` that ``option`` of the method ``kind`` cannot have."""
+    known = get_args(get_type_hints(kind)[option])
+    if value not in known:
+        raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:

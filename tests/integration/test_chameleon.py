@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -95,6 +96,7 @@ def test_what_is_missing_is_said(pipe, folder, tmp_path):
     assert kinds_of(str(folder)) == ("images",)
     assert {"ar", "sjd", "speculative", "prompt-lookup"} < set(methods_of("images", str(folder)))
     pipe.save_pretrained(tmp_path)
+    shutil.rmtree(tmp_path / "vq")
     bare = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     with pytest.raises(ValueError, match="has no decoder for pictures"):
         bare("tree")
@@ -138,6 +140,10 @@ def test_a_decoder_among_the_models_own_weights_serves(pipe, tmp_path):
         latents = tiny_chameleon.vq().quantize.get_codebook_entry(codes, (1, 4, 6, 8))
         wanted = tiny_chameleon.vq().decode(latents, force_not_quantize=True).sample
     torch.testing.assert_close(pixels, wanted)
+    found.save_pretrained(tmp_path / "saved")
+    again = specmm.ImagePipeline.from_pretrained(tmp_path / "saved", torch_dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(again.decoder()(grid, layout, None), pixels)
 
 
 def test_a_tokenizer_that_a_checkpoint_lacks_is_the_published_one(tmp_path):

@@ -228,9 +228,10 @@ def test_callbacks_see_every_iteration(pipe):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(cfg=-1.0), "cfg must be at least 0"),
+        (dict(cfg=-1.0), "cfg must be finite and at least 0, got -1.0"),
+        (dict(cfg=float("nan")), "cfg must be finite and at least 0, got nan"),
         (dict(num_iter=0), "num_iter must be at least 1"),
-        (dict(temperature=-0.5), "temperature must be at least 0"),
+        (dict(temperature=-0.5), "temperature must be finite and at least 0"),
         (dict(head_steps="many"), "head steps must be a number"),
         (dict(cfg_schedule="cubic"), "cfg_schedule must be"),
         (dict(solver="euler"), "solver must be"),

@@ -282,6 +282,7 @@ def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
     found = json.loads(run("inspect", tmp_path, "--json").stdout)
     assert found["format"] == "picture model of transformers"
     assert {"sjd", "speculative", "eagle", "gsd", "self"} <= set(found["takes"]["draws"])
+    assert ("zipar" in found["takes"]["draws"]) == (name != "glm_image")
     assert list(found["takes"]) == ["draws"] and "specmm generate" in found["use"]
     assert any("need a drafter" in note for note in found["notes"])
     said = run("inspect", tmp_path).stdout

@@ -3,6 +3,8 @@ on the command line, which draws with it otherwise.
 """
 
 import json
+import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 import specmm
 from specmm import methods
 from specmm.cli import app
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
 from tests.integration.picture_kinds import KINDS, STEPS, opened, saved, sized
 
@@ -30,6 +33,15 @@ def folder(kind, tmp_path_factory):
 @pytest.fixture(scope="module")
 def pipe(folder):
     return opened(folder)
+
+
+def seeded():
+    return torch.Generator().manual_seed(0)
+
+
+def untrained(pipe):
+    """A block drafter."""
+    return BlockHead(BlockConfig(3, 1, pipe.owner.sizes))
 
 
 def flags(**options):
@@ -65,7 +77,12 @@ OF_CALLS = [  # what the command line cannot say
     (dict(prompt=3), "prompt must be a text or a list of texts, got 3"),
     (dict(prompt=["tree", None]), "prompt must be a text or a list of texts, got None"),
     (dict(num_inference_steps="5"), "num_inference_steps must be"),
-    (dict(negative_prompt=["blue", "red"]), "negative_prompt must be one text for all pictures"),
+    (dict(negative_prompt=["blue", "red"]), "must be one text or one for each of the 1 prompts"),
+    (dict(negative_prompt=3), "negative_prompt must be a text or a list of texts, got 3"),
+    (dict(cfg="3"), "cfg must be a number, got '3'"),
+    (dict(cfg=True), "cfg must be a number, got True"),
+    (dict(generator=[None]), "generator must be a torch.Generator or a list of them.*got None"),
+    (dict(num_images_per_prompt=True), "num_images_per_prompt must be a whole number, got True"),
     (dict(method=methods.Draft("prompt-lookup", (2, 1))), "drafter prompt-lookup needs a chain"),
 ]
 AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"}
@@ -106,6 +123,34 @@ def test_what_only_some_models_have(kind, pipe):
             pipe("tree", **STEPS, **given)
 
 
+LUMINA = "lantern(k=3, residual=lumina)"
+LOOSE = [methods.LanternPP(k=3, residual="release"), methods.Draft("jacobi", None, LUMINA)]
+
+
+@pytest.mark.parametrize("method", LOOSE, ids=lambda method: method.name)
+def test_a_rule_that_draws_excluded_tokens_draws_no_words(kind, pipe, method):
+    """It serves models whose head scores pictures alone."""
+    given = dict(method=method, output_type="latent", generator=seeded(), **sized(kind))
+    if method.name == "lantern++":
+        pipe.parts.drafters["block"] = untrained(pipe)
+    if pipe.target(layout=pipe._layout(*kind.size)).undrawable is None:
+        assert pipe("tree", **given).certificate.kind == "bounded"
+        return
+    with pytest.raises(ValueError, match=r"residual must be 'corrected' for .* no pictures"):
+        pipe("tree", **given)
+    assert pipe("tree", temperature=0, **given).certificate.kind == "bounded"
+
+
+def test_pixels_that_are_no_numbers_are_not_drawn_black(kind, folder):
+    """Of a model's own decoder, one beside it and a diffusion part, whatever drew the tokens."""
+    pipe = opened(folder)
+    decoder = pipe.decoder()
+    pipe._decoder = lambda *given: decoder(*given).fill_(float("nan"))
+    given = sized(kind) | (STEPS if pipe.facts.paints else {})
+    with pytest.raises(ValueError, match="pixels must be finite, got NaN or infinity"):
+        pipe("tree", **given)
+
+
 def rewritten(folder, change):
     file = folder / "model.safetensors"
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
@@ -116,6 +161,69 @@ def refused(folder):
         specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
     assert "\n" not in str(told.value)
     return str(told.value)
+
+
+class Runs:
+    """What a pickle can make Python do."""
+
+    def __reduce__(self):
+        return print, ("a pickle ran",)
+
+
+def test_a_pickle_that_would_run_code_and_weights_that_are_not_there(tmp_path, capsys):
+    KINDS["janus"].save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "must hold readable weights, got: Error no file named model.safet" in refused(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"model": Runs()}, file)
+    assert "tensors only, got a pickle that asks for print, convert" in refused(tmp_path)
+    file.write_bytes(pickle.dumps(Runs(), protocol=4))
+    assert "must hold tensors only, got a pickle of other things; fetch" in refused(tmp_path)
+    assert "ran" not in capsys.readouterr().out
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lacking(file):
+    """Without a weight."""
+    state = load_file(file)
+    del state[min(state)]
+    save_file(state, file, metadata={"format": "pt"})
+
+
+def misshapen(file):
+    """With a weight that is a row short."""
+    state = load_file(file)
+    name = max(state, key=lambda name: state[name].numel())
+    save_file(state | {name: state[name][1:].clone()}, file, metadata={"format": "pt"})
+
+
+OWN = "diffusion_pytorch_model.safetensors"
+PIXELS = [
+    ("glm_image", f"transformer/{OWN}", cut, "got: Unable to load weights"),
+    ("glm_image", f"transformer/{OWN}", lacking, "got 1 missing: "),
+    ("glm_image", "text_encoder/model.safetensors", lacking, "got 1 missing: "),
+    ("glm_image", f"vae/{OWN}", Path.unlink, "got: Error no file"),
+    ("glm_image", "scheduler/scheduler_config.json", Path.unlink, "that makes pixels, got: "),
+    ("anole", f"vq/{OWN}", cut, "got: Unable to load weights"),
+    ("anole", f"vq/{OWN}", lacking, "got 1 missing: "),
+    ("anole", f"vq/{OWN}", misshapen, "got: Error.* size mismatch for "),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "damage", "said"), PIXELS)
+def test_what_makes_pixels_is_damaged(name, file, damage, said, tmp_path):
+    """Tokens are drawn nevertheless."""
+    kind = KINDS[name]
+    kind.save(tmp_path)
+    damage(tmp_path / file)
+    pipe = opened(tmp_path)
+    with pytest.raises(ValueError, match=said) as told:
+        pipe("tree", **sized(kind))
+    assert "\n" not in str(told.value) and str(tmp_path) in str(told.value)
+    assert pipe("tree", output_type="latent", **sized(kind)).tokens.shape[0] == 1
 
 
 def test_a_janus_that_only_writes(tmp_path):

@@ -250,6 +250,31 @@ def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
     assert len(np.unique(out.images)) > 10
 
 
+def test_each_prompt_is_led_away_from_its_own(pipe, kind):
+    if kind.tested == 1:
+        return
+    given = dict(method="sjd", output_type="latent", temperature=0, cfg=kind.tested, **sized(kind))
+    negatives = ["red barn hill", "tree"]
+    many = pipe(PROMPTS, negative_prompt=negatives, num_images_per_prompt=2, **given).tokens
+    for i, (prompt, negative) in enumerate(zip(PROMPTS, negatives, strict=True)):
+        alone = pipe(prompt, negative_prompt=negative, **given).tokens[0]
+        assert (many[2 * i : 2 * i + 2] == alone).all()
+    assert not torch.equal(many, pipe(PROMPTS, num_images_per_prompt=2, **given).tokens)
+
+
+def test_a_saved_model_draws_the_same_pixels(pipe, kind, tmp_path):
+    """Also by a decoder or a diffusion part that is in files of its own."""
+    given = dict(generator=torch.Generator().manual_seed(0), output_type="uint8", **sized(kind))
+    given |= STEPS if pipe.facts.paints else {}
+    wanted = pipe("blue tree", **given).images
+    for place in ("saved", "again"):
+        pipe.save_pretrained(tmp_path / place)
+        pipe = opened(tmp_path / place)
+        given["generator"].manual_seed(0)
+        assert (pipe("blue tree", **given).images == wanted).all()
+    pipe.save_pretrained(pipe.folder)  # where it is
+
+
 def test_seeds_prompts_and_numbers_of_pictures(pipe, kind):
     """A picture does not depend on the others of its batch."""
     seeds = [torch.Generator().manual_seed(i) for i in range(4)]

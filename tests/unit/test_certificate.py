@@ -13,7 +13,10 @@ def test_kinds_follow_the_rule():
     assert relaxed.kind == "bounded" and relaxed.tv == 0.0, (
         "an excess of zero is still a measurement, not a proof"
     )
-    assert "below 0.0250" in str(rule_certificate("lantern", False, 0.025))
+    assert "at most 0.0250 on" in str(rule_certificate("lantern", False, 0.025))
+    for measured in (0.308535, 0.00001, 0.03955822):
+        told = str(rule_certificate("lantern", False, measured)).split("at most ")[1]
+        assert measured <= float(told.split()[0]) < measured + 1e-4
 
 
 @pytest.mark.parametrize(("kind", "tv"), [("bounded", None), ("heuristic", 0.1)])

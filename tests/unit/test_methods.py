@@ -44,6 +44,15 @@ def test_unknown_names_are_errors_that_suggest(
         methods.resolve(name, **options)
 
 
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [("variant", "exact, paper, release, aligned"), ("predictor", "gaussian, frozen, small")],
+)
+def test_a_misspelt_variant_is_not_drawn_by_another(option: str, known: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be one of {known}, got 'exakt'"):
+        methods.CSpD(**{option: "exakt"})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("family", methods.Methods.families)
 def test_auto_may_relax_where_tokens_are_pictures_alone(family: str) -> None:
     registry = methods.Methods.families[family]
