@@ -3,6 +3,7 @@ mistake named.
 """
 
 import errno
+import hashlib
 import io
 import json
 import multiprocessing
@@ -483,6 +484,27 @@ def test_a_full_disk_loses_nothing(
     assert verify(tmp_path / "out", items).as_dict() == {
         "items": 4, "done": 4, "failed": 0, "left": 0, "problems": []
     }  # fmt: skip
+
+
+def test_files_of_a_batch_are_on_their_way_to_the_disk_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, a million small pictures waited three hours for the disk alone."""
+    slow = 0.05
+    monkeypatch.setattr(os, "fsync", lambda handle: time.sleep(slow))
+    facts = {"method": "ar", "certificate": {"kind": "exact"}}
+    found = [
+        Result(item, facts, image=Image.new("RGB", (8, 8)))
+        for item in read_items(jobs(tmp_path, 16))
+    ]
+    (tmp_path / "results").mkdir()
+    start = time.perf_counter()
+    records = save(tmp_path, found, "png", "any")
+    assert time.perf_counter() - start < 16 * slow
+    assert [record["id"] for record in records] == [result.item.id for result in found]
+    for record in records:
+        data = (tmp_path / record["file"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == record["sha256"]
 
 
 def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[str]) -> None:
