@@ -5,6 +5,7 @@ import json
 import os
 import random
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
-from specmm.jobs.folder import Journal, Spec, ledger, pack, unpack
+from specmm.jobs.finish import finish
+from specmm.jobs.folder import JOURNALS, Journal, Spec, ledger, pack, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.model_files import PARTS, PIECE, digest, files_of_models
 from specmm.jobs.results import name_of, place_of
@@ -338,3 +340,22 @@ def test_digests_of_files_notice_weights_and_sizes(tmp_path):
     file.write_bytes(data[:-1])
     assert len({*found, digest(file)}) == 5
     assert files_of_models(Spec(str(tmp_path))) == {f"{tmp_path}: model.safetensors": digest(file)}
+
+
+def test_a_record_of_a_long_job_is_small(tmp_path):
+    """Of a million items 5 GB were kept at the end of a job, and before its model was opened."""
+    (tmp_path / JOURNALS).mkdir()
+    spec, items = Spec("any"), [item(f"item-{i:05d}") for i in range(3000)]
+    facts = {"certificate": {"kind": "exact", "settings": {"temperature": 0.7, "cfg": 1.0}}}
+    facts |= {"stats": {"tokens": 143, "tau": 1.0, "seconds": 0.4, "batch": 4}, "method": "ar"}
+    journal = Journal(tmp_path / JOURNALS, "local")
+    done = {"state": "done", "file": f"results/00/{'x' * 20}.png", "sha256": "0" * 64, **facts}
+    journal.append([{"id": i.id, "item": i.digest, "seed": i.seed, **done} for i in items])
+    journal.close()
+    tracemalloc.start()
+    summary = finish(tmp_path, spec, items, 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert summary["done"] == 3000
+    assert len((tmp_path / "index.jsonl").read_text().splitlines()) == 3000
+    assert peak / len(items) < 2000, f"{peak / len(items):.0f} bytes an item"
