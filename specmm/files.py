@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_whole(file: Path, data: bytes, durable: bool = False) -> None:
-    """Write ``file`` whole, or raise ``OSError`` and leave nothing.
+def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False) -> None:
+    """Write ``file`` whole, or raise ``OSError`` and leave nothing; ``data`` may come in pieces.
 
     With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
     """
     part = file.with_name(file.name + ".part")
     try:
         with part.open("wb") as stream:
-            stream.write(data)
+            stream.writelines([data] if isinstance(data, bytes) else data)
             if durable:
                 stream.flush()
                 os.fsync(stream.fileno())

@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+MOST_NAME = 200  # characters of an unknown name that an error shows
 # by kind, what was registered by name
 REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
@@ -27,8 +28,11 @@ class OldName(FutureWarning):
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
 
-    A folder that all names are in says nothing about how near they are.
+    A folder that all names are in says nothing about how near they are, nor does what is longer
+    than any name.
     """
+    if len(str(name)) > MOST_NAME:
+        name = f"{str(name)[:MOST_NAME]}…"
     names = sorted(known)
     folders = {one.rpartition("/")[0] for one in names}
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""

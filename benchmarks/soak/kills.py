@@ -24,11 +24,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from specmm.jobs.engines import run_local
-from specmm.jobs.finish import finish
-from specmm.jobs.folder import ARCHIVES, RESULTS, Job, Limits, Spec, prepare
+from specmm.jobs.engines import run_job
+from specmm.jobs.folder import ARCHIVES, RESULTS, Job, Limits, Spec
 from specmm.jobs.items import Item, seed_of
-from specmm.jobs.run import pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
 
@@ -41,13 +39,7 @@ def items_of(count: int) -> list[Item]:
 
 def go(folder: Path, worker: Worker, items: Sequence[Item]) -> None:
     """The whole job, as the command runs it."""
-    prepare(folder, worker.spec)
-    run_local(
-        Job(folder, worker.spec, Limits(batch=2, shard=4)),
-        pending(folder, items),
-        opener=lambda: worker,
-    )
-    finish(folder, worker.spec, items, 4)
+    run_job(Job(folder, worker.spec, Limits(batch=2, shard=4)), items, opener=lambda: worker)
 
 
 def struck(work: Callable[[], None], delay: float) -> bool:

@@ -22,6 +22,7 @@ import torch
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
+from specmm.jobs.model_files import files_of_models
 from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, unpack_torn
@@ -39,28 +40,34 @@ def run_job(
     retry_failed: bool = False,
     repair: bool = False,
     metrics: Metrics | None = None,
+    opener: Opener | None = None,
 ) -> tuple[dict[str, Any], JobCounts]:
     """The whole job: the summary of all that is done so far, and what this process did of it.
 
-    Raises ``ValueError`` for what does not fit the job in the folder, and where another process
-    works there.
+    ``opener`` opens the worker, without one ``open_worker`` does. Raises ``ValueError`` for what
+    does not fit the job in the folder, and where another process works there.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-    prepare(job.folder, job.spec)
-    mine = share(items) if engine == "accelerate" else list(items)
-    if repair:
-        unpack_torn(job.folder)
-    before = ledger(job.journals) if repair else {}
-    damaged = damage(job.folder) if repair else {}
-    left = pending(job.folder, mine, retry_failed, damaged)
-    begin = time.perf_counter()
-    with Bar(len(mine), len(mine) - len(left), metrics) as bar:
-        counts = ENGINES[engine](job, left, bar)
-    counts.seconds = time.perf_counter() - begin
-    if metrics is not None:
-        metrics.close()
-    summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
+    shared = engine == "accelerate"
+    mine = share(items) if shared else list(items)
+    prepare(job.folder, job.spec, files_of_models(job.spec))
+    # what is left is asked once no other process works on it, or both would make it
+    with occupied(job.journals, shared):
+        if not shared:
+            remove_parts(job.folder)
+        if repair:
+            unpack_torn(job.folder)
+        before = ledger(job.journals) if repair else {}
+        damaged = damage(job.folder) if repair else {}
+        left = pending(job.folder, mine, retry_failed, damaged)
+        begin = time.perf_counter()
+        with Bar(len(mine), len(mine) - len(left), metrics) as bar:
+            counts = ENGINES[engine](job, left, bar, opener)
+        counts.seconds = time.perf_counter() - begin
+        if metrics is not None:
+            metrics.close()
+        summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
     if repair:
         now = ledger(job.journals)
         again = [item.id for item in mine if item.id in damaged]
@@ -72,14 +79,9 @@ def run_job(
 def run_local(
     job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
-    """Make ``items`` here, alone in the folder.
-
-    Raises ``ValueError`` when another process works there.
-    """
+    """Make ``items`` here; raises ``ValueError`` when another process does."""
     opener = opener or partial(open_worker, job, items, job.limits.device)
-    with occupied(job.journals, shared=False):
-        remove_parts(job.folder)
-        return work(job, items, opener, "local", bar)
+    return work(job, items, opener, "local", bar)
 
 
 def run_rank(
@@ -91,8 +93,7 @@ def run_rank(
     if torch.cuda.is_available() and device in ("auto", "cuda"):
         device = f"cuda:{local}"
     opener = opener or partial(open_worker, job, items, device)
-    with occupied(job.journals, shared=True):
-        return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)
+    return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)
 
 
 def _rank() -> tuple[int, int]:
@@ -143,10 +144,7 @@ class Actor:
 def run_ray(
     job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
-    """Make ``items`` with the actors of a Ray cluster.
-
-    Raises ``ValueError`` without ray and where another process works in the folder.
-    """
+    """Make ``items`` with the actors of a Ray cluster; raises ``ValueError`` without ray."""
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -154,15 +152,14 @@ def run_ray(
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
     job = replace(job, folder=job.folder.absolute())
-    with occupied(job.journals, shared=False):
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        cores = int(ray.cluster_resources()["CPU"])
-        count = min(job.limits.actors or gpus or cores, max(len(items), 1))
-        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
-        left = Counter(item.method for item in items)
-        share = {method: each // count for method, each in left.items()}
-        start = partial(kind.remote, job, opener, max(1, cores // count), share)
-        return _Pool(job, start, count, bar).run(items)
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    cores = int(ray.cluster_resources()["CPU"])
+    count = min(job.limits.actors or gpus or cores, max(len(items), 1))
+    kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
+    left = Counter(item.method for item in items)
+    share = {method: each // count for method, each in left.items()}
+    start = partial(kind.remote, job, opener, max(1, cores // count), share)
+    return _Pool(job, start, count, bar).run(items)
 
 
 ENGINES = {"local": run_local, "accelerate": run_rank, "ray": run_ray}

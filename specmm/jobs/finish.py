@@ -12,7 +12,8 @@ import logging
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,11 @@ def finish(
         failed = [row for row in rows.values() if row["state"] == "failed"]
         if spec.layout == "tar":
             archive(folder, items, known, shard)
-        index = [_indexed(spec, row, n, shard) for n, row in done.items()]
-        _write_lines(folder / "index.jsonl", index)
+        index = partial(_index, done, spec, shard)
+        _write_lines(folder / "index.jsonl", index())
         _write_lines(folder / "failed.jsonl", failed)
         if parquet:
-            _write_parquet(folder / "index.parquet", index)
+            _write_parquet(folder / "index.parquet", list(index()))
         summary = {
             "model": spec.model,
             "method": spec.method,
@@ -65,6 +66,12 @@ def finish(
     return summary
 
 
+def _index(done: Mapping[int, Record], spec: Spec, shard: int) -> Iterator[Record]:
+    """The rows of what is ``done``, one at a time: all of a million would be gigabytes."""
+    for number, record in done.items():
+        yield _indexed(spec, record, number, shard)
+
+
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
     row = _shown(record)
     if "pictures" in row:
@@ -81,8 +88,8 @@ def _shown(record: Record) -> Record:
 
 
 def _write_lines(file: Path, rows: Iterable[Record]) -> None:
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    write_whole(file, text.encode(), durable=True)
+    lines = (f"{json.dumps(row, ensure_ascii=False)}\n".encode() for row in rows)
+    write_whole(file, lines, durable=True)
 
 
 def _write_parquet(file: Path, rows: list[Record]) -> None:

@@ -12,19 +12,22 @@ import fcntl
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from specmm.checkpoints import read_json
 from specmm.files import sync_folder, write_whole
 from specmm.jobs.items import Item
+from specmm.jobs.model_files import check_files
 from specmm.registry import unknown
 from specmm.when_compiled import Compiled, check_compiled
 
 JOB = "job.json"
+FILES = "files"  # in it, beside the spec: the models', see model_files.py
 PROGRAMS = "programs.json"  # see programs.py
 RESULTS = "results"
 JOURNALS = "journal"
@@ -102,15 +105,16 @@ def alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def prepare(folder: Path, spec: Spec) -> None:
+def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) -> None:
     """Make the output ``folder``, or check that the results in it are of the same job.
 
-    Raises ``ValueError`` naming what differs.
+    ``files`` are those of its models, as :mod:`.model_files` tells them. Raises ``ValueError``
+    naming what differs.
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)
     file = folder / JOB
-    wanted = json.loads(json.dumps(asdict(spec)))
+    wanted = json.loads(json.dumps({**asdict(spec), FILES: files or {}}))
     with alone(folder):
         if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
             if file.exists() and read_json(file) != wanted:  # another job, which made nothing
@@ -120,6 +124,7 @@ def prepare(folder: Path, spec: Spec) -> None:
             sync_folder(folder)
             return
         found = {"compiled": False, **read_json(file)}  # earlier releases never compiled
+    check_files(folder, found.pop(FILES, {}), wanted.pop(FILES))
     changed = [
         f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
     ]
@@ -135,6 +140,7 @@ def read_spec(folder: Path) -> Spec:
     if not (folder / JOB).is_file():
         raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {JOB}")
     found = read_json(folder / JOB)
+    found.pop(FILES, None)
     return Spec(**{**found, "options": tuple(found.get("options", ()))})
 
 
@@ -147,13 +153,23 @@ def pack(record: Record) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
+def _shared(fields: list[tuple[str, Any]]) -> Record:
+    """An object of a record whose names and texts are kept once for all records: half the memory
+    of a million.
+    """
+    return {intern(k): intern(v) if isinstance(v, str) else v for k, v in fields}
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_shared)
+
+
 def unpack(line: bytes) -> Record | None:
     """The record of a line; None for a line that was not written whole."""
     text = line[9:-1]
     try:
         if line[-1:] != b"\n" or int(line[:8], 16) != zlib.crc32(text):
             return None
-        found = json.loads(text)
+        found = DECODER.decode(text.decode())
     except ValueError:
         return None
     return found if isinstance(found, dict) else None

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specmm.kinds import shown
 from specmm.registry import unknown
 
 FIELDS = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw")
@@ -117,7 +118,7 @@ def _text(where: str, row: dict[str, Any], name: str) -> str:
     if type(value) is int:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {name} must be text that is not empty, got {value!r}")
+        raise ValueError(f"{where}: {name} must be text that is not empty, got {shown(value)}")
     if name == "id" and (len(value) > MOST_ID or not value.isprintable()):
         raise ValueError(
             f"{where}: id must be at most {MOST_ID} printable characters, got {value[:40]!r}…"
@@ -126,7 +127,7 @@ def _text(where: str, row: dict[str, Any], name: str) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{where}: {name} must be Unicode text, got half a surrogate pair in {value!r}"
+            f"{where}: {name} must be Unicode text, got half a surrogate pair in {value[:40]!r}"
         ) from None
     return value
 
@@ -145,7 +146,7 @@ def _flag(where: str, row: dict[str, Any], name: str) -> bool | None:
     value = row.get(name)
     found = {"true": True, "false": False}.get(str(value).lower())
     if value is not None and found is None:
-        raise ValueError(f"{where}: {name} must be true or false, got {value!r}")
+        raise ValueError(f"{where}: {name} must be true or false, got {shown(value)}")
     return found
 
 
@@ -153,7 +154,7 @@ def _paths(where: str, row: dict[str, Any], name: str) -> tuple[str, ...]:
     value = row.get(name)
     given = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(v, str) and v and "\0" not in v for v in given):
-        raise ValueError(f"{where}: {name} must be a path or a list of paths, got {value!r}")
+        raise ValueError(f"{where}: {name} must be a path or a list of paths, got {shown(value)}")
     return tuple(given)
 
 

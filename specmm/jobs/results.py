@@ -11,7 +11,9 @@ import io
 import json
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,7 @@ from specmm.jobs.folder import FORMATS, RESULTS, Record
 from specmm.jobs.items import Item
 
 DESCRIPTION = 0x010E  # EXIF ImageDescription
+WRITERS = 16  # files on their way to the disk at a time: it takes many in the time of one
 
 
 @dataclass
@@ -129,31 +132,35 @@ def save(folder: Path, results: Iterable[Result], kind: str, model: str) -> list
     Returns their records for the journal once all files are on the disk. Raises ``OSError`` when
     the disk will not take them.
     """
-    records: list[Record] = []
     touched: set[Path] = set()
-    for result in results:
-        item = result.item
-        own, *others = [
-            _write(folder, place_of(item, suffix), data, touched)
-            for suffix, data in encode(result, kind, model).items()
-        ]
-        made = {
-            "id": item.id,
-            "state": "done",
-            "at": time.time(),
-            "item": item.digest,
-            item.kind: item.text,
-            "seed": item.seed,
-            **own,
-        }
-        answer: Record = {} if result.answer is None else {"answer": result.answer}
-        if result.pictures is not None:
-            answer["pictures"] = others
-            _remove_from(folder, item, len(others) + 1, kind)
-        records.append({**made, **answer, **result.facts})
-    for each in touched:
-        sync_folder(each)
+    with ThreadPoolExecutor(WRITERS) as pool:
+        one = partial(_save, folder, kind=kind, model=model, touched=touched)
+        records = list(pool.map(one, results))
+        list(pool.map(sync_folder, touched))
     return records
+
+
+def _save(folder: Path, result: Result, kind: str, model: str, touched: set[Path]) -> Record:
+    """Write the files of a ``result``; returns its record. See ``_write`` for ``touched``."""
+    item = result.item
+    own, *others = [
+        _write(folder, place_of(item, suffix), data, touched)
+        for suffix, data in encode(result, kind, model).items()
+    ]
+    made = {
+        "id": item.id,
+        "state": "done",
+        "at": time.time(),
+        "item": item.digest,
+        item.kind: item.text,
+        "seed": item.seed,
+        **own,
+    }
+    answer: Record = {} if result.answer is None else {"answer": result.answer}
+    if result.pictures is not None:
+        answer["pictures"] = others
+        _remove_from(folder, item, len(others) + 1, kind)
+    return {**made, **answer, **result.facts}
 
 
 def _write(folder: Path, place: str, data: bytes, touched: set[Path]) -> Record:

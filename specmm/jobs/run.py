@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]
 FIRST = 4  # items at a time
 MOST = 256
+MOST_SAID = 1000  # characters of what is wrong with an item
 GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
 
 
@@ -108,14 +109,15 @@ class JobCounts:
 def pending(
     folder: Path, items: Sequence[Item], retry_failed: bool = False, damaged: Container[str] = ()
 ) -> list[Item]:
-    """The items neither done nor set aside, those of the ids ``damaged``, and with ``retry_failed``
-    those set aside.
+    """The items neither done nor set aside, those set aside whose line has changed since, those of
+    the ids ``damaged``, and with ``retry_failed`` all set aside.
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
     known = ledger(folder / JOURNALS)
     check_same(items, known)
-    again = {i for i, record in known.items() if retry_failed and record["state"] == "failed"}
+    failed = {i: record["item"] for i, record in known.items() if record["state"] == "failed"}
+    again = {i.id for i in items if i.id in failed and (retry_failed or failed[i.id] != i.digest)}
     return [i for i in items if i.id not in known or i.id in again or i.id in damaged]
 
 
@@ -215,6 +217,7 @@ class _Runner:
 
     def _set_aside(self, item: Item, error: Exception) -> None:
         text = sentence_of(error)
+        text = text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
         log.warning("item %s is set aside: %s", item.id, text)
         with self._full_disk_explained():
             self.journal.append([failure(item, text, self.tries.get(item.id, 1))])

@@ -3,11 +3,13 @@ mistake named.
 """
 
 import errno
+import hashlib
 import io
 import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import sys
 import tarfile
@@ -27,9 +29,10 @@ from typer.testing import CliRunner
 from benchmarks.soak.kills import campaign, items_of
 from specmm.cli import app
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.jobs.engines import run_local, run_rank, share
+from specmm.jobs import engines
+from specmm.jobs.engines import run_job, run_local, run_rank, share
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Limits, Spec, pack, prepare, unpack
+from specmm.jobs.folder import Job, Journal, Limits, Spec, occupied, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
 from specmm.jobs.results import Result, description, save
 from specmm.jobs.run import JobCounts, pending
@@ -313,6 +316,55 @@ def test_mistakes_are_one_line(tiny: Path, tmp_path: Path) -> None:
     assert "has changed" in refused(*common[:4], "--out", tmp_path / "made")
 
 
+def test_a_model_whose_files_have_changed_is_refused(tiny: Path, tmp_path: Path) -> None:
+    """Trained on overnight under its own name: half of the pictures would be another model's."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny, model)
+    common = ("batch", "--model", model, "--dtype", "float32", "--out", out)
+    assert run(*common, jobs(tmp_path, 1)).exit_code == 0
+    (model / "new-drafter.json").write_text("{}")
+    assert run(*common, jobs(tmp_path, 2)).exit_code == 0, "what came since is no matter"
+    file = next((model / "transformer").glob("*.safetensors"))
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    message = refused(*common, jobs(tmp_path, 3))
+    assert f"another transformer/{file.name} of {model}" in message and "choose another" in message
+    assert "another" in refused(*common, jobs(tmp_path, 2), "--repair")
+    assert run("batch", jobs(tmp_path, 2), "--out", out, "--verify").exit_code == 0
+    file.write_bytes(before)
+    assert run(*common, jobs(tmp_path, 3)).exit_code == 0
+
+
+def test_a_corrected_line_is_tried_again(tiny: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "jobs.jsonl", tmp_path / "out"
+    common = ("batch", file, "--model", tiny, "--out", out)
+    rows = [{"id": "a", "class": "haert"}, {"id": "b", "class": "nothing"}]
+    for given, failed in ((rows, 2), (rows, 2), ([{"id": "a", "class": "heart"}, rows[1]], 1)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in given))
+        assert run(*common).exit_code == 1
+        assert json.loads((out / "run.json").read_text())["failed"] == failed
+    (line,) = (out / "index.jsonl").read_text().splitlines()
+    assert json.loads(line)["class"] == "heart"
+
+
+def test_what_is_left_is_asked_once_nobody_else_works(
+    worker: ImageWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second process that comes as the first one ends must not make everything again."""
+    job, items = Job(tmp_path / "out", worker.spec, Limits(batch=2)), read_items(jobs(tmp_path, 2))
+    first: list[Any] = []
+
+    def held(journals: Path, shared: bool) -> Any:
+        if not first:  # the other process, while this one comes to the lock
+            first.append(None)
+            first.append(run_job(job, items, opener=lambda: worker)[1])
+        return occupied(journals, shared)
+
+    monkeypatch.setattr(engines, "occupied", held)
+    assert run_job(job, items, opener=lambda: worker)[1].done == []
+    assert len(first[1].done) == 2
+
+
 def test_a_method_that_looks_at_the_clock_is_refused(
     make: Callable[..., JobCounts], tmp_path: Path
 ) -> None:
@@ -347,8 +399,6 @@ def test_bit_equal_across_batches_orders_workers_and_restarts(
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
-    from specmm.jobs.folder import Journal, occupied
-
     held = Journal(tmp_path, "local")
     with pytest.raises(ValueError, match="another process"):
         Journal(tmp_path, "local")
@@ -434,6 +484,27 @@ def test_a_full_disk_loses_nothing(
     assert verify(tmp_path / "out", items).as_dict() == {
         "items": 4, "done": 4, "failed": 0, "left": 0, "problems": []
     }  # fmt: skip
+
+
+def test_files_of_a_batch_are_on_their_way_to_the_disk_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, a million small pictures waited three hours for the disk alone."""
+    slow = 0.05
+    monkeypatch.setattr(os, "fsync", lambda handle: time.sleep(slow))
+    facts = {"method": "ar", "certificate": {"kind": "exact"}}
+    found = [
+        Result(item, facts, image=Image.new("RGB", (8, 8)))
+        for item in read_items(jobs(tmp_path, 16))
+    ]
+    (tmp_path / "results").mkdir()
+    start = time.perf_counter()
+    records = save(tmp_path, found, "png", "any")
+    assert time.perf_counter() - start < 16 * slow
+    assert [record["id"] for record in records] == [result.item.id for result in found]
+    for record in records:
+        data = (tmp_path / record["file"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == record["sha256"]
 
 
 def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[str]) -> None:

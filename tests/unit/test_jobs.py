@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import random
+import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +17,14 @@ from hypothesis import strategies as st
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
-from specmm.jobs.folder import Journal, ledger, pack, unpack
+from specmm.jobs.finish import finish
+from specmm.jobs.folder import JOURNALS, Journal, Spec, ledger, pack, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
+from specmm.jobs.model_files import PARTS, PIECE, digest, files_of_models
 from specmm.jobs.results import name_of, place_of
 from specmm.jobs.run import BatchSizer, out_of_memory
 from specmm.randomness import Uniforms
+from specmm.registry import unknown
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive, Traversal
 
@@ -309,3 +315,47 @@ def test_videos_are_of_an_item_and_of_its_digest(tmp_path):
 def test_blank_lines_within_quotes_stay(tmp_path):
     (tmp_path / "a.csv").write_text('id,prompt\n\na,"def f():\n\n    return 1"\n\n')
     assert read_items(tmp_path / "a.csv")[0].text == "def f():\n\n    return 1"
+
+
+def test_what_is_wrong_is_short_whatever_the_line_holds(tmp_path):
+    """A class of 100 MB was told whole, after a minute of looking for names like it."""
+    file = tmp_path / "jobs.jsonl"
+    file.write_text(json.dumps({"id": "a", "class": ["x"] * 10**6}))
+    with pytest.raises(ValueError, match="not empty, got a list"):
+        read_items(file)
+    start = time.perf_counter()
+    message = str(unknown("class", "x" * 10**7, ["heart", "time"]))
+    assert message.startswith("unknown class 'xxx") and len(message) < 300
+    assert time.perf_counter() - start < 1
+
+
+def test_digests_of_files_notice_weights_and_sizes(tmp_path):
+    file = tmp_path / "model.safetensors"
+    data = bytearray(os.urandom(PARTS * PIECE + 99))
+    found = set()
+    for change in range(4):
+        data[change * PIECE] ^= 1
+        file.write_bytes(data)
+        found.add(digest(file))
+    file.write_bytes(data[:-1])
+    assert len({*found, digest(file)}) == 5
+    assert files_of_models(Spec(str(tmp_path))) == {f"{tmp_path}: model.safetensors": digest(file)}
+
+
+def test_a_record_of_a_long_job_is_small(tmp_path):
+    """Of a million items 5 GB were kept at the end of a job, and before its model was opened."""
+    (tmp_path / JOURNALS).mkdir()
+    spec, items = Spec("any"), [item(f"item-{i:05d}") for i in range(3000)]
+    facts = {"certificate": {"kind": "exact", "settings": {"temperature": 0.7, "cfg": 1.0}}}
+    facts |= {"stats": {"tokens": 143, "tau": 1.0, "seconds": 0.4, "batch": 4}, "method": "ar"}
+    journal = Journal(tmp_path / JOURNALS, "local")
+    done = {"state": "done", "file": f"results/00/{'x' * 20}.png", "sha256": "0" * 64, **facts}
+    journal.append([{"id": i.id, "item": i.digest, "seed": i.seed, **done} for i in items])
+    journal.close()
+    tracemalloc.start()
+    summary = finish(tmp_path, spec, items, 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert summary["done"] == 3000
+    assert len((tmp_path / "index.jsonl").read_text().splitlines()) == 3000
+    assert peak / len(items) < 2000, f"{peak / len(items):.0f} bytes an item"

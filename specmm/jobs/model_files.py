@@ -1,0 +1,71 @@
+"""Which files a job's models are made of, so that a job that is resumed goes on with the same ones.
+
+A model's name says little: its folder may have been trained on or converted again. A digest is of a
+file's size and of ``PARTS`` pieces spread over it, since reading 100 GB would take minutes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specmm import zoo
+from specmm.checkpoints import FOLDER_NAMES, PICKLED
+
+if TYPE_CHECKING:
+    from specmm.jobs.folder import Spec
+
+PARTS = 256
+PIECE = 4096  # bytes
+KINDS = (*PICKLED, *{Path(name).suffix for name in FOLDER_NAMES}, ".json")
+CARD = "card.json"  # about a model, not of it
+
+
+def files_of_models(spec: Spec) -> dict[str, str]:
+    """Digests of the files of a job's model, drafter and text encoder, by path.
+
+    Nothing is fetched: what this process has not found yet is left out.
+    """
+    names = [name for name in (spec.model, spec.drafter, spec.text_encoder) if name]
+    return {
+        f"{name}: {file.relative_to(folder)}": digest(file)
+        for name in names
+        for folder in _folders(name)
+        for file in sorted(folder.rglob("*"))
+        if file.suffix in KINDS and file.name != CARD and file.is_file()
+    }
+
+
+def _folders(name: str) -> Iterator[Path]:
+    """Where the model called ``name`` lies, if that is known."""
+    found = zoo.pocket_models().get(name, Path(name))
+    known = found if found.is_dir() else zoo.LOCATED.get((name, zoo.USUAL))
+    if known is not None:
+        yield known
+
+
+def digest(file: Path) -> str:
+    """Hexadecimal digits of a file's size and pieces."""
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        for place in range(0, size, max(size // PARTS, PIECE)):
+            opened.seek(place)
+            found.update(opened.read(PIECE))
+    return found.hexdigest()[:16]
+
+
+def check_files(folder: Path, began: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` where the job in ``folder`` began with other files than are ``found``.
+
+    Files that came since, such as a new drafter's, are no matter.
+    """
+    for name in began.keys() & found.keys():
+        if began[name] != found[name]:
+            model, _, file = name.rpartition(": ")
+            raise ValueError(
+                f"{folder} was begun with another {file} of {model}: results of both would mix; "
+                "put that file back, or choose another --out"
+            )
