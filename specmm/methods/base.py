@@ -112,6 +112,11 @@ class Declared(metaclass=_OldNames):
         """Whether all rounds have the same shapes, so that they can be compiled."""
         return False
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -325,13 +330,20 @@ class Methods(Registry):
             f"{', '.join(sorted(self.entries))}"
         )
 
-    def check(self, method: object) -> None:
+    def check(self, method: Any) -> None:
         """Raise ``ValueError`` for an option of ``method`` that would change nothing here."""
         if isinstance(method, Auto) and method.relaxes and not self.relaxes:
             raise ValueError(
                 f"certificate of auto must be exact for {self.family}, got bounded: auto takes "
                 "relaxed methods of picture tokens alone; leave it out"
             )
+        for name in getattr(method, "unread", ()):
+            if (got := getattr(method, name)) != getattr(type(method)(), name):
+                other = "sampled=True" if hasattr(method, "sampled") else "a tree, as chain(4)"
+                raise ValueError(
+                    f"{name} of {method.name} must come with a drawn tree of fixed shape, "
+                    f"got {shown(got)} alone; give {other}, too"
+                )
 
 
 def make(registry: Registry, method: Any, **options: Any) -> Any:
@@ -376,6 +388,8 @@ def by_hand(
             f"{next(iter(given))} must be None for models without a choice of drafter, tree and "
             f"rule; choose a method: {', '.join(registry)}"
         )
+    if given.keys() & {"tree", "rule"} and hasattr(found, "sampled"):
+        given["sampled"] = True  # or neither would be read
     return make(registry, found if found.drafts else Draft.name, **given)
 
 
