@@ -45,7 +45,8 @@ class CallOptions(TypedDict, total=False):
 @dataclass(frozen=True)
 class Options:
     """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
-    ``repetition_penalty`` 1 are off.
+    ``repetition_penalty`` 1 are off; pipelines take the penalty of the checkpoint's
+    ``generation_config`` where none is given, as generate does.
 
     ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
     is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the

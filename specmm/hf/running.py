@@ -26,6 +26,7 @@ from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
 from specmm.hf.options import Options
+from specmm.hf.own_settings import own_penalty
 from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
@@ -277,7 +278,8 @@ class Pipeline:
     """What pipelines of questions and of text share.
 
     ``model``, ``tokenizer``, the ``drafters`` beside it, the ``plans`` made for method ``auto`` by
-    what they depend on; ``registry``: the methods there are, among which ``auto`` chooses.
+    what they depend on; ``registry``: the methods there are, among which ``auto`` chooses;
+    ``usual``: options of a call whose default is another one here.
     """
 
     model: Any
@@ -285,6 +287,7 @@ class Pipeline:
     drafters: Drafters
     plans: dict[Any, Plan]
     registry: ClassVar[Registry]
+    usual: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -327,6 +330,12 @@ class Pipeline:
     def reader(self) -> Any:
         """What reads inputs: the tokenizer, or a processor around it."""
         return self.tokenizer
+
+    def options(self, given: Mapping[str, Any]) -> Options:
+        """The options of a call where these are ``given``; the repetition penalty is otherwise the
+        checkpoint's own. Raises ``ValueError`` as :meth:`Options.of`.
+        """
+        return Options.of(given, repetition_penalty=own_penalty(self.model), **self.usual)
 
     def text(self, ids: Tensor | list[int]) -> str:
         """The text of ``ids``, without a last character whose bytes are incomplete."""
