@@ -31,6 +31,7 @@ from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.kinds import shown
 from specmm.outside import of_others
 from specmm.randomness import Uniforms
 from specmm.registry import Registry
@@ -93,7 +94,15 @@ class PromptBatch:
 
 @contextmanager
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Ends a ``streamer`` however the run ends: another thread may be waiting for it."""
+    """Ends a ``streamer`` however the run ends: another thread may be waiting for it.
+
+    Raises ``ValueError`` for what is no streamer.
+    """
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(
+            "streamer must have put and end, as transformers' TextStreamer has, got "
+            f"{shown(streamer)}; give options by name, as max_new_tokens=64"
+        )
     try:
         yield
     finally:

@@ -352,9 +352,10 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
     Raises ``ValueError`` with a suggestion for a name or an option that is not known.
     """
     if isinstance(method, type) or not isinstance(getattr(method, "name", method), str):
+        name, place = next(iter(registry.entries.items()))
         raise ValueError(
-            "method must be a name, such as ar, or a method, such as specmm.methods.SJD(), "
-            f"got {shown(method)}"
+            f"method must be a name, such as {name}, or a method, such as "
+            f"{place.replace(':', '.')}(), got {shown(method)}"
         )
     own = isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
     kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
