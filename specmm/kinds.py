@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any
 
@@ -36,11 +36,19 @@ def texts_of(name: str, given: object) -> list[str]:
 
     Raises ``ValueError`` for what is no text.
     """
-    several = isinstance(given, Iterable) and not isinstance(given, str)
+    # what has no order, or numbers in one, is no list of texts
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
     found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
     for text in found:
         if not isinstance(text, str):
             raise ValueError(f"{name} must be a text or a list of texts, got {shown(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name} must be letters of Unicode, got half a surrogate pair; decode the bytes "
+                "that it comes from with errors='replace'"
+            ) from error
     return found
 
 

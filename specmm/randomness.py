@@ -143,7 +143,7 @@ def sample_generators(
     if isinstance(given, Sequence):
         if len(given) != count:
             raise ValueError(
-                f"generator must be one or one for each of the {count} pictures, got {len(given)}"
+                f"generator must be one or one for each of the {count} samples, got {len(given)}"
             )
         return [g if g.device.type == device.type else _seeded(g, 1, device)[0] for g in given]
     source = given or torch.Generator()

@@ -75,9 +75,11 @@ class Search:
         self.trials = 0
 
     def may_try(self) -> bool:
-        """Whether a trial is due after one more pass of the whole target."""
+        """Whether a trial is due after one more pass of the whole target, and there is a layer to
+        leave out.
+        """
         self.passed += 1
-        if self.idle >= PATIENCE:
+        if self.idle >= PATIENCE or len(self.weights.layers) < 2:
             return False
         return self.spent <= self.share * self.passed + AHEAD
 

@@ -25,6 +25,7 @@ from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
 from specmm.hf.options import CallOptions, Options, lists_options
+from specmm.hf.own_settings import warn_of_unapplied
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
@@ -88,6 +89,7 @@ class VQAPipeline(Pipeline):
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
+        warn_of_unapplied(model, name)
         method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
@@ -175,7 +177,7 @@ class VQAPipeline(Pipeline):
         ``ValueError`` for pictures, questions, options and methods that do not fit.
         """
         with ending(streamer):
-            given = Options.of(options)
+            given = self.options(options)
             method = self._method(given)
             if _is_judged(method):
                 if videos is not None:
@@ -202,7 +204,7 @@ class VQAPipeline(Pipeline):
         **options: Unpack[CallOptions],
     ) -> Iterator[list[str]]:
         """The new text of every answer after each round; options as for a call."""
-        given = Options.of(options)
+        given = self.options(options)
         if _is_judged(self._method(given)):
             raise ValueError(
                 "method 'verdict' cannot stream, because its answer comes after all models have "
@@ -222,20 +224,20 @@ class VQAPipeline(Pipeline):
         **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        rounds = self._rounds(images, questions, Options.of(options), True, videos)
+        rounds = self._rounds(images, questions, self.options(options), True, videos)
         yield from turns_of(self.model).each(rounds)
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, images: Images, questions: Texts, **options: Any) -> str:
         """What method ``auto`` takes for ``questions``, and why; see ``plans``."""
-        given = Options.of({**options, "method": methods.Auto()})
+        given = self.options({**options, "method": methods.Auto()})
         return self._start(images, questions, given).method
 
     def prepared(
         self, images: Images, questions: Texts, **options: Any
     ) -> tuple[VLMTarget, VLMPrompt]:
         """The model as a target for ``questions``, and these as it reads them, all at once."""
-        given = Options.of(options)
+        given = self.options(options)
         target = VLMTarget(self.model, given.processor, self.name)
         asked = Questions.of(images, questions, given.chat)
         prompt = VLMPrompt(asked.inputs(self.processor), given.max_new_tokens, asked)
@@ -245,7 +247,7 @@ class VQAPipeline(Pipeline):
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, images: Images, questions: Texts, videos: Videos = None, **options: Any) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
-        return self._start(images, questions, Options.of(options), videos)
+        return self._start(images, questions, self.options(options), videos)
 
     def _rounds(
         self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
@@ -281,7 +283,7 @@ class VQAPipeline(Pipeline):
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         reason = "the answer is the verdict model's after it has read those of the others"
         claim = Certificate("heuristic", reason)
-        claim = claim.under(Options.of(options).processor.settings)
+        claim = claim.under(self.options(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(

@@ -60,7 +60,9 @@ CompleteOptions = Annotated[
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 is off.")]
 TopP = Annotated[float, typer.Option(help="1 is off.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="1 is off.")]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="1 is off; without it the checkpoint's own.")
+]
 
 
 def ask(
@@ -81,7 +83,7 @@ def ask(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    repetition_penalty: RepetitionPenalty = None,
     draw: Annotated[
         Path | None,
         typer.Option(help="Folder for the pictures in the answer of a model that draws some."),
@@ -96,9 +98,7 @@ def ask(
     from specmm.runs.run import Place, answered, default_method, label, parse_method
 
     chosen = parse_method(VQA, method or default_method("questions", drafter), option)
-    sampling = dict(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
-    )
+    sampling = _sampling(temperature, top_k, top_p, repetition_penalty)
     options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
     if draw is not None:
         options["draw"] = bool(writable(draw, "--draw"))
@@ -113,7 +113,12 @@ def ask(
         out, record = answered("questions", model, place, chosen, drafter, call)
     found = {"question": question, "images": list(images)}
     found |= {"videos": [str(file) for file in video]} if video else {}
-    record |= {"seed": options["seed"], "sampling": sampling, **found, "outputs": out.answers}
+    record |= {
+        "seed": options["seed"],
+        "sampling": _sampled(sampling, out),
+        **found,
+        "outputs": out.answers,
+    }
     if out.ruling is not None:
         record["ruling"] = out.ruling.as_dict()
     if draw is not None:
@@ -141,7 +146,7 @@ def complete(
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    repetition_penalty: RepetitionPenalty = None,
     stop: Annotated[list[str], typer.Option(help="Stop string; may be repeated.")] = [],  # noqa: B006
     chat: Annotated[
         bool, typer.Option(help="Put the prompt into the model's chat template.")
@@ -166,9 +171,7 @@ def complete(
         from specmm.runs.figures import check_plot, plot_drafting
 
         check_plot(plot)
-    sampling = dict(
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty
-    )
+    sampling = _sampling(temperature, top_k, top_p, repetition_penalty)
     options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
     options["compiled"] = compiled_as(compiled, compile_all)
     options |= {"stop": stop, "chat": chat}
@@ -180,7 +183,7 @@ def complete(
     with stdout_reserved():
         place = Place.named(device, dtype)
         out, record = answered("text", model, place, chosen, drafter, call)
-    record |= {"seed": options["seed"], "sampling": sampling, "prompts": prompt}
+    record |= {"seed": options["seed"], "sampling": _sampled(sampling, out), "prompts": prompt}
     record |= {"compiled": options["compiled"], "ran_compiled": out.compiled}
     record |= {"outputs": out.texts, **_drafting(out)}
     if as_json:
@@ -190,6 +193,20 @@ def complete(
         _show_drafting(out)
     if plot is not None:  # last: if it fails, the text has been printed
         plot_drafting(out.stats, out.trace, plot)
+
+
+def _sampling(
+    temperature: float, top_k: int, top_p: float, penalty: float | None
+) -> dict[str, Any]:
+    """The options of a call that say how to draw; no ``penalty`` leaves it to the checkpoint."""
+    found = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    return found if penalty is None else found | {"repetition_penalty": penalty}
+
+
+def _sampled(sampling: dict[str, Any], out: Any) -> dict[str, Any]:
+    """How ``out`` was drawn, the checkpoint's own penalty included."""
+    penalty = out.certificate.settings.get("repetition_penalty", 1.0)
+    return {"repetition_penalty": penalty} | sampling
 
 
 def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str]:

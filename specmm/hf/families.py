@@ -161,8 +161,8 @@ class Family:
         name = next((name for name in LAYERS if hasattr(self.decoder, name)), None)
         if name is None:
             raise ValueError(
-                f"target must name its decoder's layers {' or '.join(LAYERS)}, got a "
-                f"{type(self.decoder).__name__}; use a method that reads none of them, such as "
+                f"target must be of a type that calls its layers {' or '.join(LAYERS)}, got one "
+                f"of {type(self.decoder).__name__}; use a method that reads none of them, such as "
                 "prompt-lookup or text-draft"
             )
         return getattr(self.decoder, name)

@@ -39,6 +39,7 @@ from specmm.hf.drafting import (
     assemble,
     choose,
     load_drafter,
+    method_of,
     planned_by,
     preset_of,
 )
@@ -48,6 +49,7 @@ from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of
 from specmm.hf.target import VLMTarget
+from specmm.kinds import shown
 from specmm.outside import of_others, with_own
 from specmm.processors import History, Processor
 from specmm.randomness import Uniforms, sample_generators
@@ -85,8 +87,9 @@ def custom_generate(
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded one
     or its folder, which is read for the model at the first call, or one's own (see
-    :func:`specmm.register`). ``method`` None is prompt lookup. Method ``auto`` plans for an MSD,
-    EAGLE-3, DEER or block ``drafter``, once for each batch size. Raises ``ValueError`` for whatever
+    :func:`specmm.register`). ``method`` None is the one that the ``drafter`` is for, and prompt
+    lookup without one. Method ``auto`` plans for an MSD, EAGLE-3, DEER or block ``drafter``, once
+    for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
     the like), for guidance, SynthID's watermarks, ``inputs_embeds``, caches that hold tokens,
     positions other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
@@ -95,9 +98,9 @@ def custom_generate(
     """
     if drafter is not None and of_others(drafter):
         method, drafter = with_own(methods.GENERATE, method, drafter)
-    resolved: Method = methods.make(methods.GENERATE, method or methods.PromptLookup())
-    plans: dict[Any, Plan] = {}
     drafter = find(drafter) if isinstance(drafter, str | Path) else drafter
+    resolved: Method = methods.make(methods.GENERATE, method or _method_for(drafter))
+    plans: dict[Any, Plan] = {}
     planned = planned_by(drafter) if resolved.name == methods.Auto.name else None
     drafter_of = _drafters(drafter, planned or resolved)
     ends = _stop_criteria(stop, tokenizer)
@@ -139,6 +142,17 @@ def custom_generate(
         return preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
 
     return run
+
+
+def _method_for(drafter: object) -> str:
+    """The method where none is named; raises ``ValueError`` for a drafter that tells none."""
+    name = "prompt-lookup" if drafter is None else method_of(drafter)
+    if name not in methods.GENERATE:
+        raise ValueError(
+            f"drafter must be one that tells its method, got {shown(drafter)}; name the method, "
+            "too, as method='text-draft' for a language model"
+        )
+    return name
 
 
 def _drafters(drafter: object, method: Method) -> Callable[[PreTrainedModel], object]:

@@ -19,6 +19,14 @@ from specmm.registry import Registry, unknown
 from specmm.when_compiled import Compiled, check_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
+OF_GENERATE = {  # what its users look for here, and what to do instead
+    "do_sample": "give temperature, which is 0 for greedy and above 0 to sample",
+    "eos_token_id": "give stop, or set model.generation_config.eos_token_id",
+    "max_length": "give max_new_tokens, which leaves the prompt out",
+    "num_beams": "rounds of drafts have no beams, leave it out",
+    "num_return_sequences": "give a list with the prompt so many times",
+    "return_dict": "outputs always have fields, leave it out",
+}
 
 
 class CallOptions(TypedDict, total=False):
@@ -45,7 +53,8 @@ class CallOptions(TypedDict, total=False):
 @dataclass(frozen=True)
 class Options:
     """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
-    ``repetition_penalty`` 1 are off.
+    ``repetition_penalty`` 1 are off; pipelines take the penalty of the checkpoint's
+    ``generation_config`` where none is given, as generate does.
 
     ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
     is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
@@ -80,6 +89,8 @@ class Options:
         """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
         known = [f.name for f in dataclasses.fields(cls)]
         for name in given.keys() - set(known):
+            if name in OF_GENERATE:
+                raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
             raise unknown("option", name, known)
         found = cls(**{**defaults, **given})
         check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)

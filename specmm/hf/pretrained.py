@@ -45,6 +45,7 @@ REPORTS = "transformers.modeling_utils"  # the logger of loading reports
 CODE = "auto_map"  # where a config names Python files
 TOKENIZER = "tokenizer_config.json"
 WHOLE_TOKENIZER = "tokenizer.json"
+VOCABULARIES = ("*token*", "vocab*", "*.model", "*tekken*")  # files that hold one
 SAME_TOKENIZERS = {"DreamTokenizer": "Qwen2Tokenizer"}  # a folder's class, one that reads alike
 TEMPLATES = "additional_chat_templates"
 ADVICE = "fetch it again, or name its weights as save_pretrained does"
@@ -181,14 +182,39 @@ def load_tokenizer(folder: str | Path, **options: Any) -> Any:
 
     A class that the folder brings is not used: its ``tokenizer.json`` is read, or a class of
     transformers that is known to read its files alike (Dream's are Qwen 2's). Raises ``ValueError``
-    where there is neither.
+    where there is neither, nor any other tokenizer.
     """
-    return _without_code(AutoTokenizer, folder, options)
+    try:
+        found = _without_code(AutoTokenizer, folder, options)
+    except (OSError, ValueError) as error:
+        if any(file for pattern in VOCABULARIES for file in Path(folder).glob(pattern)):
+            raise
+        raise _no_vocabulary(folder) from error
+    _check_vocabulary(found, folder)
+    return found
 
 
 def load_processor(folder: str | Path, **options: Any) -> Any:
     """The processor in ``folder``, its tokenizer as by :func:`load_tokenizer`."""
-    return _without_code(AutoProcessor, folder, options)
+    found = _without_code(AutoProcessor, folder, options)
+    _check_vocabulary(getattr(found, "tokenizer", None), folder)
+    return found
+
+
+def _check_vocabulary(tokenizer: Any, folder: str | Path) -> None:
+    """Raise ``ValueError`` for the ``tokenizer`` that transformers makes of a ``folder`` without a
+    vocabulary: it knows marks only, and any text is nothing to it.
+    """
+    marks = getattr(tokenizer, "added_tokens_encoder", None)
+    if marks is not None and len(tokenizer) - len(marks) < 2:  # its own end, too, may be none
+        raise _no_vocabulary(folder)
+
+
+def _no_vocabulary(folder: str | Path) -> ValueError:
+    return ValueError(
+        f"{folder} must hold a tokenizer with its vocabulary, got no {WHOLE_TOKENIZER} nor files "
+        "of another kind; write that of the model into it by tokenizer.save_pretrained"
+    )
 
 
 def _without_code(kind: Any, folder: str | Path, options: dict[str, Any]) -> Any:

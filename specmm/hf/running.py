@@ -26,10 +26,12 @@ from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
 from specmm.hf.options import Options
+from specmm.hf.own_settings import own_penalty
 from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.kinds import shown
 from specmm.outside import of_others
 from specmm.randomness import Uniforms
 from specmm.registry import Registry
@@ -92,7 +94,15 @@ class PromptBatch:
 
 @contextmanager
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Ends a ``streamer`` however the run ends: another thread may be waiting for it."""
+    """Ends a ``streamer`` however the run ends: another thread may be waiting for it.
+
+    Raises ``ValueError`` for what is no streamer.
+    """
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ValueError(
+            "streamer must have put and end, as transformers' TextStreamer has, got "
+            f"{shown(streamer)}; give options by name, as max_new_tokens=64"
+        )
     try:
         yield
     finally:
@@ -277,7 +287,8 @@ class Pipeline:
     """What pipelines of questions and of text share.
 
     ``model``, ``tokenizer``, the ``drafters`` beside it, the ``plans`` made for method ``auto`` by
-    what they depend on; ``registry``: the methods there are, among which ``auto`` chooses.
+    what they depend on; ``registry``: the methods there are, among which ``auto`` chooses;
+    ``usual``: options of a call whose default is another one here.
     """
 
     model: Any
@@ -285,6 +296,7 @@ class Pipeline:
     drafters: Drafters
     plans: dict[Any, Plan]
     registry: ClassVar[Registry]
+    usual: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def device(self) -> torch.device:
@@ -327,6 +339,12 @@ class Pipeline:
     def reader(self) -> Any:
         """What reads inputs: the tokenizer, or a processor around it."""
         return self.tokenizer
+
+    def options(self, given: Mapping[str, Any]) -> Options:
+        """The options of a call where these are ``given``; the repetition penalty is otherwise the
+        checkpoint's own. Raises ``ValueError`` as :meth:`Options.of`.
+        """
+        return Options.of(given, repetition_penalty=own_penalty(self.model), **self.usual)
 
     def text(self, ids: Tensor | list[int]) -> str:
         """The text of ``ids``, without a last character whose bytes are incomplete."""

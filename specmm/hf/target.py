@@ -496,12 +496,13 @@ class VLMTarget:
         if self.branches == 1 and prompt.unconditional is not None:
             raise ValueError("cfg of 1 takes no unconditional prompt, got one")
         room = self.family.room
+        pictures = " or give fewer or smaller pictures" if prompt.vision else ""
         longest = int(prompt.begins.max())
         if longest + prompt.max_new_tokens > room:
             raise ValueError(
                 f"prompt and answer must fit the {room} positions of {self.name}, got {longest} "
-                f"prompt tokens and max_new_tokens {prompt.max_new_tokens}; shorten one of them or "
-                "give fewer or smaller pictures"
+                f"prompt tokens and max_new_tokens {prompt.max_new_tokens}; shorten one of them"
+                f"{pictures}"
             )
         turn = self.family.turning_point
         total = longest + prompt.max_new_tokens

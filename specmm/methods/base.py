@@ -112,6 +112,11 @@ class Declared(metaclass=_OldNames):
         """Whether rounds have the same shapes or one of a few, so that they can be compiled."""
         return False
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -326,13 +331,20 @@ class Methods(Registry):
             f"{', '.join(sorted(self.entries))}"
         )
 
-    def check(self, method: object) -> None:
+    def check(self, method: Any) -> None:
         """Raise ``ValueError`` for an option of ``method`` that would change nothing here."""
         if isinstance(method, Auto) and method.relaxes and not self.relaxes:
             raise ValueError(
                 f"certificate of auto must be exact for {self.family}, got bounded: auto takes "
                 "relaxed methods of picture tokens alone; leave it out"
             )
+        for name in getattr(method, "unread", ()):
+            if (got := getattr(method, name)) != getattr(type(method)(), name):
+                other = "sampled=True" if hasattr(method, "sampled") else "a tree, as chain(4)"
+                raise ValueError(
+                    f"{name} of {method.name} must come with a drawn tree of fixed shape, "
+                    f"got {shown(got)} alone; give {other}, too"
+                )
 
 
 def make(registry: Registry, method: Any, **options: Any) -> Any:
@@ -341,9 +353,10 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
     Raises ``ValueError`` with a suggestion for a name or an option that is not known.
     """
     if isinstance(method, type) or not isinstance(getattr(method, "name", method), str):
+        name, place = next(iter(registry.entries.items()))
         raise ValueError(
-            "method must be a name, such as ar, or a method, such as specmm.methods.SJD(), "
-            f"got {shown(method)}"
+            f"method must be a name, such as {name}, or a method, such as "
+            f"{place.replace(':', '.')}(), got {shown(method)}"
         )
     own = isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
     kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
@@ -377,6 +390,8 @@ def by_hand(
             f"{next(iter(given))} must be None for models without a choice of drafter, tree and "
             f"rule; choose a method: {', '.join(registry)}"
         )
+    if given.keys() & {"tree", "rule"} and hasattr(found, "sampled"):
+        given["sampled"] = True  # or neither would be read
     return make(registry, found if found.drafts else Draft.name, **given)
 
 

@@ -44,6 +44,11 @@ class MSD(Declared):
     tree: TreeName = (3, 2, 2, 1, 1)
     rule: str = "recursive"
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return () if self.sampled else ("tree", "rule")
+
 
 @dataclass(frozen=True)
 class MTP(Declared):
@@ -64,6 +69,11 @@ class MTP(Declared):
     tree: TreeName = ""
     rule: str = "recursive"
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return () if self.sampled or self.tree else ("rule",)
+
 
 @dataclass(frozen=True)
 class Eagle3(Declared):
@@ -82,6 +92,11 @@ class Eagle3(Declared):
     tree: TreeName = (3, 2, 2, 1, 1)
     rule: str = "recursive"
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return () if self.sampled else ("tree", "rule")
+
 
 @dataclass(frozen=True)
 class Assistant(Declared):
@@ -98,6 +113,11 @@ class Assistant(Declared):
     sampled: bool = True
     tree: TreeName = ""
     rule: str = "recursive"
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return () if self.sampled or self.tree else ("rule",)
 
 
 @dataclass(frozen=True)
@@ -201,6 +221,11 @@ class DEER(Declared):
         """Blocks are cut by what the rows of a batch promise together."""
         return self.sure > 0
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ("rule",) if isinstance(self.tree, int) else ()
+
 
 @dataclass(frozen=True)
 class Block(Declared):
@@ -221,6 +246,11 @@ class Block(Declared):
     def batch_dependent(self) -> bool:
         """Blocks are cut by what the rows of a batch promise together."""
         return self.sure > 0
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ("rule",) if isinstance(self.tree, int) else ()
 
     @property
     def static_shapes(self) -> bool:

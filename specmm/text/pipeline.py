@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from specmm.drafter import Drafter
 from specmm.hardware import Place, prepack
 from specmm.hf.drafting import Assembly, Drafters, assemble, load_drafter
 from specmm.hf.options import CallOptions, Options, lists_options
+from specmm.hf.own_settings import warn_of_unapplied
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, find_target, load_target, use_tree_attention
 from specmm.hf.prompt import VLMPrompt, padded
@@ -96,6 +97,7 @@ class TextPipeline(Pipeline):
     """
 
     registry = methods.TEXT
+    usual: ClassVar[dict[str, Any]] = {"chat": False}
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class TextPipeline(Pipeline):
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.name = name
+        warn_of_unapplied(model, name)
         method, drafter = with_own(methods.TEXT, method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
@@ -182,7 +185,7 @@ class TextPipeline(Pipeline):
         ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
-            given = Options.of(options, chat=False)
+            given = self.options(options)
             work = self._work(prompts, given)
             if work is not None:
                 given = replace(given, compiled=self._pays(work, prompts, given))
@@ -213,19 +216,19 @@ class TextPipeline(Pipeline):
         """As ``stream``, with the number of tokens; accepted drafts are set ``apart``."""
 
         def found() -> Iterator[list[RoundText]]:  # all of it in its turn
-            yield from self._start(prompts, Options.of(options, chat=False))[0].rounds(apart)
+            yield from self._start(prompts, self.options(options))[0].rounds(apart)
 
         yield from turns_of(self.model).each(found())
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, prompts: str | Sequence[str], **options: Any) -> str:
         """What method ``auto`` takes for ``prompts``, and why; ``plans`` holds what it measured."""
-        given = Options.of({**options, "method": methods.Auto()}, chat=False)
+        given = self.options({**options, "method": methods.Auto()})
         return self._start(prompts, given)[0].method
 
     def prepared(self, prompts: str | Sequence[str], **options: Any) -> tuple[VLMTarget, VLMPrompt]:
         """The model as a target for ``prompts``, and these as it reads them, all at once."""
-        given = Options.of(options, chat=False)
+        given = self.options(options)
         target = VLMTarget(self.model, given.processor, self.name)
         ids = self.encode(prompts, given.chat)
         prompt = VLMPrompt({**padded(ids)}, given.max_new_tokens)
@@ -235,7 +238,7 @@ class TextPipeline(Pipeline):
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, prompts: str | Sequence[str], **options: Any) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
-        return self._start(prompts, Options.of(options, chat=False))[0]
+        return self._start(prompts, self.options(options))[0]
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""

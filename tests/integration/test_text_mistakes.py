@@ -116,6 +116,11 @@ def test_options_out_of_range(text_pipe, method, message):
         ("a", {"chat": True}, "chat template"),
         ("a", {"method": "deeer"}, "did you mean 'deer'"),
         ("a", {"temprature": 1}, "did you mean 'temperature'"),
+        ("a", {"do_sample": True}, "unknown option 'do_sample' of generate; give temperature"),
+        ("a", {"generator": []}, "one for each of the 1 samples, got 0"),
+        ("a", {"method": 3}, r"such as specmm.methods.AR\(\), got 3"),
+        ("a", {"streamer": 64}, "streamer must have put and end, .* got 64; give options by name"),
+        ("a" * 200, {}, r"max_new_tokens 64; shorten one of them$"),
     ],
 )
 def test_calls_that_cannot_be(text_pipe, prompt, options, message):
@@ -138,6 +143,45 @@ def test_a_model_without_drafters(text_folder, tmp_path):
         specmm.TextPipeline(bare.model, bare.tokenizer, "block", given.drafter("deer"))("a")
     with pytest.raises(ValueError, match="must hold a causal language model"):
         specmm.TextPipeline.from_pretrained(text_folder / "drafters" / "deer")
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer", "GemmaTokenizer", None])
+def test_a_model_without_a_vocabulary(text_folder, tmp_path, kind):
+    """transformers makes an empty tokenizer of some, to which every text is the same."""
+    shutil.copytree(text_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").unlink()
+    file = tmp_path / "tokenizer_config.json"
+    if kind is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": kind}))
+    with pytest.raises(ValueError, match=r"a tokenizer with its vocabulary, got no tokenizer.json"):
+        specmm.TextPipeline.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["self", "auto"])
+def test_a_model_of_one_layer_has_none_to_leave_out(text_pipe, make_qwen2, method):
+    words = text_pipe.tokenizer
+    pipe = specmm.TextPipeline(make_qwen2(len(words), 3, layers=1), words)
+    plain = pipe(PROMPTS, max_new_tokens=40)
+    assert pipe(PROMPTS, max_new_tokens=40, method=method).texts == plain.texts
+
+
+def test_the_method_of_custom_generate_is_that_of_its_drafter(text_pipe, make_qwen2):
+    one = text_pipe.tokenizer(PROMPTS[0], return_tensors="pt")
+    options = dict(max_new_tokens=12, do_sample=False)
+    wanted = text_pipe.model.generate(**one, **options)
+    drafter = text_pipe.drafter("block")
+    drafted = []
+    hooks = [m.register_forward_hook(lambda *call: drafted.append(1)) for m in drafter.modules()]
+    fn = specmm.custom_generate(drafter)
+    found = text_pipe.model.generate(**one, **options, custom_generate=fn)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(found, wanted) and drafted
+    for untold in (3, make_qwen2(len(text_pipe.tokenizer), 3)):
+        with pytest.raises(ValueError, match=r"tells its method, got .*; name the method, too"):
+            specmm.custom_generate(untold)
 
 
 def test_other_tokenizers_draft_what_both_know_or_are_refused(text_pipe, make_qwen2):

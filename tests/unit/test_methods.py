@@ -69,6 +69,43 @@ def test_auto_may_relax_where_tokens_are_pictures_alone(family: str) -> None:
             methods.base.make(registry, method, certificate="bounded")
 
 
+@pytest.mark.parametrize(
+    ("registry", "name", "tree", "rule"),
+    [
+        (methods.VQA, "msd", "chain(3)", "typical"),
+        (methods.VQA, "msd", None, "typical"),
+        (methods.TEXT, "eagle3", "chain(3)", None),
+        (methods.TEXT, "mtp", None, "block"),
+        (methods.VQA, "assistant", "chain(2)", "block"),
+        (methods.TEXT, "block", "chain(3)", "k-seq"),
+    ],
+)
+def test_a_tree_and_a_rule_chosen_by_hand_are_read(
+    registry: methods.Methods, name: str, tree: str | None, rule: str | None
+) -> None:
+    found = methods.by_hand(registry, name, tree=tree, rule=rule)
+    assert getattr(found, "sampled", True)
+    assert found.tree == (tree or methods.make(registry, name).tree)
+    assert rule is None or found.rule == rule
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "options", "message"),
+    [
+        (methods.VQA, "msd", {"rule": "typical"}, "rule of msd must .* 'typical' alone; .*sampled"),
+        (methods.TEXT, "eagle3", {"tree": (2, 1)}, "tree of eagle3 must come with a drawn tree"),
+        (methods.TEXT, "mtp", {"sampled": False, "rule": "block"}, "give sampled=True, too"),
+        (methods.TEXT, "deer", {"rule": "typical"}, "give a tree, as chain\\(4\\), too"),
+        (methods.TEXT, "block", {"rule": "typical", "tree": 8}, "rule of block must come with"),
+    ],
+)
+def test_a_tree_or_a_rule_that_nothing_reads_is_refused(
+    registry: methods.Methods, name: str, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        methods.make(registry, name, **options)
+
+
 def test_options_from_text_have_their_types() -> None:
     assert parse_method(
         methods.IMAGE_TOKENS, "lantern++", ["lambda=3", "k=7"]
