@@ -63,14 +63,14 @@ class WindowTables:
     def at(self, k: list[int], width: int) -> Columns:
         """The columns for windows of ``width`` points that start at steps ``k`` [R]."""
         if len(k) > 1 and len(set(k)) > 1:
-            return _columns(self.rows[np.array(k)[:, None] + np.arange(width + 1)])
+            return columns_of(self.rows[np.array(k)[:, None] + np.arange(width + 1)])
         key = (k[0], width)
         if key not in self.made:
-            self.made[key] = _columns(self.rows[None, k[0] : k[0] + width + 1])
+            self.made[key] = columns_of(self.rows[None, k[0] : k[0] + width + 1])
         return self.made[key]
 
 
-def _columns(rows: Array) -> Columns:
+def columns_of(rows: Array) -> Columns:
     """Those of ``rows`` [R or 1, W + 1, 8, 1] of the table."""
     return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
 

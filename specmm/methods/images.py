@@ -247,6 +247,11 @@ class CSpD(Declared):
     prefill: float = 0.05
     relax: float = 42.0
 
+    @property
+    def static_shapes(self) -> bool:
+        """Of rounds that are one call of the target's own head."""
+        return self.variant == "exact" and self.predictor != "small"
+
 
 def check_init(init: str) -> None:
     """Raise ``ValueError`` for an ``init`` that Jacobi drafts do not have."""

@@ -8,7 +8,8 @@ import torch
 from scipy import stats
 
 from specmm.image_ar.continuous import chain_speculation
-from specmm.image_ar.continuous.chain_speculation import Normal, draw_residual, log_ratio, take
+from specmm.image_ar.continuous.chain_round import Normal, log_ratio
+from specmm.image_ar.continuous.chain_speculation import draw_residual, take
 from specmm.image_ar.continuous.orders import log_uniforms, normals
 
 N = 20_000
