@@ -121,7 +121,7 @@ def run_round(
     noise: Tensor,
     log_u: Tensor,
 ) -> tuple[Tensor, ...]:
-    """What :class:`Verified` holds, of rows at steps ``k`` [R] of ``windows`` (``WindowTables``)."""
+    """What ``Verified`` holds, of rows at steps ``k`` [R] of ``windows`` (``WindowTables``)."""
     at = k[:, None] + torch.arange(noise.shape[1] + 1)
     columns = columns_of(windows[at].numpy())
     wide = log_temperature.numpy()
