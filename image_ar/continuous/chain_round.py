@@ -1,22 +1,28 @@
 """What a round of speculation along a denoising chain computes: drafts, the target's distributions,
-and which drafts are kept.
+which drafts are kept, and what is drawn in the place of a rejected one.
 
-Functions of arrays alone, so that a program can be made of them; see
+Functions of arrays, of which a program can be made; see
 :mod:`specmm.image_ar.continuous.chain_speculation` for the parameter η and shape letters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from specmm.image_ar.continuous.chain_windows import Columns
+from specmm.image_ar.continuous.chain_windows import Columns, Response
+from specmm.image_ar.continuous.orders import Stream
 
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
+Predictor = Literal["gaussian", "frozen", "small"]
+
+WIDEST = 80.0  # beyond this float32 has no such variance
+FIRST_TRIES = 8  # proposals a row gets at first; four times as many in each further turn
+MOST_TRIES = 2**20  # beyond these what p has more of is below float32's rounding
 
 
 @dataclass
@@ -45,6 +51,15 @@ def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
     return ratio
 
 
+@dataclass
+class ChainOptions:
+    """How to speculate; without ``residual`` the output is wrong: the tests' broken twin."""
+
+    temperature: float = 1.0
+    predictor: Predictor = "gaussian"
+    residual: bool = True
+
+
 class Drafts(NamedTuple):
     """A window: ``points`` η [R, W, C], ``steps`` w [R, W-1, C] between, their distributions q."""
 
@@ -61,6 +76,14 @@ class RowState(NamedTuple):
     var: Array
 
 
+class ChainRows(NamedTuple):
+    """Rows at steps ``k``, with their state and response."""
+
+    k: list[int]
+    state: RowState
+    response: Response
+
+
 class Verified(NamedTuple):
     """A window's ``drafts``, the target's distributions ``p`` of the steps out of its points
     [R, W, C], the log of how much ``wider`` they are than 1/Δ, and which drafts are ``rejected``
@@ -74,10 +97,13 @@ class Verified(NamedTuple):
 
 
 def draft(
-    state: RowState, columns: Columns, noise: Array, log_temperature: float | Array
+    state: RowState, shares: Array, columns: Columns, noise: Array, log_temperature: float | Array
 ) -> Drafts:
-    """By the prediction N(m, V), from ``noise`` [R, W, C]; ``log_temperature`` is of variances."""
-    eta, own_mean, var = state
+    """By the prediction N(m, V · ``shares``), from ``noise`` [R, W, C] that has the temperature;
+    ``log_temperature`` is that of variances.
+    """
+    eta, own_mean, own_var = state
+    var = own_var * shares
     snr = columns.snr[:, :-1]
     clean = own_mean + np.sqrt(var) * noise[:, 0]
     steps = clean[:, None] + columns.root[:, 1:-1] * noise[:, 1:]
@@ -108,3 +134,60 @@ def rejections(drafts: Drafts, p: Normal, log_u: Array) -> Mask:
     # written so that NaN counts as rejected, and raises when the residual is drawn
     rejected: Mask = ~(log_u < log_ratio(p[:, :-1], q, steps))
     return rejected
+
+
+def predicted(clean: Array, step: Array, gain: Array, excess: Array) -> tuple[Array, Array]:
+    """The drafter's N(m, V) after a ``step`` [R, C] of ``gain``, where the target predicted
+    ``clean`` with Δ·Var(x0) = ``excess``.
+    """
+    mean: Array = (clean + excess * step) / (1 + excess)
+    var: Array = excess / (gain * (1 + excess))
+    return mean, var
+
+
+def draw_residual(
+    p: Normal, q: Normal, pictures: list[int], batch: int, normal: Stream, log_uniform: Stream
+) -> Array:
+    """Draws [N, C] from (p - q)+ / mass, row n by the streams of picture ``pictures[n]``.
+
+    Where p and q differ by less than rounding there is no mass to find: after ``MOST_TRIES``
+    proposals, which happens with probability below 1e-6, the row is drawn from p. Raises
+    ``ValueError`` when a distribution is not finite.
+    """
+    if not np.isfinite(sum(x.sum() for x in (p.mean, p.log_var, q.mean, q.log_var))):
+        raise ValueError(
+            "distributions to couple must be finite, "
+            "got NaN or infinity in a mean or a log-variance"
+        )
+    found = np.empty_like(p.mean)
+    left = np.arange(len(pictures))
+    tries = FIRST_TRIES
+    while True:
+        counts = counts_of(pictures, batch)
+        noise = take(normal, counts, tries * found.shape[1]).reshape(len(left), tries, -1)
+        y = p[:, None].sample(noise)  # [N, K, C]
+        good = take(log_uniform, counts, tries) > -log_ratio(p[:, None], q[:, None], y)  # [N, K]
+        first: npt.NDArray[np.int64] = good.argmax(1)
+        hit = np.asarray(good.any(1) | (tries >= MOST_TRIES))
+        found[left[hit]] = y[np.arange(len(left)), first][hit]
+        if hit.all():
+            return found
+        left = left[~hit]
+        p = p[~hit]
+        q = q[~hit]
+        tries = min(tries * 4, MOST_TRIES)
+        pictures = [b for b, done in zip(pictures, hit.tolist(), strict=True) if not done]
+
+
+def take(stream: Stream, rows: list[int], width: int) -> Array:
+    """``stream.draw`` as an array."""
+    drawn: Array = stream.draw(rows, width).cpu().numpy()
+    return drawn
+
+
+def counts_of(pictures: list[int], batch: int) -> list[int]:
+    """How many rows each of ``batch`` pictures has."""
+    if batch == 1:
+        return [len(pictures)]
+    counts: list[int] = np.bincount(pictures, minlength=batch).tolist()
+    return counts

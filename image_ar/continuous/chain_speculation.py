@@ -26,84 +26,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specmm.image_ar.continuous.chain_program import ChainProgram
 from specmm.image_ar.continuous.chain_round import (
+    WIDEST,
+    ChainOptions,
+    ChainRows,
     Drafts,
     Normal,
     RowState,
     Verified,
+    counts_of,
     draft,
-    log_ratio,
+    draw_residual,
+    predicted,
     rejections,
+    take,
     target_probs,
 )
 from specmm.image_ar.continuous.chain_windows import Columns, Response, WindowTables
-from specmm.image_ar.continuous.compiled_head import HeadPrograms, WindowProgram
+from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
 from specmm.image_ar.continuous.masked_decode import View
-from specmm.image_ar.continuous.orders import Stream
+from specmm.image_ar.continuous.orders import PictureStreams, Stream
 
-Predictor = Literal["gaussian", "frozen", "small"]
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
-
-WIDEST = 80.0  # beyond this float32 has no such variance
-FIRST_TRIES = 8  # proposals a row gets at first; four times as many in each further turn
-MOST_TRIES = 2**20  # beyond these what p has more of is below float32's rounding
-
-
-def draw_residual(
-    p: Normal, q: Normal, pictures: list[int], batch: int, normal: Stream, log_uniform: Stream
-) -> Array:
-    """Draws [N, C] from (p - q)+ / mass, row n by the streams of picture ``pictures[n]``.
-
-    Where p and q differ by less than rounding there is no mass to find: after ``MOST_TRIES``
-    proposals, which happens with probability below 1e-6, the row is drawn from p. Raises
-    ``ValueError`` when a distribution is not finite.
-    """
-    if not np.isfinite(sum(x.sum() for x in (p.mean, p.log_var, q.mean, q.log_var))):
-        raise ValueError(
-            "distributions to couple must be finite, "
-            "got NaN or infinity in a mean or a log-variance"
-        )
-    found = np.empty_like(p.mean)
-    left = np.arange(len(pictures))
-    tries = FIRST_TRIES
-    while True:
-        counts = _counts(pictures, batch)
-        noise = take(normal, counts, tries * found.shape[1]).reshape(len(left), tries, -1)
-        y = p[:, None].sample(noise)  # [N, K, C]
-        good = take(log_uniform, counts, tries) > -log_ratio(p[:, None], q[:, None], y)  # [N, K]
-        first: npt.NDArray[np.int64] = good.argmax(1)
-        hit = np.asarray(good.any(1) | (tries >= MOST_TRIES))
-        found[left[hit]] = y[np.arange(len(left)), first][hit]
-        if hit.all():
-            return found
-        left = left[~hit]
-        p = p[~hit]
-        q = q[~hit]
-        tries = min(tries * 4, MOST_TRIES)
-        pictures = [b for b, done in zip(pictures, hit.tolist(), strict=True) if not done]
-
-
-def take(stream: Stream, rows: list[int], width: int) -> Array:
-    """``stream.draw`` as an array."""
-    drawn: Array = stream.draw(rows, width).cpu().numpy()
-    return drawn
-
-
-def _counts(pictures: list[int], batch: int) -> list[int]:
-    """How many rows each of ``batch`` pictures has."""
-    if batch == 1:
-        return [len(pictures)]
-    counts: list[int] = np.bincount(pictures, minlength=batch).tolist()
-    return counts
 
 
 @dataclass
@@ -115,22 +68,13 @@ class Speculated:
     calls: int
 
 
-@dataclass
-class ChainOptions:
-    """How to speculate; without ``residual`` the output is wrong: the tests' broken twin."""
-
-    temperature: float = 1.0
-    predictor: Predictor = "gaussian"
-    residual: bool = True
-
-
 @torch.inference_mode()
 def speculate(
     bound: BoundHead,
     tables: WindowTables,
     rows: list[int],
-    normal: Stream,
-    log_uniform: Stream,
+    normal: PictureStreams,
+    log_uniform: PictureStreams,
     options: ChainOptions | None = None,
     small: BoundHead | None = None,
     programs: HeadPrograms | None = None,
@@ -150,7 +94,10 @@ def speculate(
         )
     run = _ChainRun(bound, tables, rows, normal, log_uniform, options, small, programs)
     while run.left:
-        run.round()
+        if run.program is not None:
+            run.play(run.program)
+        if run.left:
+            run.round()
     return Speculated(finite(torch.from_numpy(run.tokens).to(run.device)), run.row_calls, run.calls)
 
 
@@ -161,8 +108,8 @@ class _ChainRun:
     bound: BoundHead
     tables: WindowTables
     rows: list[int]
-    normal: Stream
-    log_uniform: Stream
+    normal: PictureStreams
+    log_uniform: PictureStreams
     options: ChainOptions
     small: BoundHead | None
     programs: HeadPrograms | None
@@ -177,15 +124,28 @@ class _ChainRun:
         self.eta = take(self.normal, self.rows, head.channels) / self.tables.rows[0, 4]
         self.mean = np.zeros_like(self.eta)
         self.var = np.ones_like(self.eta)  # latents have unit variance
-        self.response = Response(count)
+        self.response = Response.of(count)
         self.k = [0] * count
         self.pictures = [b for b, n in enumerate(self.rows) for _ in range(n)]
         self.left = list(range(count))
         self.tokens = np.empty_like(self.eta)
         self.row_calls = [0] * count
-        self.program: WindowProgram | None = None
-        if self.programs is not None and self.small is None:
-            self.program = self.programs.windows(self.bound, self.tables, self.log_temperature)
+        self.program: ChainProgram | None = None
+        if self.programs is not None and self.small is None and max(self.rows) == 1:
+            self.program = self.programs.speculation(self.bound, self.tables, self.options)
+
+    def play(self, program: ChainProgram) -> None:
+        """Rounds of all rows by a program; those are left whose next round it cannot play."""
+        streams = (self.normal, self.log_uniform)
+        rows = ChainRows(self.k, self._state(), self.response)
+        made, calls = program(self.left, self.pictures, rows, *streams)
+        self.calls += max(calls)
+        for row, more in zip(self.left, calls, strict=True):
+            self.row_calls[row] += more
+        self.k, (self.eta, self.mean, self.var), self.response = made
+        finished = [i for i, k in enumerate(self.k) if k == self.tables.steps]
+        if finished:
+            self._finish(finished, self.eta)
 
     def round(self) -> None:
         """Draft, one head call, accept; rows that are finished leave."""
@@ -205,16 +165,12 @@ class _ChainRun:
         finished = [i for i, k in enumerate(self.k) if k + kept[i] == last]
         self._advance(found, kept)
         if finished:
-            self._finish(finished, found.p.mean, kept)
+            self._finish(finished, found.p.mean[np.arange(len(kept)), kept])
 
     def _verify(self, noise: Array, log_u: Array) -> Verified:
-        """The next window, drafted by ``noise`` [R, W, C] and verified by ``log_u`` [R, W-1].
-
-        Where all rows are near the end of their chains it has fewer points, but in a program.
+        """The next window, drafted by ``noise`` [R, W, C] and verified by ``log_u`` [R, W-1]; of
+        fewer points where all rows are near the end of their chains.
         """
-        if self.program is not None:
-            state = self._state()
-            return self.program(self.left, self.k, state, noise * self.options.temperature, log_u)
         width = min(self.tables.window, self.tables.steps - min(self.k))
         columns = self.tables.at(self.k, width)
         noise = noise[:, :width]
@@ -222,12 +178,13 @@ class _ChainRun:
             drafts = self._draft_by(self.small, columns, noise)
         else:
             noise = noise * self.options.temperature
-            drafts = draft(self._state(), columns, noise, self.log_temperature)
+            shares = self.response.shares()
+            drafts = draft(self._state(), shares, columns, noise, self.log_temperature)
         p, wider = self._probs(self.bound, self.k, drafts.points, columns)
         return Verified(drafts, p, wider, rejections(drafts, p, log_u[:, : width - 1]))
 
     def _state(self) -> RowState:
-        return RowState(self.eta, self.mean, self.var * self.response.shares())
+        return RowState(self.eta, self.mean, self.var)
 
     def _draft_by(self, small: BoundHead, columns: Columns, noise: Array) -> Drafts:
         """Drafts by the small head, one call a step."""
@@ -278,9 +235,7 @@ class _ChainRun:
         if self.options.predictor == "gaussian":
             excess = np.maximum(np.expm1(wider), 0)  # Δ·Var(x0) by the target
             self.response.observe(self._inside(gain[:, 1:-1]), drafts.steps, p.mean, excess)
-            excess = excess[rows, at]
-            self.mean = (probs.mean + excess * step) / (1 + excess)
-            self.var = excess / (out * (1 + excess))
+            self.mean, self.var = predicted(probs.mean, step, out, excess[rows, at])
         else:
             self.mean = probs.mean
             self.var = np.zeros_like(step)
@@ -309,24 +264,23 @@ class _ChainRun:
         last = np.array([self._drafted(k, drafted) for k in self.k])
         return gain * (np.arange(drafted) < last[:, None])[:, :, None]
 
-    def _finish(self, finished: list[int], clean: Array, kept: list[int]) -> None:
-        """Remove rows ``finished``: their token is their last point's clean token.
+    def _finish(self, finished: list[int], clean: Array) -> None:
+        """Remove rows ``finished``: their token is their last point's ``clean`` one [R, C].
 
         The last step adds no noise.
         """
         for i in finished:
-            self.tokens[self.left[i]] = clean[i, kept[i]]
-        stay = sorted(set(range(len(kept))) - set(finished))
+            self.tokens[self.left[i]] = clean[i]
+        stay = sorted(set(range(len(clean))) - set(finished))
         self.left, self.k, self.pictures = (
             [v[i] for i in stay] for v in (self.left, self.k, self.pictures)
         )
         if not stay:
             return
-        if self.program is None:
-            rows = torch.tensor(stay, device=self.device)
-            self.bound.keep(rows)
-            if self.small is not None:
-                self.small.keep(rows)
+        rows = torch.tensor(stay, device=self.device)
+        self.bound.keep(rows)
+        if self.small is not None:
+            self.small.keep(rows)
         self.eta = self.eta[stay]
         self.mean = self.mean[stay]
         self.var = self.var[stay]
@@ -334,7 +288,7 @@ class _ChainRun:
 
     def _numbers(self, stream: Stream, width: int) -> Array:
         """The next ``width`` numbers of every row left: [R, width]."""
-        return take(stream, _counts(self.pictures, self.batch), width)
+        return take(stream, counts_of(self.pictures, self.batch), width)
 
 
 def _check_widths(wider: Array, inside: Mask) -> None:
@@ -355,8 +309,8 @@ class ChainSpeculation:
     """
 
     head: ChainHead
-    normal: Stream
-    log_uniform: Stream
+    normal: PictureStreams
+    log_uniform: PictureStreams
     window: int = 16
     options: ChainOptions = field(default_factory=ChainOptions)
     small: Callable[[View, float | Tensor], BoundHead] | None = None

@@ -85,9 +85,14 @@ class Response:
     answered as well. Drafts follow from what was seen before them, so any share is exact.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.seen = np.ones(rows, np.float32)
-        self.implied = np.ones(rows, np.float32)
+    def __init__(self, seen: Array, implied: Array) -> None:
+        self.seen = seen
+        self.implied = implied
+
+    @classmethod
+    def of(cls, rows: int) -> Response:
+        """Of ``rows`` that have seen nothing: what variances imply."""
+        return cls(np.ones(rows, np.float32), np.ones(rows, np.float32))
 
     def observe(self, gain: Array, steps: Array, clean: Array, excess: Array) -> None:
         """``clean`` [R, W, C] predictions at a window's points, with Δ·Var(x0) = ``excess``, and

@@ -1,5 +1,4 @@
-"""MAR's diffusion head as compiled programs: a whole chain of plain steps is one, and a round of
-speculation.
+"""MAR's diffusion head as compiled programs: a whole chain is one, plain or with speculation.
 
 For iterations of few tokens, where operators cost more to call than to run. Shape letters as in
 :mod:`specmm.image_ar.continuous.diffusion_head`.
@@ -7,24 +6,15 @@ For iterations of few tokens, where operators cost more to call than to run. Sha
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
 from specmm import methods
-from specmm.compiled import Program, compiled, prepare_compiler
-from specmm.image_ar.continuous.chain_round import (
-    Drafts,
-    Normal,
-    RowState,
-    Verified,
-    draft,
-    rejections,
-    target_probs,
-)
-from specmm.image_ar.continuous.chain_windows import WindowTables, columns_of
+from specmm.compiled import compiled, prepare_compiler
+from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
     BoundHead,
@@ -34,8 +24,6 @@ from specmm.image_ar.continuous.diffusion_head import (
     guided,
 )
 from specmm.image_ar.continuous.orders import MARSettings
-
-Array = npt.NDArray[np.float32]
 
 FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
 
@@ -49,7 +37,7 @@ class HeadPrograms:
     def __init__(self, device: torch.device) -> None:
         prepare_compiler(device)
         self.chain = compiled(run_chain, device)
-        self.round = compiled(run_round, device)
+        self.rounds = compiled(run_rounds, device)
 
     def ancestral(
         self, bound: BoundHead, steps: ChainSteps, noise: Tensor, temperature: float
@@ -63,79 +51,13 @@ class HeadPrograms:
         noise[1:] *= temperature  # not of the start
         return finite(self.chain(bound.head.weights, bound.table, table, noise, scale))
 
-    def windows(
-        self, bound: BoundHead, tables: WindowTables, log_temperature: float
-    ) -> WindowProgram | None:
-        """What verifies windows of the tokens of ``bound``; None where that is not compiled."""
+    def speculation(
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+    ) -> ChainProgram | None:
+        """Speculation of the tokens of ``bound``, one a picture; None where it runs as it is."""
         if not _served(bound):
             return None
-        return WindowProgram(self.round, bound, tables, log_temperature)
-
-
-class WindowProgram:
-    """Drafts and verifies windows of R tokens; those that are finished stay in the program."""
-
-    def __init__(
-        self, program: Program, bound: BoundHead, tables: WindowTables, log_temperature: float
-    ) -> None:
-        self.program = program
-        self.count = len(bound)
-        self.last = tables.steps - 1
-        numbers = [torch.as_tensor(x, dtype=torch.float32) for x in (bound.scale, log_temperature)]
-        self.fixed = (bound.head.weights, bound.table, torch.from_numpy(tables.rows), *numbers)
-
-    def __call__(
-        self, left: list[int], k: list[int], state: RowState, noise: Array, log_u: Array
-    ) -> Verified:
-        """Of the rows ``left``, at steps ``k``; ``noise`` [R, W, C] has the temperature."""
-        steps = np.full(self.count, self.last)
-        steps[left] = k
-        arrays = [self._spread(left, x) for x in (*state, noise, log_u)]
-        given = [torch.from_numpy(np.ascontiguousarray(x)) for x in (steps, *arrays)]
-        made = self.program(*self.fixed, *given)
-        points, drawn, q_mean, q_var, p_mean, p_var, wider, rejected = (
-            x.numpy() if len(left) == self.count else x.numpy()[left] for x in made
-        )
-        drafts = Drafts(points, drawn, Normal(q_mean, q_var))
-        return Verified(drafts, Normal(p_mean, p_var), wider, rejected)
-
-    def _spread(self, left: list[int], x: Array) -> Array:
-        """``x`` of the rows ``left`` among all, which are at zero."""
-        if len(left) == self.count:
-            return x
-        full = np.zeros((self.count, *x.shape[1:]), x.dtype)
-        full[left] = x
-        return full
-
-
-def run_round(
-    weights: HeadWeights,
-    modulations: Tensor,
-    windows: Tensor,
-    scale: Tensor,
-    log_temperature: Tensor,
-    k: Tensor,
-    eta: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    noise: Tensor,
-    log_u: Tensor,
-) -> tuple[Tensor, ...]:
-    """What ``Verified`` holds, of rows at steps ``k`` [R] of ``windows`` (``WindowTables``)."""
-    at = k[:, None] + torch.arange(noise.shape[1] + 1)
-    columns = columns_of(windows[at].numpy())
-    wide = log_temperature.numpy()
-    state = RowState(eta.numpy(), mean.numpy(), var.numpy())
-    drafts = draft(state, columns, noise.numpy(), wide)
-    x = torch.from_numpy(drafts.points * columns.to_x[:, :-1])
-    rows = torch.arange(len(k))[:, None]
-    own = modulations[at[:, :-1].clamp(max=len(modulations) - 1), rows]
-    eps, v = guided(weights, x, own, scale)
-    p, wider = target_probs(drafts.points, eps.numpy(), v.numpy(), columns, wide)
-    rejected = rejections(drafts, p, log_u.numpy())
-    q = drafts.q
-    made = (drafts.points, drafts.steps, q.mean, q.log_var, p.mean, p.log_var, wider, rejected)
-    return tuple(torch.from_numpy(x) for x in made)
+        return ChainProgram(self.rounds, bound, tables, options)
 
 
 def run_chain(

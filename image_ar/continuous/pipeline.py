@@ -20,7 +20,8 @@ from specmm import methods, zoo
 from specmm.hardware import Place, choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
-from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
