@@ -140,8 +140,9 @@ def predicted(clean: Array, step: Array, gain: Array, excess: Array) -> tuple[Ar
     """The drafter's N(m, V) after a ``step`` [R, C] of ``gain``, where the target predicted
     ``clean`` with Δ·Var(x0) = ``excess``.
     """
-    mean: Array = (clean + excess * step) / (1 + excess)
-    var: Array = excess / (gain * (1 + excess))
+    surer: Array = 1 + excess
+    mean: Array = (clean + excess * step) / surer
+    var: Array = excess / (gain * surer)
     return mean, var
 
 

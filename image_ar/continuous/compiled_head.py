@@ -18,6 +18,7 @@ from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
     BoundHead,
+    ChainHead,
     HeadWeights,
     ancestral,
     finite,
@@ -90,12 +91,25 @@ def _served(bound: BoundHead) -> bool:
     return bound.table is not None and len(bound) <= FEW
 
 
-def check_compiled(
-    method: methods.ContinuousMethod, settings: MARSettings, device: torch.device
-) -> None:
-    """Raise ``ValueError`` for what has no programs."""
-    if not method.static_shapes or settings.solver != "ddpm" or device.type != "cpu":
+def check_compiled(method: methods.ContinuousMethod, settings: MARSettings, place: str) -> None:
+    """Raise ``ValueError`` for what has no programs on a ``place``, a kind of device."""
+    if not method.static_shapes or settings.solver != "ddpm" or place != "cpu":
         raise ValueError(
-            "compiled=True of MAR needs a CPU, solver 'ddpm' and ar or cspd's exact that drafts by "
-            f"the model itself, got {device.type}, {settings.solver!r} and {method}"
+            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd without a "
+            f"small model, got {place}, {settings.solver!r} and {method}"
+        )
+
+
+def check_tokens(
+    method: methods.ContinuousMethod, head: ChainHead, tokens: int, batch: int, branches: int
+) -> None:
+    """Raise ``ValueError`` where programs do not serve even the iterations of fewest ``tokens`` of
+    each of ``batch`` pictures.
+    """
+    alone = tokens == 1 or not method.drafts
+    if not (alone and tokens * batch <= FEW and head.keeps(tokens * batch, branches)):
+        raise ValueError(
+            f"compiled=True of MAR needs iterations of at most {FEW} tokens in a batch, for cspd "
+            f"of one a picture, got {tokens} or more in each of {batch} pictures: give a larger "
+            "num_iter or a smaller batch_size"
         )

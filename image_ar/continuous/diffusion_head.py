@@ -211,6 +211,10 @@ class ChainHead:
         """The head for the tokens of ``condition``."""
         return BoundHead(self, condition)
 
+    def keeps(self, rows: int, branches: int) -> bool:
+        """Whether the modulations of all steps of ``rows`` are kept."""
+        return len(self.times) * rows * branches * len(self.bias) <= TABLE_LIMIT
+
 
 class BoundHead:
     """A head bound to R tokens' conditions: predictions at any step, guided."""
@@ -219,9 +223,8 @@ class BoundHead:
         self.head = head
         self.scale = condition.scale
         self.cond = head.net.cond_embed(condition.z.to(head.dtype))  # [R, G, w]
-        size = len(head.times) * self.cond.shape[0] * self.cond.shape[1] * len(head.bias)
         self.table: Tensor | None = None  # [S, R, G, F]
-        if size <= TABLE_LIMIT:
+        if head.keeps(*self.cond.shape[:2]):
             self.table = self._modulate(head.times[:, None, None])
 
     def __len__(self) -> int:

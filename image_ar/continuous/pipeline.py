@@ -22,7 +22,7 @@ from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
-from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled
+from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled, check_tokens
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
     CSpDModel,
@@ -390,8 +390,14 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
                 return Drawn(tokens, images, progress.stats, claim, chosen.name)
 
         bar = self.progress_bar(total=count)
-        rest = (settings.claimed, return_dict, turn.compiled)
+        rest = (settings.claimed | self._rounded, return_dict, turn.compiled)
         return draw_batches(draw, count, batch_size, output_type, bar, *rest)
+
+    @property
+    def _rounded(self) -> dict[str, object]:
+        """The dtype that the claimed distribution is computed in, where it rounds much."""
+        dtype = self.transformer.dtype
+        return {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
 
     def turn(
         self, compiled: Compiled, target: MARSettings, method: methods.ContinuousMethod, batch: int
@@ -399,7 +405,11 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         """See :class:`PicturePipeline`."""
 
         def programs() -> HeadPrograms | None:
-            check_compiled(method, target, self.device)
+            check_compiled(method, target, self.device.type)
+            parts = target.iterations(self.transformer.config.seq_len)
+            fewest = min(part.last - part.first for part in parts)
+            head = self.models.head(target.head_steps)
+            check_tokens(method, head, fewest, batch, 1 if target.cfg == 1.0 else 2)
             return self.models.programs
 
         return self.works.begin(compiled, None, programs, self.transformer, (method, target, batch))
