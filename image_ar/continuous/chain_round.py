@@ -136,14 +136,12 @@ def rejections(drafts: Drafts, p: Normal, log_u: Array) -> Mask:
     return rejected
 
 
-def predicted(clean: Array, step: Array, gain: Array, excess: Array) -> tuple[Array, Array]:
+def predicted(clean: Array, step: Array, gain: Array, excess: Any) -> tuple[Array, Array]:
     """The drafter's N(m, V) after a ``step`` [R, C] of ``gain``, where the target predicted
     ``clean`` with Δ·Var(x0) = ``excess``.
     """
-    surer: Array = 1 + excess
-    mean: Array = (clean + excess * step) / surer
-    var: Array = excess / (gain * surer)
-    return mean, var
+    surer = 1 + excess
+    return (clean + excess * step) / surer, excess / (gain * surer)
 
 
 def draw_residual(

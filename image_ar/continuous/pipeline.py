@@ -407,9 +407,9 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         def programs() -> HeadPrograms | None:
             check_compiled(method, target, self.device.type)
             parts = target.iterations(self.transformer.config.seq_len)
-            fewest = min(part.last - part.first for part in parts)
+            sizes = [part.last - part.first for part in parts]
             head = self.models.head(target.head_steps)
-            check_tokens(method, head, fewest, batch, 1 if target.cfg == 1.0 else 2)
+            check_tokens(method, head, sizes, batch, 1 if target.cfg == 1.0 else 2)
             return self.models.programs
 
         return self.works.begin(compiled, None, programs, self.transformer, (method, target, batch))
