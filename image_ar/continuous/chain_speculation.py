@@ -26,106 +26,37 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specmm.image_ar.continuous.chain_program import ChainProgram
+from specmm.image_ar.continuous.chain_round import (
+    WIDEST,
+    ChainOptions,
+    ChainRows,
+    Drafts,
+    Normal,
+    RowState,
+    Verified,
+    counts_of,
+    draft,
+    draw_residual,
+    predicted,
+    rejections,
+    take,
+    target_probs,
+)
 from specmm.image_ar.continuous.chain_windows import Columns, Response, WindowTables
+from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
 from specmm.image_ar.continuous.masked_decode import View
-from specmm.image_ar.continuous.orders import Stream
+from specmm.image_ar.continuous.orders import PictureStreams, Stream
 
-Predictor = Literal["gaussian", "frozen", "small"]
 Array = npt.NDArray[np.float32]
-
-WIDEST = 80.0  # beyond this float32 has no such variance
-FIRST_TRIES = 8  # proposals a row gets at first; four times as many in each further turn
-MOST_TRIES = 2**20  # beyond these what p has more of is below float32's rounding
-
-
-@dataclass
-class Normal:
-    """A diagonal Gaussian: ``mean`` and ``log_var`` [..., C]."""
-
-    mean: Array
-    log_var: Array
-
-    def __getitem__(self, where: Any) -> Normal:
-        return Normal(self.mean[where], self.log_var[where])
-
-    def energy(self, y: Array) -> Array:
-        """-2 log density [..., C] by coordinate, without the constant."""
-        off = y - self.mean
-        return off * off * np.exp(-self.log_var) + self.log_var
-
-    def sample(self, noise: Array) -> Array:
-        """A draw from standard normal ``noise`` [..., C]."""
-        return self.mean + np.exp(0.5 * self.log_var) * noise
-
-
-def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
-    """log p(y)/q(y) [...]."""
-    ratio: Array = 0.5 * (q.energy(y) - p.energy(y)).sum(-1)
-    return ratio
-
-
-def draw_residual(
-    p: Normal, q: Normal, pictures: list[int], batch: int, normal: Stream, log_uniform: Stream
-) -> Array:
-    """Draws [N, C] from (p - q)+ / mass, row n by the streams of picture ``pictures[n]``.
-
-    Where p and q differ by less than rounding there is no mass to find: after ``MOST_TRIES``
-    proposals, which happens with probability below 1e-6, the row is drawn from p. Raises
-    ``ValueError`` when a distribution is not finite.
-    """
-    if not np.isfinite(sum(x.sum() for x in (p.mean, p.log_var, q.mean, q.log_var))):
-        raise ValueError(
-            "distributions to couple must be finite, "
-            "got NaN or infinity in a mean or a log-variance"
-        )
-    found = np.empty_like(p.mean)
-    left = np.arange(len(pictures))
-    tries = FIRST_TRIES
-    while True:
-        counts = _counts(pictures, batch)
-        noise = take(normal, counts, tries * found.shape[1]).reshape(len(left), tries, -1)
-        y = p[:, None].sample(noise)  # [N, K, C]
-        good = take(log_uniform, counts, tries) > -log_ratio(p[:, None], q[:, None], y)  # [N, K]
-        first: npt.NDArray[np.int64] = good.argmax(1)
-        hit = np.asarray(good.any(1) | (tries >= MOST_TRIES))
-        found[left[hit]] = y[np.arange(len(left)), first][hit]
-        if hit.all():
-            return found
-        left = left[~hit]
-        p = p[~hit]
-        q = q[~hit]
-        tries = min(tries * 4, MOST_TRIES)
-        pictures = [b for b, done in zip(pictures, hit.tolist(), strict=True) if not done]
-
-
-def take(stream: Stream, rows: list[int], width: int) -> Array:
-    """``stream.draw`` as an array."""
-    drawn: Array = stream.draw(rows, width).cpu().numpy()
-    return drawn
-
-
-def _counts(pictures: list[int], batch: int) -> list[int]:
-    """How many rows each of ``batch`` pictures has."""
-    if batch == 1:
-        return [len(pictures)]
-    counts: list[int] = np.bincount(pictures, minlength=batch).tolist()
-    return counts
-
-
-class Drafts(NamedTuple):
-    """A window: ``points`` η [R, W, C], ``steps`` w [R, W-1, C] between, their distributions q."""
-
-    points: Array
-    steps: Array
-    q: Normal
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -137,31 +68,23 @@ class Speculated:
     calls: int
 
 
-@dataclass
-class ChainOptions:
-    """How to speculate; without ``residual`` the output is wrong: the tests' broken twin."""
-
-    temperature: float = 1.0
-    predictor: Predictor = "gaussian"
-    residual: bool = True
-
-
 @torch.inference_mode()
 def speculate(
     bound: BoundHead,
     tables: WindowTables,
     rows: list[int],
-    normal: Stream,
-    log_uniform: Stream,
+    normal: PictureStreams,
+    log_uniform: PictureStreams,
     options: ChainOptions | None = None,
     small: BoundHead | None = None,
+    programs: HeadPrograms | None = None,
 ) -> Speculated:
     """Tokens [R, C] with the distribution of ``ancestral``, in fewer sequential head calls.
 
     ``rows[b]`` of the R tokens belong to picture b and use its streams. ``small`` is a smaller
-    model's head, bound to the same tokens: it then drafts, step by step. Raises ``ValueError`` when
-    a chain leaves the finite numbers, and for a temperature that is not above 0: such a chain has
-    no distributions to couple.
+    model's head, bound to the same tokens: it then drafts, step by step. ``programs`` compute
+    rounds without it, of few tokens. Raises ``ValueError`` when a chain leaves the finite numbers,
+    and for a temperature that is not above 0: such a chain has no distributions to couple.
     """
     options = options or ChainOptions()
     if options.temperature <= 0:
@@ -169,9 +92,12 @@ def speculate(
             f"temperature must be above 0 to speculate, got {options.temperature}: "
             "run the chain plainly"
         )
-    run = _ChainRun(bound, tables, rows, normal, log_uniform, options, small)
+    run = _ChainRun(bound, tables, rows, normal, log_uniform, options, small, programs)
     while run.left:
-        run.round()
+        if run.program is not None:
+            run.play(run.program)
+        if run.left:
+            run.round()
     return Speculated(finite(torch.from_numpy(run.tokens).to(run.device)), run.row_calls, run.calls)
 
 
@@ -182,10 +108,11 @@ class _ChainRun:
     bound: BoundHead
     tables: WindowTables
     rows: list[int]
-    normal: Stream
-    log_uniform: Stream
+    normal: PictureStreams
+    log_uniform: PictureStreams
     options: ChainOptions
     small: BoundHead | None
+    programs: HeadPrograms | None
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -197,52 +124,70 @@ class _ChainRun:
         self.eta = take(self.normal, self.rows, head.channels) / self.tables.rows[0, 4]
         self.mean = np.zeros_like(self.eta)
         self.var = np.ones_like(self.eta)  # latents have unit variance
-        self.response = Response(count)
+        self.response = Response.of(count)
         self.k = [0] * count
         self.pictures = [b for b, n in enumerate(self.rows) for _ in range(n)]
         self.left = list(range(count))
         self.tokens = np.empty_like(self.eta)
         self.row_calls = [0] * count
+        self.program: ChainProgram | None = None
+        if self.programs is not None and self.small is None and max(self.rows) == 1:
+            self.program = self.programs.speculation(self.bound, self.tables, self.options)
+
+    def play(self, program: ChainProgram) -> None:
+        """Rounds of all rows by a program; those are left whose next round it cannot play."""
+        streams = (self.normal, self.log_uniform)
+        rows = ChainRows(self.k, self._state(), self.response)
+        made, calls = program(self.left, self.pictures, rows, *streams)
+        self.calls += max(calls)
+        for row, more in zip(self.left, calls, strict=True):
+            self.row_calls[row] += more
+        self.k, (self.eta, self.mean, self.var), self.response = made
+        finished = [i for i, k in enumerate(self.k) if k == self.tables.steps]
+        if finished:
+            self._finish(finished, self.eta)
 
     def round(self) -> None:
         """Draft, one head call, accept; rows that are finished leave."""
-        width = min(self.tables.window, self.tables.steps - min(self.k))
-        columns = self.tables.at(self.k, width)
-        noise = self._numbers(self.normal, self.tables.window * self.eta.shape[1])
-        noise = noise.reshape(len(self.left), -1, self.eta.shape[1])[:, :width]
-        if self.small is None:
-            drafts = self._draft(columns, noise)
-        else:
-            drafts = self._draft_by(self.small, columns, noise)
+        window = self.tables.window
+        noise = self._numbers(self.normal, window * self.eta.shape[1])
+        noise = noise.reshape(len(self.left), window, -1)
+        log_u = self._numbers(self.log_uniform, window - 1)
+        found = self._verify(noise, log_u)
         self.calls += 1
         for row in self.left:
             self.row_calls[row] += 1
-        p, wider = self._probs(self.bound, self.k, drafts.points, columns)
-        kept = self._accept(drafts, p)
+        if not np.abs(found.wider).max() < WIDEST:
+            steps = np.array(self.k)[:, None] + np.arange(found.wider.shape[1])
+            _check_widths(found.wider, steps < self.tables.steps)
+        kept = self._kept(found.rejected)
         last = self.tables.steps - 1
         finished = [i for i, k in enumerate(self.k) if k + kept[i] == last]
-        self._advance(drafts, p, wider, columns.gain, kept)
+        self._advance(found, kept)
         if finished:
-            self._finish(finished, p.mean, kept)
+            self._finish(finished, found.p.mean[np.arange(len(kept)), kept])
 
-    def _draft(self, columns: Columns, noise: Array) -> Drafts:
-        """By the prediction N(m, V), from ``noise`` [R, W, C]."""
-        snr = columns.snr[:, :-1]
-        var = self.var * self.response.shares()
-        if self.options.temperature != 1.0:
+    def _verify(self, noise: Array, log_u: Array) -> Verified:
+        """The next window, drafted by ``noise`` [R, W, C] and verified by ``log_u`` [R, W-1]; of
+        fewer points where all rows are near the end of their chains.
+        """
+        width = min(self.tables.window, self.tables.steps - min(self.k))
+        columns = self.tables.at(self.k, width)
+        noise = noise[:, :width]
+        if self.small is not None:
+            drafts = self._draft_by(self.small, columns, noise)
+        else:
             noise = noise * self.options.temperature
-        clean = self.mean + np.sqrt(var) * noise[:, 0]
-        steps = clean[:, None] + columns.root[:, 1:-1] * noise[:, 1:]
-        moved = np.zeros_like(noise)
-        np.cumsum(columns.gain[:, 1:-1] * steps, axis=1, out=moved[:, 1:])
-        surer = 1 + var[:, None] * (snr - snr[:, :1])  # [R, W, C]
-        mean = (self.mean[:, None] + var[:, None] * moved[:, :-1]) / surer[:, :-1]
-        log_gain = columns.log_gain[:, 1:-1] + self.log_temperature
-        log_var = np.log(surer[:, 1:] / surer[:, :-1]) + log_gain
-        return Drafts(self.eta[:, None] + moved, steps, Normal(mean, log_var))
+            shares = self.response.shares()
+            drafts = draft(self._state(), shares, columns, noise, self.log_temperature)
+        p, wider = self._probs(self.bound, self.k, drafts.points, columns)
+        return Verified(drafts, p, wider, rejections(drafts, p, log_u[:, : width - 1]))
+
+    def _state(self) -> RowState:
+        return RowState(self.eta, self.mean, self.var)
 
     def _draft_by(self, small: BoundHead, columns: Columns, noise: Array) -> Drafts:
-        """The same by the small head, one call a step."""
+        """Drafts by the small head, one call a step."""
         points = [self.eta[:, None]]
         steps = [noise[:, :0]]
         means = [noise[:, :0]]
@@ -260,31 +205,16 @@ class _ChainRun:
     def _probs(
         self, head: BoundHead, k: list[int], points: Array, columns: Columns
     ) -> tuple[Normal, Array]:
-        """Distributions of the steps out of ``points`` [R, W, C] from steps ``k`` on.
-
-        And the log of how much wider they are than 1/Δ.
-        """
+        """``target_probs`` by a head whose rows are at steps ``k``."""
         x = torch.from_numpy(points * columns.to_x[:, :-1]).to(self.device)
-        predicted = head.window(k, x)
-        eps: Array = predicted[0].cpu().numpy()
-        v: Array = predicted[1].cpu().numpy()
-        wider: Array = columns.spread[:, :-1] * (v + 1)
-        if not np.abs(wider).max() < WIDEST:
-            steps = np.array(k)[:, None] + np.arange(wider.shape[1])
-            _check_widths(wider, steps < self.tables.steps)
-        clean: Array = points * columns.x_share[:, :-1] - eps * columns.eps_share[:, :-1]
-        log_var = wider + (columns.log_gain[:, 1:] + self.log_temperature)
-        return Normal(clean, log_var), wider
+        eps, v = (answer.cpu().numpy() for answer in head.window(k, x))
+        return target_probs(points, eps, v, columns, self.log_temperature)
 
-    def _accept(self, drafts: Drafts, p: Normal) -> list[int]:
-        """How many drafted steps of each row are kept."""
-        _, steps, q = drafts
-        drafted = steps.shape[1]
-        log_u = self._numbers(self.log_uniform, self.tables.window - 1)[:, :drafted]
+    def _kept(self, rejected: Mask) -> list[int]:
+        """How many drafted steps of each row are kept, by which are ``rejected`` [R, W-1]."""
+        drafted = rejected.shape[1]
         if not drafted:
-            return [0] * len(steps)
-        # written so that NaN counts as rejected, and raises when the residual is drawn
-        rejected = ~(log_u < log_ratio(p[:, :-1], q, steps))
+            return [0] * len(rejected)
         runs = np.where(rejected.any(1), rejected.argmax(1), drafted).tolist()
         return [min(run, self._drafted(k, drafted)) for run, k in zip(runs, self.k, strict=True)]
 
@@ -292,22 +222,20 @@ class _ChainRun:
         """Drafted steps of a row at step ``k`` that are not beyond its last point."""
         return min(drafted, self.tables.steps - 1 - k)
 
-    def _advance(
-        self, drafts: Drafts, p: Normal, wider: Array, gain: Array, kept: list[int]
-    ) -> None:
+    def _advance(self, found: Verified, kept: list[int]) -> None:
         """Move every row past the steps it keeps and one more: the target's, or of the residual."""
+        drafts, p, wider, _ = found
         rows = np.arange(len(kept))
         at = np.array(kept)
         probs = p[rows, at]
         step = self._next_step(drafts, probs, at)
+        gain = self.tables.at(self.k, wider.shape[1]).gain
         out = gain[rows if len(gain) > 1 else 0, at + 1]
         self.eta = drafts.points[rows, at] + out * step
         if self.options.predictor == "gaussian":
             excess = np.maximum(np.expm1(wider), 0)  # Δ·Var(x0) by the target
             self.response.observe(self._inside(gain[:, 1:-1]), drafts.steps, p.mean, excess)
-            excess = excess[rows, at]
-            self.mean = (probs.mean + excess * step) / (1 + excess)
-            self.var = excess / (out * (1 + excess))
+            self.mean, self.var = predicted(probs.mean, step, out, excess[rows, at])
         else:
             self.mean = probs.mean
             self.var = np.zeros_like(step)
@@ -336,14 +264,14 @@ class _ChainRun:
         last = np.array([self._drafted(k, drafted) for k in self.k])
         return gain * (np.arange(drafted) < last[:, None])[:, :, None]
 
-    def _finish(self, finished: list[int], clean: Array, kept: list[int]) -> None:
-        """Remove rows ``finished``: their token is their last point's clean token.
+    def _finish(self, finished: list[int], clean: Array) -> None:
+        """Remove rows ``finished``: their token is their last point's ``clean`` one [R, C].
 
         The last step adds no noise.
         """
         for i in finished:
-            self.tokens[self.left[i]] = clean[i, kept[i]]
-        stay = sorted(set(range(len(kept))) - set(finished))
+            self.tokens[self.left[i]] = clean[i]
+        stay = sorted(set(range(len(clean))) - set(finished))
         self.left, self.k, self.pictures = (
             [v[i] for i in stay] for v in (self.left, self.k, self.pictures)
         )
@@ -360,10 +288,10 @@ class _ChainRun:
 
     def _numbers(self, stream: Stream, width: int) -> Array:
         """The next ``width`` numbers of every row left: [R, width]."""
-        return take(stream, _counts(self.pictures, self.batch), width)
+        return take(stream, counts_of(self.pictures, self.batch), width)
 
 
-def _check_widths(wider: Array, inside: npt.NDArray[np.bool_]) -> None:
+def _check_widths(wider: Array, inside: Mask) -> None:
     """Raise ``ValueError`` for a log-variance [R, W, C] out of bounds at a point ``inside``."""
     worst = np.abs(wider[inside])
     if not (worst < WIDEST).all():
@@ -381,11 +309,12 @@ class ChainSpeculation:
     """
 
     head: ChainHead
-    normal: Stream
-    log_uniform: Stream
+    normal: PictureStreams
+    log_uniform: PictureStreams
     window: int = 16
     options: ChainOptions = field(default_factory=ChainOptions)
     small: Callable[[View, float | Tensor], BoundHead] | None = None
+    programs: HeadPrograms | None = None
     tables: WindowTables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -398,5 +327,7 @@ class ChainSpeculation:
         bound = self.head.bind(condition)
         small = None if self.small is None else self.small(view, condition.scale)
         streams = (self.normal, self.log_uniform)
-        made = speculate(bound, self.tables, view.rows, *streams, self.options, small)
+        made = speculate(
+            bound, self.tables, view.rows, *streams, self.options, small, self.programs
+        )
         return made.tokens, sum(made.row_calls)

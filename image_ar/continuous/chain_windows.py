@@ -63,14 +63,14 @@ class WindowTables:
     def at(self, k: list[int], width: int) -> Columns:
         """The columns for windows of ``width`` points that start at steps ``k`` [R]."""
         if len(k) > 1 and len(set(k)) > 1:
-            return _columns(self.rows[np.array(k)[:, None] + np.arange(width + 1)])
+            return columns_of(self.rows[np.array(k)[:, None] + np.arange(width + 1)])
         key = (k[0], width)
         if key not in self.made:
-            self.made[key] = _columns(self.rows[None, k[0] : k[0] + width + 1])
+            self.made[key] = columns_of(self.rows[None, k[0] : k[0] + width + 1])
         return self.made[key]
 
 
-def _columns(rows: Array) -> Columns:
+def columns_of(rows: Array) -> Columns:
     """Those of ``rows`` [R or 1, W + 1, 8, 1] of the table."""
     return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
 
@@ -85,9 +85,14 @@ class Response:
     answered as well. Drafts follow from what was seen before them, so any share is exact.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.seen = np.ones(rows, np.float32)
-        self.implied = np.ones(rows, np.float32)
+    def __init__(self, seen: Array, implied: Array) -> None:
+        self.seen = seen
+        self.implied = implied
+
+    @classmethod
+    def of(cls, rows: int) -> Response:
+        """Of ``rows`` that have seen nothing: what variances imply."""
+        return cls(np.ones(rows, np.float32), np.ones(rows, np.float32))
 
     def observe(self, gain: Array, steps: Array, clean: Array, excess: Array) -> None:
         """``clean`` [R, W, C] predictions at a window's points, with Δ·Var(x0) = ``excess``, and

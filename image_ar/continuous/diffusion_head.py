@@ -12,7 +12,7 @@ which adds no noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -162,14 +162,28 @@ class HeadWeights:
         """
         parts = modulations.split(self.width, dim=-1)
         shape = (self.width,)
-        h = F.linear(x, *self.first)
+        linear = _linear_of(x)
+        h = linear(x, *self.first)
         for i, (norm, norm_bias, w1, b1, w2, b2) in enumerate(self.blocks):
             shift, scale, gate = parts[3 * i : 3 * i + 3]
             inner = torch.addcmul(shift, torch.layer_norm(h, shape, norm, norm_bias, EPS), scale)
-            h = torch.addcmul(h, gate, F.linear(F.silu(F.linear(inner, w1, b1)), w2, b2))
+            h = torch.addcmul(h, gate, linear(F.silu(linear(inner, w1, b1)), w2, b2))
         shift, scale = parts[-2:]
         h = torch.addcmul(shift, torch.layer_norm(h, shape, eps=EPS), scale)
-        return F.linear(h, *self.last)
+        return linear(h, *self.last)
+
+
+def _linear_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """What multiplies by weights of layers: in a program, for one row, a call of a library takes
+    longer than the product itself.
+    """
+    one = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
+    return _one_row if one else F.linear
+
+
+def _one_row(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``F.linear`` as a sum, which becomes part of the program."""
+    return (x.unsqueeze(-2) * weight).sum(-1) + bias
 
 
 @dataclass
@@ -197,6 +211,10 @@ class ChainHead:
         """The head for the tokens of ``condition``."""
         return BoundHead(self, condition)
 
+    def keeps(self, rows: int, branches: int) -> bool:
+        """Whether the modulations of all steps of ``rows`` are kept."""
+        return len(self.times) * rows * branches * len(self.bias) <= TABLE_LIMIT
+
 
 class BoundHead:
     """A head bound to R tokens' conditions: predictions at any step, guided."""
@@ -205,10 +223,8 @@ class BoundHead:
         self.head = head
         self.scale = condition.scale
         self.cond = head.net.cond_embed(condition.z.to(head.dtype))  # [R, G, w]
-        self.guided = self.cond.shape[1] == 2
-        size = len(head.times) * self.cond.shape[0] * self.cond.shape[1] * len(head.bias)
         self.table: Tensor | None = None  # [S, R, G, F]
-        if size <= TABLE_LIMIT:
+        if head.keeps(*self.cond.shape[:2]):
             self.table = self._modulate(head.times[:, None, None])
 
     def __len__(self) -> int:
@@ -243,16 +259,25 @@ class BoundHead:
 
     def _predict(self, x: Tensor, modulations: Tensor) -> tuple[Tensor, Tensor]:
         """Of ``x`` [..., C] under ``modulations`` [..., G, F]."""
-        predict = self.head.weights.predict
-        x = x.to(self.head.dtype)
-        if self.guided:
-            own, other = predict(x.unsqueeze(-2), modulations).float().unbind(-2)
-            eps, v = own.chunk(2, dim=-1)
-            return torch.lerp(other[..., : self.head.channels], eps, self.scale), v
-        # products take two dimensions as they are, and fold others at every call
-        made = predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
-        eps, v = made.view(*x.shape[:-1], -1).chunk(2, dim=-1)
-        return eps, v
+        return guided(self.head.weights, x, modulations, self.scale)
+
+
+def guided(
+    weights: HeadWeights, x: Tensor, modulations: Tensor, scale: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Noise, guided by ``scale`` where G = 2, and variance (eps, v) [..., C] of ``x`` [..., C]
+    under ``modulations`` [..., G, F], float32.
+    """
+    channels = x.shape[-1]
+    x = x.to(weights.first[0].dtype)
+    if modulations.shape[-2] == 2:
+        own, other = weights.predict(x.unsqueeze(-2), modulations).float().unbind(-2)
+        eps, v = own.chunk(2, dim=-1)
+        return torch.lerp(other[..., :channels], eps, scale), v
+    # products take two dimensions as they are, and fold others at every call
+    made = weights.predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
+    eps, v = made.view(*x.shape[:-1], -1).chunk(2, dim=-1)
+    return eps, v
 
 
 def ancestral(

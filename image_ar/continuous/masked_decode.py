@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
     ChainHead,
@@ -89,11 +90,12 @@ class MARSampler(Protocol):
 
 @dataclass
 class Ancestral:
-    """DDPM as published: one head call a step."""
+    """DDPM as published: one head call a step, or whole chains as ``programs``."""
 
     head: ChainHead
     normal: Stream
     temperature: float = 1.0
+    programs: HeadPrograms | None = None
     steps: ChainSteps = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +107,8 @@ class Ancestral:
         width = self.head.channels
         drawn = self.normal.draw(view.rows, (count + 1) * width)
         noise = drawn.view(-1, count + 1, width).transpose(0, 1)
-        tokens = ancestral(self.head.bind(condition), self.steps, noise, self.temperature)
+        run = ancestral if self.programs is None else self.programs.ancestral
+        tokens = run(self.head.bind(condition), self.steps, noise, self.temperature)
         return tokens, count * len(tokens)
 
 

@@ -143,6 +143,14 @@ class PictureStreams:
         parts = [self._take(b, n * width) for b, n in enumerate(rows) if n]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, width)
 
+    def ahead(self, b: int, most: int) -> Tensor:
+        """The next numbers of picture b, at most so many, that need not be drawn first."""
+        return self._blocks[b][self._used[b] : self._used[b] + most]
+
+    def skip(self, b: int, count: int) -> None:
+        """Count the next ``count`` of ``ahead`` as used."""
+        self._used[b] += count
+
     def _take(self, b: int, count: int) -> Tensor:
         if self._held[b] - self._used[b] < count:
             fresh = self.fill(max(BLOCK, count), self.generators[b])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,9 @@ from specmm import methods, zoo
 from specmm.hardware import Place, choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
-from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
+from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled, check_tokens
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
     CSpDModel,
@@ -73,6 +75,7 @@ from specmm.image_ar.shared import (
 from specmm.kinds import either
 from specmm.randomness import sample_generators
 from specmm.stats import Certificate
+from specmm.when_compiled import Compiled, Turn, Works
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
 ITERATIONS = 8  # that of the other variants
@@ -105,11 +108,18 @@ ALIGNED = Certificate(
 
 @dataclass
 class MARModels:
-    """The target and perhaps a smaller model, with the target's heads made so far, by schedule."""
+    """The target and perhaps a smaller model, with the target's heads made so far, by schedule, and
+    their programs.
+    """
 
     target: MAR
     small: MAR | None = None
     heads: dict[str, ChainHead] = field(default_factory=dict)
+
+    @cached_property
+    def programs(self) -> HeadPrograms:
+        """Of the target's heads; raises ``ValueError`` where there is no compiler."""
+        return HeadPrograms(self.target.mask_token.device)
 
     @torch.inference_mode()
     def head(self, spec: str) -> ChainHead:
@@ -129,11 +139,12 @@ class MARModels:
 
 @dataclass
 class MARBatch:
-    """What is to be drawn: ``labels`` [B], one generator each, and how."""
+    """What is to be drawn: ``labels`` [B], one generator each, how, and by which ``programs``."""
 
     labels: Tensor
     generators: Sequence[torch.Generator]
     settings: MARSettings
+    programs: HeadPrograms | None = None
 
 
 def steps_of(
@@ -159,7 +170,7 @@ def steps_of(
                 sampler = Deterministic(head, normal)
                 claim = DDIM
             else:
-                sampler = Ancestral(head, normal, settings.temperature)
+                sampler = Ancestral(head, normal, settings.temperature, batch.programs)
                 claim = PLAIN
     return decode_mar(models.target, batch.labels, orders, sampler, settings), claim
 
@@ -182,7 +193,7 @@ def _speculation(
     head = models.head(settings.head_steps)
     normal = normals(batch.generators)
     if settings.temperature == 0:  # a chain without noise has nothing to couple
-        return Ancestral(head, normal, 0.0), PLAIN
+        return Ancestral(head, normal, 0.0, batch.programs), PLAIN
     small = None
     if method.predictor == "small":
         model = models.needed("predictor 'small'")
@@ -190,8 +201,8 @@ def _speculation(
         small = drafter.bind
     options = ChainOptions(settings.temperature, method.predictor)
     window = method.window or HEAD_STEPS
-    log_uniform = log_uniforms(batch.generators)
-    return ChainSpeculation(head, normal, log_uniform, window, options, small), EXACT
+    numbers = (normal, log_uniforms(batch.generators))
+    return ChainSpeculation(head, *numbers, window, options, small, batch.programs), EXACT
 
 
 def _between_models(
@@ -236,6 +247,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
 
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
+    compiles = True
 
     def __init__(
         self,
@@ -255,6 +267,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         self.name = name
         self.method = methods.resolve_continuous(method)
         self.models = MARModels(transformer, small)
+        self.works = Works("mar")
 
     @classmethod
     def from_pretrained(
@@ -315,7 +328,8 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
     def to(self, *args: Any, **kwargs: Any) -> MARPipeline:
         """Move models and autoencoder to a device or dtype."""
         super().to(*args, **kwargs)
-        self.models.heads.clear()
+        self.models = MARModels(self.transformer, self.small)
+        self.works.clear()
         return self
 
     @call_of_pipeline
@@ -334,6 +348,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         batch_size: int = 8,
         output_type: str = "pil",
         callback_on_step_end: Callback | None = None,
+        compiled: Compiled = False,
         *,
         class_labels: Classes | None = None,
         guidance_scale: float | None = None,
@@ -357,19 +372,47 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         labels = labels_of(self, wanted, num_images_per_prompt)
         generators = sample_generators(generator, len(labels), self.device)
 
-        def draw(rows: slice) -> Drawn:
-            batch = MARBatch(labels[rows], generators[rows], settings)
-            steps, claim = steps_of(chosen, self.models, batch)
-            for i, progress in enumerate(steps):
-                if tell is not None:
-                    tell(i, progress.count, {"tokens": progress.tokens})
-            tokens = progress.tokens
-            images = None if output_type == "latent" else self.decode_tokens(tokens)
-            return Drawn(tokens, images, progress.stats, claim, chosen.name)
+        count = len(labels)
+        at_once = min(batch_size, count)
+        turn = self.turn(compiled, settings, chosen, at_once)
 
-        bar = self.progress_bar(total=len(labels))
-        claimed = settings.claimed
-        return draw_batches(draw, len(labels), batch_size, output_type, bar, claimed, return_dict)
+        def draw(rows: slice) -> Drawn:
+            own = generators[rows]
+            fits = len(own) == at_once  # the last batch may be smaller: other programs
+            with turn.batch(len(own), count - rows.start, fits) as programs:
+                batch = MARBatch(labels[rows], own, settings, programs)
+                steps, claim = steps_of(chosen, self.models, batch)
+                for i, progress in enumerate(steps):
+                    if tell is not None:
+                        tell(i, progress.count, {"tokens": progress.tokens})
+                tokens = progress.tokens
+                images = None if output_type == "latent" else self.decode_tokens(tokens)
+                return Drawn(tokens, images, progress.stats, claim, chosen.name)
+
+        bar = self.progress_bar(total=count)
+        rest = (settings.claimed | self._rounded, return_dict, turn.compiled)
+        return draw_batches(draw, count, batch_size, output_type, bar, *rest)
+
+    @property
+    def _rounded(self) -> dict[str, object]:
+        """The dtype that the claimed distribution is computed in, where it rounds much."""
+        dtype = self.transformer.dtype
+        return {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+
+    def turn(
+        self, compiled: Compiled, target: MARSettings, method: methods.ContinuousMethod, batch: int
+    ) -> Turn[HeadPrograms | None]:
+        """See :class:`PicturePipeline`."""
+
+        def programs() -> HeadPrograms | None:
+            check_compiled(method, target, self.device.type)
+            parts = target.iterations(self.transformer.config.seq_len)
+            sizes = [part.last - part.first for part in parts]
+            head = self.models.head(target.head_steps)
+            check_tokens(method, head, sizes, batch, 1 if target.cfg == 1.0 else 2)
+            return self.models.programs
+
+        return self.works.begin(compiled, None, programs, self.transformer, (method, target, batch))
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""

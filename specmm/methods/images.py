@@ -251,6 +251,11 @@ class CSpD(Declared):
         _check_choice(CSpD, "variant", self.variant)
         _check_choice(CSpD, "predictor", self.predictor)
 
+    @property
+    def static_shapes(self) -> bool:
+        """Of rounds that are one call of the target's own head."""
+        return self.variant == "exact" and self.predictor != "small"
+
 
 def check_init(init: str) -> None:
     """Raise ``ValueError`` for an ``init`` that Jacobi drafts do not have."""

@@ -115,9 +115,14 @@ def test_pictures_of_real_programs_do_not_depend_on_their_batch(made, method):
 
 
 @pytest.mark.slow
-def test_scales_of_real_programs_do_not_depend_on_their_batch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "method"), [("pocket/var", "ar"), ("pocket/mar", "ar"), ("pocket/mar", "cspd")]
+)
+def test_other_families_pictures_of_real_programs_do_not_depend_on_their_batch(
+    model, method, tmp_path
+):
     """In the order of the job and the other way round, two at a time."""
-    spec = Spec("pocket/var", dtype="float32", compiled=True)
+    spec = Spec(model, method, dtype="float32", compiled=True)
     job = Job(tmp_path, spec, Limits(2))
     prepare(tmp_path, spec)
     worker = ImageWorker(spec, "cpu", programs=Programs(job))
@@ -242,7 +247,8 @@ def test_what_cannot_be_compiled_is_refused(tiny, tmp_path):
     drawn = '{"id": "a", "class": "heart"}'
     text = said('{"id": "a", "prompt": "heart"}', "--model", "pocket/coder", "--compiled", "auto")
     assert "--compiled serves jobs of classes, got a prompt" in text
-    assert "does not serve models" in said(drawn, "--model", "pocket/mar", "--compiled", "true")
+    paper = ("--method", "cspd", "-o", "variant=paper", "--compiled", "true")
+    assert "compiled=True of MAR needs" in said(drawn, "--model", "pocket/mar", *paper)
     zipar = said(drawn, "--model", tiny, "--method", "zipar", "--compiled", "true")
     assert "compiled=True needs" in zipar
     assert "must be true, false or auto" in said(drawn, "--model", tiny, "--compiled", "yes")

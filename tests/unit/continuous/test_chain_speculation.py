@@ -7,8 +7,9 @@ import pytest
 import torch
 from scipy import stats
 
-from specmm.image_ar.continuous.chain_speculation import ChainOptions, WindowTables, speculate
-from specmm.image_ar.continuous.chain_windows import Response
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import speculate
+from specmm.image_ar.continuous.chain_windows import Response, WindowTables
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
 from specmm.image_ar.continuous.orders import log_uniforms, normals
@@ -104,7 +105,7 @@ def test_a_response_is_the_share_of_the_variances_that_predictions_follow():
     share, told = np.array([0.3, 1.4], np.float32), np.float32(0.8)
     gain = rng.uniform(0.1, 1.0, (1, 9, 1)).astype(np.float32)
     ahead = np.concatenate([np.zeros((1, 1, 1), np.float32), gain.cumsum(1)], 1)
-    response = Response(2)
+    response = Response.of(2)
     for _ in range(20):
         steps = rng.normal(size=(2, 9, 3)).astype(np.float32)
         moved = np.concatenate([np.zeros_like(steps[:, :1]), (gain * steps).cumsum(1)], 1)

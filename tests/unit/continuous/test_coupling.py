@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy import stats
 
-from specmm.image_ar.continuous import chain_speculation
-from specmm.image_ar.continuous.chain_speculation import Normal, draw_residual, log_ratio, take
+from specmm.image_ar.continuous import chain_round
+from specmm.image_ar.continuous.chain_round import Normal, draw_residual, log_ratio, take
 from specmm.image_ar.continuous.orders import log_uniforms, normals
 
 N = 20_000
@@ -89,7 +89,7 @@ def test_ratios_where_densities_underflow():
 
 
 def test_no_residual_mass_falls_back_on_the_target(monkeypatch):
-    monkeypatch.setattr(chain_speculation, "MOST_TRIES", 16)
+    monkeypatch.setattr(chain_round, "MOST_TRIES", 16)
     p = probs(1.0, 2.0, 4000)
     y = draw_residual(p, p, [0] * 4000, 1, *streams(3))
     assert stats.kstest(y[:, 0], stats.norm(1.0, 2.0).cdf).pvalue > 1e-3

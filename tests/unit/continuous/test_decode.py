@@ -8,7 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from specmm.image_ar.continuous.chain_speculation import ChainOptions, ChainSpeculation
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, deterministic
 from specmm.image_ar.continuous.masked_decode import Ancestral, ChainStats, decode_mar

@@ -1,0 +1,118 @@
+"""MAR's diffusion head as compiled programs: a whole chain is one, plain or with speculation.
+
+For iterations of few tokens, where operators cost more to call than to run. Shape letters as in
+:mod:`specmm.image_ar.continuous.diffusion_head`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
+
+from specmm import methods
+from specmm.compiled import compiled, prepare_compiler
+from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_windows import WindowTables
+from specmm.image_ar.continuous.diffusion import ChainSteps
+from specmm.image_ar.continuous.diffusion_head import (
+    BoundHead,
+    ChainHead,
+    HeadWeights,
+    ancestral,
+    finite,
+    guided,
+)
+from specmm.image_ar.continuous.orders import MARSettings
+
+FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
+
+
+class HeadPrograms:
+    """Programs of any head on ``device``, one for each number of tokens of an iteration.
+
+    They compute what single operators do, up to rounding, from the same random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        prepare_compiler(device)
+        self.chain = compiled(run_chain, device)
+        self.rounds = compiled(run_rounds, device)
+
+    def ancestral(
+        self, bound: BoundHead, steps: ChainSteps, noise: Tensor, temperature: float
+    ) -> Tensor:
+        """As :func:`ancestral`, which runs as it is for iterations of many tokens."""
+        if not _served(bound):
+            return ancestral(bound, steps, noise, temperature)
+        table = torch.tensor([steps.keep, steps.noise, steps.mid, steps.half]).T.contiguous()
+        scale = torch.as_tensor(bound.scale, dtype=torch.float32)
+        noise = noise.clone(memory_format=torch.contiguous_format)
+        noise[1:] *= temperature  # not of the start
+        return finite(self.chain(bound.head.weights, bound.table, table, noise, scale))
+
+    def speculation(
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+    ) -> ChainProgram | None:
+        """Speculation of the tokens of ``bound``, one a picture; None where it runs as it is."""
+        if not _served(bound):
+            return None
+        return ChainProgram(self.rounds, bound, tables, options)
+
+
+def run_chain(
+    weights: HeadWeights, modulations: Tensor, steps: Tensor, noise: Tensor, scale: Tensor
+) -> Tensor:
+    """Tokens [R, C] by ``steps`` [S, 4] (``ChainSteps``) from ``noise`` [S + 1, R, C], under
+    ``modulations`` [S, R, G, F].
+    """
+    last = len(steps) - 1
+
+    def step(k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        at = k.reshape(1)
+        keep, lost, mid, half = steps.index_select(0, at)[0]
+        eps, v = guided(weights, x, modulations.index_select(0, at)[0], scale)
+        added = (v * half + mid).exp() * noise.index_select(0, at + 1)[0]
+        return k + 1, x * keep + eps * lost + torch.where(k < last, added, 0.0)
+
+    k = torch.zeros((), dtype=torch.int64)
+    x = noise[0].clone()  # what a loop carries shares no memory with what it reads
+    if torch.compiler.is_compiling():
+        _, x = while_loop(lambda k, _: k <= last, step, (k, x))
+        return x
+    for _ in range(len(steps)):
+        k, x = step(k, x)
+    return x
+
+
+def _served(bound: BoundHead) -> bool:
+    """Whether programs serve the tokens of ``bound``."""
+    return bound.table is not None and len(bound) <= FEW
+
+
+def check_compiled(method: methods.ContinuousMethod, settings: MARSettings, place: str) -> None:
+    """Raise ``ValueError`` for what has no programs on a ``place``, a kind of device."""
+    if not method.static_shapes or settings.solver != "ddpm" or place != "cpu":
+        raise ValueError(
+            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd without a "
+            f"small model, got {place}, {settings.solver!r} and {method}"
+        )
+
+
+def check_tokens(
+    method: methods.ContinuousMethod, head: ChainHead, sizes: list[int], batch: int, branches: int
+) -> None:
+    """Raise ``ValueError`` unless programs draw at least half of the tokens of ``batch`` pictures,
+    whose iterations have ``sizes``.
+    """
+    most = 1 if method.drafts else FEW
+    served = (
+        n for n in sizes if n <= most and n * batch <= FEW and head.keeps(n * batch, branches)
+    )
+    if 2 * sum(served) < sum(sizes):
+        raise ValueError(
+            f"compiled=True of MAR needs iterations of at most {FEW} tokens in a batch, for cspd "
+            f"of one a picture, got up to {max(sizes)} in each of {batch} pictures: give a larger "
+            "num_iter or a smaller batch_size"
+        )

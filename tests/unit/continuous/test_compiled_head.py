@@ -1,0 +1,147 @@
+"""Chains as programs: the tokens of single operators from the same numbers, and their distribution
+with and without the residual.
+"""
+
+import shutil
+
+import pytest
+import torch
+
+from specmm.image_ar.continuous import chain_program, compiled_head
+from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import speculate
+from specmm.image_ar.continuous.chain_windows import WindowTables
+from specmm.image_ar.continuous.compiled_head import HeadPrograms
+from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ancestral
+from tests.cases import some
+from tests.unit.continuous.test_chain_speculation import plain, pvalues, streams
+
+CPU = torch.device("cpu")
+compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
+
+
+@pytest.mark.parametrize(
+    ("rows", "scale"), some([(1, 1.0), (3, 1.0), (1, 2.0), (3, 2.0)], [(1, 1.0), (3, 2.0)])
+)
+def test_plain_chains_are_those_of_single_steps(bind, rows, scale, traced):
+    spec = "ddim20"
+    steps = ChainSteps.ddpm(NoiseSchedule.of(spec))
+    noise = torch.randn(21, rows, 4, generator=torch.Generator().manual_seed(0))
+    run = HeadPrograms(CPU).ancestral
+    for temperature in (1.0, 0.7):  # one program
+        wanted = ancestral(bind(rows, scale, spec), steps, noise, temperature)
+        made = run(bind(rows, scale, spec), steps, noise, temperature)
+        torch.testing.assert_close(made, wanted, atol=1e-4, rtol=1e-4)
+
+
+def speculated(bind, rows, programs, scale=1.0, spec="ddim50", seed=5, **options):
+    """Two tokens of each of ``rows`` pictures, their rounds, and the numbers left of each."""
+    numbers = streams(seed, rows)
+    tables = WindowTables(NoiseSchedule.of(spec), 8)
+    made = [
+        speculate(
+            bind(rows, scale, spec, row),
+            tables,
+            [1] * rows,
+            *numbers,
+            ChainOptions(**options),
+            programs=programs,
+        )
+        for row in (0, 1)
+    ]
+    tokens = torch.stack([one.tokens for one in made])
+    rest = [stream.draw([1] * rows, 3) for stream in numbers]
+    return tokens, [one.row_calls for one in made], torch.cat(rest)
+
+
+def same(bind, rows, programs, **options):
+    """Tokens equal up to rounding after the same rounds, which used the same numbers."""
+    wanted, made = (speculated(bind, rows, p, **options) for p in (None, programs))
+    torch.testing.assert_close(made[0], wanted[0], atol=1e-3, rtol=1e-3)
+    assert made[1] == wanted[1] and torch.equal(made[2], wanted[2])
+
+
+KINDS = {
+    "one": (1, dict(temperature=0.9)),
+    "three, guided": (3, dict(scale=2.0, temperature=1.0)),
+    "frozen": (2, dict(predictor="frozen", temperature=0.9)),
+    "no residual": (2, dict(residual=False)),
+}
+
+
+@pytest.mark.parametrize("kind", some(KINDS, ("three, guided",)))
+def test_rounds_are_those_of_single_operators(bind, kind, traced):
+    rows, options = KINDS[kind]
+    same(bind, rows, HeadPrograms(CPU), **options)
+
+
+class Plainly:
+    """Runs the functions of programs as they are."""
+
+    def __init__(self):
+        self.played = 0
+
+    def rounds(self, *given):
+        made = run_rounds(*given)
+        self.played += int(made[0][:, 3].sum())
+        return made
+
+    def speculation(self, *given):
+        return ChainProgram(self.rounds, *given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_most_rounds_are_the_programs(bind, kind):
+    rows, options = KINDS[kind]
+    programs = Plainly()
+    same(bind, rows, programs, **options)
+    rounds = sum(map(sum, speculated(bind, rows, None, **options)[1]))
+    assert 0.6 * rounds < programs.played < rounds, "a stream's first numbers are drawn outside"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NORMALS", 200), ("UNIFORMS", 40), ("TRIES", (8,)), ("WIDEST", 0.01)]
+)
+def test_what_a_program_cannot_play_is_played_outside(bind, name, value, monkeypatch):
+    monkeypatch.setattr(chain_program, name, value)
+    same(bind, 3, Plainly(), temperature=0.9)
+
+
+def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
+    monkeypatch.setattr(compiled_head, "FEW", 2)
+    programs = HeadPrograms(CPU)
+    monkeypatch.setattr(programs, "chain", None)
+    monkeypatch.setattr(programs, "rounds", None)
+    same(bind, 3, programs)
+    steps, noise = ChainSteps.ddpm(NoiseSchedule.of("8")), torch.zeros(9, 3, 4)
+    assert programs.ancestral(bind(3, spec="8"), steps, noise, 1.0).isfinite().all()
+
+
+@pytest.mark.slow
+@compiles
+@pytest.mark.parametrize("residual", [True, False])
+def test_real_programs_keep_the_distribution_and_the_broken_twin_does_not(
+    bind, residual, monkeypatch
+):
+    schedule, rows = NoiseSchedule.of("ddim10"), 3000
+    monkeypatch.setattr(compiled_head, "FEW", rows)
+    programs = HeadPrograms(CPU)
+    options = ChainOptions(1.0, "frozen", residual)
+    numbers = streams(4, rows)
+    made = [
+        speculate(
+            bind(rows, 1.0, "ddim10"),
+            WindowTables(schedule, 8),
+            [1] * rows,
+            *numbers,
+            options,
+            programs=programs,
+        ).tokens
+        for _ in range(2)
+    ]
+    assert len(programs.rounds.made) == 1
+    wanted = plain(bind(2 * rows, 1.0, "ddim10"), schedule, 2 * rows, 3)
+    worst = min(pvalues(torch.cat(made), wanted))
+    assert worst > 1e-3 if residual else worst < 1e-6
