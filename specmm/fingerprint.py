@@ -54,7 +54,7 @@ class Fingerprint:
 
     def _walk(self, value: Any, settled: bool) -> None:
         self._say(_name(type(value)))
-        if getattr(type(value), "unread", False):
+        if _unread(value):
             return
         if isinstance(value, PLAIN):
             self._say(value, settled=settled or isinstance(value, Enum))
@@ -93,7 +93,7 @@ class Fingerprint:
 
     def _entries(self, entries: Mapping[Any, Any], settled: bool) -> None:
         for key, value in entries.items():
-            if not getattr(type(value), "unread", False):
+            if not _unread(value):
                 self._walk(key, True)
                 self._walk(value, settled)
         self._say("end")
@@ -155,6 +155,10 @@ def _plain(value: object) -> object:
 def _code(code: types.CodeType) -> object:
     consts = [_code(x) if isinstance(x, types.CodeType) else _plain(x) for x in code.co_consts]
     return code.co_code, consts, code.co_names, code.co_varnames, code.co_freevars
+
+
+def _unread(value: object) -> bool:
+    return getattr(type(value), "unread", False) is True
 
 
 def _name(value: Any) -> str:

@@ -113,7 +113,7 @@ class Declared(metaclass=_OldNames):
         return False
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return ()
 
@@ -338,7 +338,7 @@ class Methods(Registry):
                 f"certificate of auto must be exact for {self.family}, got bounded: auto takes "
                 "relaxed methods of picture tokens alone; leave it out"
             )
-        for name in getattr(method, "unread", ()):
+        for name in getattr(method, "ignored", ()):
             if (got := getattr(method, name)) != getattr(type(method)(), name):
                 other = "sampled=True" if hasattr(method, "sampled") else "a tree, as chain(4)"
                 raise ValueError(

@@ -45,7 +45,7 @@ class MSD(Declared):
     rule: str = "recursive"
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return () if self.sampled else ("tree", "rule")
 
@@ -70,7 +70,7 @@ class MTP(Declared):
     rule: str = "recursive"
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return () if self.sampled or self.tree else ("rule",)
 
@@ -93,7 +93,7 @@ class Eagle3(Declared):
     rule: str = "recursive"
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return () if self.sampled else ("tree", "rule")
 
@@ -115,7 +115,7 @@ class Assistant(Declared):
     rule: str = "recursive"
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return () if self.sampled or self.tree else ("rule",)
 
@@ -222,7 +222,7 @@ class DEER(Declared):
         return self.sure > 0
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return ("rule",) if isinstance(self.tree, int) else ()
 
@@ -248,7 +248,7 @@ class Block(Declared):
         return self.sure > 0
 
     @property
-    def unread(self) -> tuple[str, ...]:
+    def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return ("rule",) if isinstance(self.tree, int) else ()
 

@@ -204,3 +204,17 @@ def test_numbers_of_a_run_are_apart_from_those_of_settings():
     assert named() == named()
     assert named(number=3)[0] == named()[0] and named(number=3)[1] != named()[1]
     assert named(settings=dataclasses.replace(Settings(), factor=0.3))[0] != named()[0]
+
+
+class Telling:
+    """Its ``unread`` means something else."""
+
+    def __init__(self, number):
+        self.number = number
+
+    unread = property(lambda self: ())
+
+
+def test_what_only_has_the_name_unread_is_read():
+    one, other = (Fingerprint([Telling(number)], ()) for number in (1, 2))
+    assert one.parts != other.parts
