@@ -22,7 +22,7 @@ from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
 from specmm.processors import check_finite
 from specmm.randomness import Uniforms, UniformSource, categorical
-from specmm.stats import Clock, Stats
+from specmm.stats import MEASURE_EVERY, Clock, Stats
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
@@ -31,8 +31,6 @@ from specmm.watching import tell
 # A row's tokens have room for a power of two of these, so that texts of many lengths share a
 # compiled program.
 ROOM = 256
-# Rounds from one measurement of a relaxed rule's excess to the next: it costs a second recursion.
-MEASURE_EVERY = 8
 
 
 class Stop(Protocol):

@@ -18,7 +18,6 @@ from PIL import Image
 import specmm
 from specmm import methods
 from specmm.cache import Cache
-from specmm.decode import MEASURE_EVERY
 from specmm.hf.families import WAYS
 from specmm.hf.pretrained import use_tree_attention
 from specmm.hf.target import VLMTarget
@@ -29,6 +28,7 @@ from specmm.methods import MSD, Block, Draft, Eagle3, LanternPP, SelfDraft
 from specmm.processors import Processor
 from specmm.recipes.training.dflash import build_block
 from specmm.recipes.training.rollout import build_eagle3
+from specmm.stats import MEASURE_EVERY
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
 from tests.cases import some

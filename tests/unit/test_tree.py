@@ -90,3 +90,9 @@ def test_a_tree_checks_its_sizes():
         DraftTree(torch.zeros(1, 4, dtype=torch.int64), shape)
     with pytest.raises(ValueError, match=r"probs must be \[B, N, V\]"):
         DraftTree(torch.zeros(1, 3, dtype=torch.int64), shape, torch.ones(1, 2, 5))
+
+
+def test_a_chain_of_fewer_than_no_drafts_is_refused() -> None:
+    assert TreeShape.chain(0).size == 1
+    with pytest.raises(ValueError, match="a chain must have at least 0 drafts, got -3"):
+        TreeShape.chain(-3)
