@@ -226,10 +226,7 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
     with contextlib.ExitStack() as stack:
         file = _open_array(path, stack)
         try:
-            first = np.lib.format.read_magic(file) == (1, 0)
-            formats = np.lib.format
-            read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
-            shape, fortran, dtype = read(file)
+            shape, fortran, dtype = array_header(file)
         except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
             raise _broken(path, "numpy file", error) from None
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran or not math.prod(shape):
@@ -238,6 +235,18 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
                 f"{list(shape)}; save 0..255 with the channels last"
             )
         yield file, shape
+
+
+def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, Fortran order and dtype of an array in numpy's format, whose data are read next.
+
+    Raises ``ValueError`` and ``EOFError`` for anything else.
+    """
+    formats = np.lib.format
+    first = formats.read_magic(file) == (1, 0)
+    read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
+    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    return found
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
@@ -252,4 +261,6 @@ def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
     if chosen is None:
         held = ", ".join(names)
         raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {held}")
+    if f"{chosen}.npy" not in archive.namelist():
+        raise ValueError(f"{path} must hold an array (.npy), got {chosen}; save it by numpy.savez")
     return stack.enter_context(archive.open(f"{chosen}.npy"))
