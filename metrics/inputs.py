@@ -17,7 +17,7 @@ import os
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -45,12 +45,19 @@ UNREADABLE = (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.Decomp
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``skipped`` lists (name, reason) of the pictures left out of the last pass.
+    ``skipped`` lists (name, reason) of the pictures left out of the last pass, ``files`` where each
+    lies, if it is a file or in an archive of files.
     """
 
-    def __init__(self, read: Callable[[Skipped], Iterator[np.ndarray]], count: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[Skipped], Iterator[np.ndarray]],
+        count: int,
+        files: Sequence[PictureFile] = (),
+    ) -> None:
         self._read = read
         self._count = count
+        self.files = files
         self.skipped: Skipped = []
         self.protocol: Protocol = {"decoding": DECODING}
 
@@ -83,7 +90,9 @@ def open_pictures(
             return PictureSource(lambda skipped: _rows(path), shape[0])
     files = _files(str(source), path)
     count = (min(os.cpu_count() or 1, 8) if len(files) > FEW else 0) if workers is None else workers
-    return PictureSource(lambda skipped: _decoded(files, skip_bad, count, skipped), len(files))
+    return PictureSource(
+        lambda skipped: _decoded(files, skip_bad, count, skipped), len(files), files
+    )
 
 
 def _flat(source: Any) -> Iterator[np.ndarray]:
