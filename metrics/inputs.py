@@ -17,7 +17,7 @@ import os
 import tarfile
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -45,12 +45,19 @@ UNREADABLE = (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.Decomp
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``skipped`` lists (name, reason) of the pictures left out of the last pass.
+    ``skipped`` lists (name, reason) of the pictures left out of the last pass, ``files`` where each
+    lies, if it is a file or in an archive of files.
     """
 
-    def __init__(self, read: Callable[[Skipped], Iterator[np.ndarray]], count: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[Skipped], Iterator[np.ndarray]],
+        count: int,
+        files: Sequence[PictureFile] = (),
+    ) -> None:
         self._read = read
         self._count = count
+        self.files = files
         self.skipped: Skipped = []
         self.protocol: Protocol = {"decoding": DECODING}
 
@@ -83,7 +90,9 @@ def open_pictures(
             return PictureSource(lambda skipped: _rows(path), shape[0])
     files = _files(str(source), path)
     count = (min(os.cpu_count() or 1, 8) if len(files) > FEW else 0) if workers is None else workers
-    return PictureSource(lambda skipped: _decoded(files, skip_bad, count, skipped), len(files))
+    return PictureSource(
+        lambda skipped: _decoded(files, skip_bad, count, skipped), len(files), files
+    )
 
 
 def _flat(source: Any) -> Iterator[np.ndarray]:
@@ -226,10 +235,7 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
     with contextlib.ExitStack() as stack:
         file = _open_array(path, stack)
         try:
-            first = np.lib.format.read_magic(file) == (1, 0)
-            formats = np.lib.format
-            read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
-            shape, fortran, dtype = read(file)
+            shape, fortran, dtype = array_header(file)
         except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
             raise _broken(path, "numpy file", error) from None
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran or not math.prod(shape):
@@ -238,6 +244,18 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
                 f"{list(shape)}; save 0..255 with the channels last"
             )
         yield file, shape
+
+
+def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, Fortran order and dtype of an array in numpy's format, whose data are read next.
+
+    Raises ``ValueError`` and ``EOFError`` for anything else.
+    """
+    formats = np.lib.format
+    first = formats.read_magic(file) == (1, 0)
+    read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
+    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    return found
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
@@ -252,4 +270,6 @@ def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
     if chosen is None:
         held = ", ".join(names)
         raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {held}")
+    if f"{chosen}.npy" not in archive.namelist():
+        raise ValueError(f"{path} must hold an array (.npy), got {chosen}; save it by numpy.savez")
     return stack.enter_context(archive.open(f"{chosen}.npy"))

@@ -3,6 +3,7 @@ refuses.
 """
 
 import json
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm.cli import app
-from specmm.cli.evaluate.sources import SourceReader
+from specmm.cli.evaluate.sources import SourceReader, is_file_of_numbers
 from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
@@ -207,6 +208,33 @@ def test_mistakes_about_sources(
     single.mkdir()
     (folder / "00.png").rename(single / "00.png")
     assert "at least 2 samples" in refused("fid", single, folder)
+
+
+def test_damaged_and_odd_archives_are_named(sets: Path, tmp_path: Path) -> None:
+    data = bytearray((sets / "a.npz").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "flipped.npz").write_bytes(data)
+    with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
+        odd.writestr("readme.txt", "hello")
+    assert "flipped.npz must be a whole .npz" in refused(
+        "fd", tmp_path / "flipped.npz", sets / "c.npz"
+    )
+    assert "flipped.npz must be a whole .npz" in refused(
+        "fd", sets / "c.npz", tmp_path / "flipped.npz"
+    )
+    assert "odd.npz must hold an array" in refused("kid", tmp_path / "odd.npz", sets / "c.npz")
+
+
+def test_pictures_in_an_archive_are_not_read_to_see_what_they_are(tmp_path: Path) -> None:
+    """50,000 samples as ADM saves them are 10 GB, which were read whole four times."""
+    np.savez(tmp_path / "samples.npz", np.zeros((64, 256, 256, 3), np.uint8))
+    np.savez(tmp_path / "features.npz", np.zeros((512, 2048), np.float32))
+    tracemalloc.start()
+    assert not is_file_of_numbers(str(tmp_path / "samples.npz"))
+    assert is_file_of_numbers(str(tmp_path / "features.npz"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1e6
 
 
 def test_unknown_networks_are_suggested(folder: Path) -> None:

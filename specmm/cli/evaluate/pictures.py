@@ -17,6 +17,7 @@ from specmm.cli.evaluate.measured import (
     measured,
     reading,
 )
+from specmm.cli.evaluate.prompts import read_prompts
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
@@ -145,7 +146,11 @@ def clip(
     source: Source,
     reader: SourceReader,
     prompts: Annotated[
-        Path, typer.Option(help="Text file: a line a picture, in the order of the pictures' names.")
+        Path,
+        typer.Option(
+            help="Text file: a line a picture, in the order of the pictures' names as text. Or "
+            ".jsonl of file and prompt, such as a job's index."
+        ),
     ],
 ) -> "Measurement":
     """CLIPScore: how well pictures fit their prompts."""
@@ -153,12 +158,11 @@ def clip(
 
     if reader.network != "clip" or reader.skip_bad:
         raise ValueError("CLIPScore is of the network clip and of every picture: no other options")
-    lines = prompts.read_text(encoding="utf-8").splitlines()
-    blank = next((i for i, text in enumerate(lines, 1) if not text.strip()), None)
-    if blank is not None:
-        raise ValueError(f"{prompts} line {blank} must hold a prompt, got an empty line")
+    given = reader.pictures(source)
+    texts, note = read_prompts(prompts, given.files)
     model = cast("CLIP", reader.extractor)
-    return clip_score(reader.pictures(source), lines, model, batch=reader.batch)
+    found = clip_score(given, texts, model, batch=reader.batch)
+    return replace(found, protocol={**found.protocol, "note": note}) if note else found
 
 
 @measured("inception")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,19 +146,52 @@ def stored_features(source: str) -> FeatureSet | None:
 
     from specmm.metrics.features import FeatureSet, as_features
 
+    if not holds_features(source):
+        return None
+    with _damage_named(source):
+        if len(npz_names(source)) > 1:
+            return FeatureSet.load(Path(source))
+        with np.load(source) as data:
+            return as_features(data[data.files[0]])
+
+
+def holds_features(source: str) -> bool:
+    """Whether ``source`` is an .npz of features; only headers are read: pictures may be gigabytes.
+
+    Raises ``ValueError`` for a damaged one.
+    """
+    from specmm.metrics.inputs import array_header
+
     names = npz_names(source)
     if {"values", "protocol"} <= names:
-        return FeatureSet.load(Path(source))
+        return True
     if len(names) != 1:
-        return None
-    with np.load(source) as data:
-        only = data[next(iter(names))]
-    return as_features(only) if only.ndim == 2 and only.dtype.kind == "f" else None
+        return False
+    with (
+        _damage_named(source),
+        zipfile.ZipFile(source) as found,
+        found.open(found.namelist()[0]) as array,
+    ):
+        try:
+            shape, _, dtype = array_header(array)
+        except ValueError:  # whoever reads it as something else says what is wrong
+            return False
+    return len(shape) == 2 and dtype.kind == "f"
 
 
 def is_file_of_numbers(source: str) -> bool:
-    """Whether ``source`` is a file of statistics or features, which is read at once."""
-    return is_reference(source) or stored_features(source) is not None
+    """Whether ``source`` is a file of statistics or features."""
+    return is_reference(source) or holds_features(source)
+
+
+@contextlib.contextmanager
+def _damage_named(source: str) -> Iterator[None]:
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(
+            f"{source} must be a whole .npz file, got a damaged one ({error}); write it again"
+        ) from None
 
 
 def is_reference(source: str) -> bool:

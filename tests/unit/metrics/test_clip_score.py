@@ -1,10 +1,14 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from typer.testing import CliRunner
 
+from specmm.cli import app
 from specmm.metrics.networks import CLIP
 from specmm.metrics.paired import clip_score
 
@@ -61,3 +65,33 @@ def test_counts_must_match(tiny_clip: Path, texts: list[str], kind: str) -> None
 def test_nothing_is_refused(tiny_clip: Path) -> None:
     with pytest.raises(ValueError, match="at least one pair"):
         clip_score([], [], CLIP(weights=tiny_clip))
+
+
+def clip(folder: Path, prompts: Path, weights: Path) -> Any:
+    command = ["eval", "clip", folder, "--prompts", prompts, "--weights", weights, "--json"]
+    return CliRunner().invoke(app, [str(part) for part in command])
+
+
+def test_prompts_find_their_pictures(tiny_clip: Path, tmp_path: Path) -> None:
+    """Pictures 0 to 11 come as 0, 1, 10, 11, 2, …: lines in the order of the numbers miss them."""
+    (tmp_path / "results").mkdir()
+    generator = np.random.default_rng(0)
+    shown = [generator.integers(0, 256, (32, 32, 3), dtype=np.uint8) for _ in range(12)]
+    texts = [f"{'a' * n} cat" for n in range(12)]
+    for number, pixels in enumerate(shown):
+        Image.fromarray(pixels).save(tmp_path / f"results/{number}.png")
+    lines, index = tmp_path / "prompts.txt", tmp_path / "index.jsonl"
+    lines.write_text("\n".join(texts))
+    rows = [{"file": f"results/{n}.png", "prompt": text} for n, text in enumerate(texts)]
+    index.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    right = clip_score(shown, texts, CLIP(weights=tiny_clip)).value
+    found = json.loads(clip(tmp_path / "results", index, tiny_clip).stdout)
+    assert found["value"] == pytest.approx(right) and "note" not in found["protocol"]
+    wrong = json.loads(clip(tmp_path / "results", lines, tiny_clip).stdout)
+    assert wrong["value"] != pytest.approx(right)
+    assert "11.png is before 2.png" in wrong["protocol"]["note"]
+    index.write_text("".join(json.dumps(row) + "\n" for row in rows[:-2]))
+    assert "10.png of 2 without" in clip(tmp_path / "results", index, tiny_clip).stderr
+    index.write_text(json.dumps({"file": "results/0.png", "class": "cat"}))
+    message = clip(tmp_path / "results", index, tiny_clip).stderr
+    assert "line 1 must hold texts file and prompt, got file, class" in message

@@ -1,0 +1,71 @@
+"""Which prompt belongs to which picture, for CLIPScore."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specmm.files import sentence_of
+
+if TYPE_CHECKING:
+    from specmm.metrics.inputs import PictureFile
+
+
+def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str], str]:
+    """The prompts in ``file`` in the order of ``pictures``, and a note where that order surprises.
+
+    A ``.jsonl`` says which belongs to which, by ``file`` (as seen from its own folder; ``member``
+    in an archive) and ``prompt``; any other file holds a prompt a line. Raises ``ValueError`` for a
+    line without one, and for pictures that a .jsonl does not name.
+    """
+    if file.suffix == ".jsonl":
+        return _by_name(file, pictures), ""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    blank = next((i for i, text in enumerate(lines, 1) if not text.strip()), None)
+    if blank is not None:
+        raise ValueError(f"{file} line {blank} must hold a prompt, got an empty line")
+    return lines, _surprise([str(Path(p.member or p.path).name) for p in pictures])
+
+
+def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
+    found: dict[tuple[Path, str], str] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        row = _row(f"{file} line {number}", line)
+        place = (file.parent / row["file"]).resolve(), row.get("member", "")
+        if found.setdefault(place, row["prompt"]) != row["prompt"]:
+            raise ValueError(f"{file} line {number}: {row['file']} has two prompts; keep one")
+    wanted = [(picture.path.resolve(), picture.member) for picture in pictures]
+    lacking = [
+        picture for picture, place in zip(pictures, wanted, strict=True) if place not in found
+    ]
+    if lacking or not pictures:
+        first = f"{lacking[0]} of {len(lacking)} without" if lacking else "no files of pictures"
+        raise ValueError(f"{file} must name every picture with its prompt, got {first}; add them")
+    return [found[place] for place in wanted]
+
+
+def _row(where: str, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} must be JSON, got: {sentence_of(error)}") from None
+    named = isinstance(row, dict) and all(isinstance(row.get(k), str) for k in ("file", "prompt"))
+    if not named:
+        got = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} must hold texts file and prompt, got {got[:200]}")
+    return dict(row)
+
+
+def _surprise(names: Sequence[str]) -> str:
+    """A note where numbered pictures are not in the order of their numbers: 10 before 2."""
+    parts = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in names]
+    if not all(parts) or len({(p[1], p[3]) for p in parts if p}) != 1:
+        return ""
+    numbers = [int(p[2]) for p in parts if p]
+    for name, later, here, there in zip(names, names[1:], numbers, numbers[1:], strict=False):
+        if here > there:
+            return f"line by line in the order of names as text, where {name} is before {later}"
+    return ""
