@@ -1,10 +1,12 @@
 """MAR and CSpD by setting: seconds, FID, acceptance, claim, and the front of FID against time.
 
     python -m benchmarks.mar pocket/mar
+    python -m benchmarks.mar pocket/mar --compile --threads 1
 
 Beside our methods are the baselines that published speed-ups leave out: fewer iterations, fewer
 head steps, the large model alone with as many passes as the release takes, and always keeping the
-target's aligned sample.
+target's aligned sample. With ``--compile`` only seconds are measured, of plain decoding and exact
+speculation as they are and compiled, in float32 and bfloat16.
 """
 
 from __future__ import annotations
@@ -85,6 +87,19 @@ def settings_of(pipe: MARPipeline) -> list[Setting]:
     return list({s.name: s for s in found}.values())
 
 
+def settings_compiled(model: str) -> list[Setting]:
+    """Plain decoding and exact speculation in both dtypes, as they are and compiled."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        pipe = load_pipeline(model, dtype)
+        kind = "" if dtype == torch.float32 else ", bfloat16"
+        for name, method in (("ar", methods.AR()), ("exact", methods.CSpD())):
+            for way in (False, True):
+                told = f"{name}{kind}{', compiled' if way else ''}"
+                found.append(Setting(told, pipe, dict(method=method, compiled=way)))
+    return found
+
+
 def row(setting: Setting, plain: Setting) -> Row:
     """Times and counts of one setting."""
     counts = setting.total
@@ -108,18 +123,21 @@ def main(
     cache: CacheFolder = CACHE,
     threads: Threads = 2,
     out: Out = RESULTS,
+    compiled: Annotated[bool, typer.Option("--compile", help="Seconds of programs only.")] = False,
 ) -> None:
-    """Measure and write ``mar.json``, ``mar.csv`` and ``mar.png``."""
+    """Measure and write ``mar.json``, ``mar.csv`` and ``mar.png``, or ``mar_compiled``'s."""
     torch.set_num_threads(threads)
-    pipe = load_pipeline(model)
-    settings = settings_of(pipe)
+    settings = settings_compiled(model) if compiled else settings_of(load_pipeline(model))
+    pipe = settings[0].pipe
     folder = zoo.find(model)
     time_settings(settings, pipe.transformer.config.num_classes, 1, repeats, Budget(minutes))
     rows = [row(s, settings[0]) for s in settings]
     facts = environment(
         model=model, batch=1, settings=vars(pipe.settings) | {"classes": len(pipe.settings.classes)}
     )
-    write_results(out, "mar", rows, facts)
+    write_results(out, "mar_compiled" if compiled else "mar", rows, facts)
+    if compiled:
+        return
     real = Real(Options(data=data, cache=cache))
     found = draw_samples(settings, cache / "mar", folder, real, samples, batch, Budget(minutes))
     for r in rows:

@@ -246,6 +246,7 @@ TABLES = {
     "llamagen-quality": Table("quality", QUALITY),
     "lantern-quality": Table("lantern_quality", QUALITY),
     "mar": Table("mar", (*FIDS, ("head calls a token", "head_calls_per_token"))),
+    "mar-compiled": Table("mar_compiled", (*SPEED, ("certificate", "certificate"))),
     "var": Table("var", (("batch", "batch"), *FIDS)),
     "var-published": Table(
         "var_published", (("method", "method"), ("over plain", "speedup"), ("realised", "realised"))

@@ -175,31 +175,23 @@ def _round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) -> C
 
     limit = (steps - 1 - k).clamp(min=0, max=drafted)  # drafts that are not beyond the last point
     kept = torch.minimum(_first(rejected), limit)
+    step, tries = _next_step(
+        verified, kept, limit, normals[:, drafted + 1 :], logs[:, drafted:], residual
+    )
     row = torch.arange(len(k)).numpy()
     here = (row, kept.numpy())
-    probs = p[here]
-    step = probs.sample(normals[:, drafted + 1].numpy())
-    tries = torch.zeros_like(k)
-    served = state.going
-    if residual:
-        over = drafts.q[row, kept.clamp(max=drafted - 1).numpy()]
-        other, tries = _from_residual(probs, over, normals[:, drafted + 2 :], logs[:, drafted:])
-        lost = kept < limit
-        step = np.where(lost[:, None].numpy(), other, step)
-        served = served & ~(lost & (tries > TRIES[-1]))
-        tries = torch.where(lost, tries, 0)
-
+    clean = p.mean[here]
     out = columns.gain[row, (kept + 1).numpy()]
     eta = torch.from_numpy(drafts.points[here] + out * step)
-    mean, var = probs.mean, np.zeros_like(probs.mean)
+    mean, var = clean, np.zeros_like(clean)
     if gaussian:
         excess = np.maximum(np.expm1(wider), 0)
         inside = torch.arange(drafted) < limit[:, None]
         gain = columns.gain[:, 1:-1] * inside[:, :, None].numpy()
         response.observe(gain, drafts.steps, p.mean, excess)
-        mean, var = predicted(probs.mean, step, out, excess[here])
+        mean, var = predicted(clean, step, out, excess[here])
     done = k + kept == steps - 1
-    eta = torch.where(done[:, None], torch.from_numpy(probs.mean), eta)
+    eta = torch.where(done[:, None], torch.from_numpy(clean), eta)
     rows = torch.stack([eta, torch.from_numpy(mean), torch.from_numpy(var)], dim=1)
     told = torch.stack([torch.from_numpy(x) for x in (response.seen, response.implied)], dim=1)
     use = drafted + 2 + tries
@@ -208,6 +200,7 @@ def _round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) -> C
     )
 
     sane = (torch.from_numpy(wider).abs() < WIDEST) | (at[:, :-1, None] >= steps)
+    served = state.going & (tries <= TRIES[-1])
     moved = served & (counts[:, 1:3] <= fixed.held).all(1) & sane.flatten(1).all(1)
     return ChainState(
         torch.where(moved[:, None], counts, state.counts),
@@ -236,6 +229,24 @@ def _verify(
     eps, v = guided(fixed.weights, x, own, fixed.numbers[0])
     p, wider = target_probs(drafts.points, eps.numpy(), v.numpy(), columns, log_temperature)
     return Verified(drafts, p, wider, rejections(drafts, p, log_u))
+
+
+def _next_step(
+    found: Verified, kept: Tensor, limit: Tensor, normals: Tensor, logs: Array, residual: bool
+) -> tuple[Array, Tensor]:
+    """Steps [R, C] after ``kept`` drafts [R] of the ``limit`` there are, and the proposals tried:
+    the target's, or, unless all are kept, of the residual.
+    """
+    row = torch.arange(len(kept)).numpy()
+    probs = found.p[row, kept.numpy()]
+    step = probs.sample(normals[:, 0].numpy())
+    if not residual:
+        return step, torch.zeros_like(kept)
+    q = found.drafts.q
+    over = q[row, kept.clamp(max=q.mean.shape[1] - 1).numpy()]
+    other, tries = _from_residual(probs, over, normals[:, 1:], logs)
+    lost = kept < limit
+    return np.where(lost[:, None].numpy(), other, step), torch.where(lost, tries, 0)
 
 
 def _from_residual(p: Normal, q: Normal, normals: Tensor, logs: Array) -> tuple[Array, Tensor]:

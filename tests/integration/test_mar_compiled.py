@@ -16,19 +16,20 @@ from tests.integration.test_mar_pipeline import pipeline, seeds
 ONE_EACH = 36  # iterations of one token
 
 
+def quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 @pytest.fixture(scope="module")
 def pipe():
-    made = pipeline()
-    made.set_progress_bar_config(disable=True)
-    return made
+    return quiet(pipeline())
 
 
 @pytest.fixture(scope="module")
 def trained():
     """What is not trained draws ever larger vectors, and rounding with them."""
-    made = ImagePipeline.from_pretrained("pocket/mar", dtype="float32")
-    made.set_progress_bar_config(disable=True)
-    return made
+    return quiet(ImagePipeline.from_pretrained("pocket/mar", dtype="float32"))
 
 
 def draw(pipe, method, compiled, count=1, **options):
@@ -78,8 +79,7 @@ def test_the_command_line_compiles(pipe, traced, tmp_path):
 
 
 def test_half_precision_is_told(traced):
-    half = pipeline().to(torch.bfloat16)
-    half.set_progress_bar_config(disable=True)
+    half = quiet(pipeline().to(torch.bfloat16))
     out = draw(half, methods.CSpD(), True, head_steps=5)
     assert out.compiled == [True] and out.tokens.dtype == torch.float32
     assert out.certificate.kind == "exact" and out.certificate.settings["dtype"] == "bfloat16"

@@ -59,6 +59,16 @@ def continuous():
     return made
 
 
+def test_settings_of_compiled_mar_are_all_ways_in_both_dtypes():
+    settings = mar.settings_compiled("pocket/mar")
+    names = {s.name for s in settings}
+    both = {"ar", "exact", "ar, bfloat16", "exact, bfloat16"}
+    assert settings[0].name == "ar" and names == both | {f"{name}, compiled" for name in both}
+    for s in settings:
+        assert s.call["compiled"] == s.name.endswith("compiled")
+        assert (s.pipe.dtype == torch.bfloat16) == ("bfloat16" in s.name)
+
+
 @pytest.fixture(scope="module")
 def scales():
     with seeded(0):

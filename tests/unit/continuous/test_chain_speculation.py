@@ -2,6 +2,8 @@
 residual the same tests see it.
 """
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import speculate
 from specmm.image_ar.continuous.chain_windows import Response, WindowTables
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import ancestral
+from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral
 from specmm.image_ar.continuous.orders import log_uniforms, normals
 from tests.cases import some
 
@@ -156,6 +158,22 @@ def test_the_tiny_models_tokens_have_the_distribution_of_plain_sampling(
         bind(rows, scale, spec), schedule, [rows], 4, temperature=temperature, predictor=predictor
     )
     assert min(pvalues(made.tokens, wanted)) > 1e-3
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_tokens_in_bfloat16_have_the_distribution_of_plain_ones_in_bfloat16(
+    tiny_mar, conditions, residual
+):
+    """And without the residual they have not."""
+    schedule, rows = NoiseSchedule.of("ddim10"), 4000
+    head = ChainHead(copy.deepcopy(tiny_mar.head).bfloat16(), schedule)
+    z = conditions[:1].expand(rows, 1, -1)
+    wanted = plain(head.bind(HeadCondition(z)), schedule, rows, 3)
+    made = run(
+        head.bind(HeadCondition(z)), schedule, [rows], 4, predictor="frozen", residual=residual
+    )
+    worst = min(pvalues(made.tokens, wanted))
+    assert worst > 1e-3 if residual else worst < 1e-6
 
 
 @pytest.mark.parametrize(("predictor", "seen"), [("frozen", 1e-6), ("gaussian", 1e-3)])
