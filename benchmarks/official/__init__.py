@@ -1,6 +1,7 @@
 """The releases' own code beside ours: same weights, same process, same threads, in turn.
 
-    python -m benchmarks.official --var FOLDER --code FOLDER --llamagen FOLDER --mar FOLDER
+    python -m benchmarks.official --var FOLDER --code FOLDER --llamagen FOLDER --mar FOLDER \\
+        --lantern FOLDER
 
 The folders are clones of the releases, fetched by the user. Nothing of theirs is copied into this
 repository; what keeps them from running on a CPU beside one another is set aside while they run

@@ -1,6 +1,7 @@
 """Time the releases' own code beside ours and write ``official.json`` and ``.csv``.
 
-    python -m benchmarks.official --var FOLDER --code FOLDER --llamagen FOLDER --mar FOLDER
+    python -m benchmarks.official --var FOLDER --code FOLDER --llamagen FOLDER --mar FOLDER \\
+        --lantern FOLDER
 
 Both sides compute in float32 with the same weights. Ratios are theirs over ours, the median of
 pairs of calls with pixels, of five pairs or more; before anything is timed, both must draw the same
@@ -9,6 +10,7 @@ greedy pictures. Rows of earlier runs stay until they are measured again.
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -80,6 +82,7 @@ def main(
         Path | None, typer.Option(help="A clone of FoundationVision/LlamaGen.")
     ] = None,
     mar: Annotated[Path | None, typer.Option(help="A clone of LTH14/mar; needs timm.")] = None,
+    lantern: Annotated[Path | None, typer.Option(help="A clone of jadohu/LANTERN.")] = None,
     model: Annotated[
         list[str], typer.Option(help="A model of ours, or dN or dN,dM: VARs of random weights.")
     ] = MODELS,
@@ -97,7 +100,7 @@ def main(
 ) -> None:
     """Measure and write ``official.json`` and ``.csv``."""
     torch.set_num_threads(threads)
-    given = dict(zip(SOURCES, (var, code, llamagen, mar), strict=True))
+    given = dict(zip(SOURCES, (var, code, llamagen, mar, lantern), strict=True))
     folders = {name: folder for name, folder in given.items() if folder is not None}
     if not folders:
         raise ValueError("at least one release must be given, got none: --var FOLDER …")
@@ -105,7 +108,8 @@ def main(
     rows = list[Row]()
     for name in model:
         for contest in contests(name, folders, by):
-            for batch in map(int, batches.split(",")):
+            most = contest.most or math.inf
+            for batch in [b for b in map(int, batches.split(",")) if b <= most]:
                 duel = duel_of(contest, batch)
                 facts = {"release": contest.release, "model": name, "threads": threads}
                 rows.append(facts | compare(duel, repeats, Budget(minutes), memory) | measured())

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import Row, load_pipeline
-from benchmarks.official import masked, scales, tokens
+from benchmarks.official import lantern, masked, scales, tokens
 from benchmarks.official.duel import Program
 from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -21,13 +21,22 @@ from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 DEMO = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)  # of the release's notebook
 SOURCES = {
     source.name: source
-    for source in (scales.VAR_SOURCE, scales.CODE_SOURCE, tokens.SOURCE, masked.SOURCE)
+    for source in (
+        scales.VAR_SOURCE,
+        scales.CODE_SOURCE,
+        tokens.SOURCE,
+        masked.SOURCE,
+        lantern.SOURCE,
+    )
 }
 Folders = Mapping[str, Path]  # of clones, by the names of ``SOURCES``
 
 
 class Contest(NamedTuple):
-    """A comparison; ``compared`` as of a duel. Relaxed methods need not draw the same tokens."""
+    """A comparison; ``compared`` as of a duel. Relaxed methods need not draw the same tokens.
+
+    ``most``: pictures at once that both can draw.
+    """
 
     release: str
     method: str
@@ -35,6 +44,7 @@ class Contest(NamedTuple):
     ours: Program
     classes: int
     compared: Row | None = None
+    most: int | None = None
 
 
 def contests(model: str, folders: Folders, n: Sequence[int]) -> Iterator[Contest]:
@@ -43,8 +53,11 @@ def contests(model: str, folders: Folders, n: Sequence[int]) -> Iterator[Contest
     name = type(pipe).__name__
     if name == "VARPipeline":
         yield from of_scales(pipe, folders, n)
-    elif name == "LlamaGenPipeline" and "llamagen" in folders:
-        yield from of_tokens(pipe, folders["llamagen"])
+    elif name == "LlamaGenPipeline":
+        if "llamagen" in folders:
+            yield from of_tokens(pipe, folders["llamagen"])
+        if "lantern" in folders:
+            yield from of_lantern(pipe, folders["lantern"])
     elif name == "MARPipeline" and "mar" in folders:
         yield from of_masked(pipe, folders["mar"])
 
@@ -89,6 +102,19 @@ def of_tokens(pipe: Any, folder: Path) -> Iterator[Contest]:
         own = tokens.ours(pipe, methods.resolve(name))
         relaxed = Row() if name == "lantern++" else None
         yield Contest("LlamaGen", name, theirs, own, classes, relaxed)
+
+
+def of_lantern(pipe: Any, folder: Path) -> Iterator[Contest]:
+    """LANTERN's plain decoding and its trees, with its drafter on both sides, and the quickest of
+    them beside our default.
+    """
+    theirs = lantern.official(lantern.SOURCE.load(folder), pipe)
+    classes = pipe.transformer.config.num_classes
+    for name, method in lantern.SAME.items():
+        yield Contest("LANTERN", name, theirs[name], lantern.ours(pipe, method), classes, most=1)
+    own = lantern.ours(pipe, methods.resolve("lantern++"))
+    chain = theirs["lantern++, chain"]
+    yield Contest("LANTERN", "lantern++, chain; our default", chain, own, classes, Row(), 1)
 
 
 def of_masked(pipe: Any, folder: Path) -> Iterator[Contest]:

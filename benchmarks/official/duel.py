@@ -23,10 +23,11 @@ ENOUGH = 5  # repeats of each; fewer say nothing about a ratio
 
 
 class Made(NamedTuple):
-    """Pictures uint8 [B, R, R, 3], and their tokens [B, L]."""
+    """Pictures uint8 [B, R, R, 3], their tokens [B, L], and tokens a round where there are some."""
 
     pictures: Tensor
     tokens: Tensor
+    tau: float | None = None
 
 
 Draw = Callable[[Sequence[int], int], Made]  # of classes and a seed
@@ -39,17 +40,20 @@ class Program:
     draw: Draw
     greedy: Draw
     seconds: list[float] = field(default_factory=list)  # a picture
+    taus: list[float] = field(default_factory=list)
 
     def fresh(self) -> Program:
-        """The same without times."""
+        """The same without times and taus."""
         return Program(self.draw, self.greedy)
 
     def once(self, classes: Sequence[int], seed: int) -> None:
-        """Draw a batch and record its seconds."""
+        """Draw a batch and record its seconds and, where there is one, its tau."""
         start = time.perf_counter()
         with torch.inference_mode(), running():
-            self.draw(classes, seed)
+            made = self.draw(classes, seed)
         self.seconds.append((time.perf_counter() - start) / len(classes))
+        if made.tau is not None:
+            self.taus.append(made.tau)
 
 
 def ours(pipe: Any, greedy: Row, **options: Any) -> Program:
@@ -61,7 +65,7 @@ def ours(pipe: Any, greedy: Row, **options: Any) -> Program:
         def draw(classes: Sequence[int], seed: int) -> Made:
             call = dict(batch_size=len(classes), output_type="uint8") | given
             out = pipe(list(classes), generator=torch.Generator().manual_seed(seed), **call)
-            return Made(torch.as_tensor(out.images), out.tokens)
+            return Made(torch.as_tensor(out.images), out.tokens, out.stats.tau)
 
         return draw
 
@@ -110,7 +114,7 @@ class Duel:
             for program in in_turn(programs, repeat + 1):
                 program.once(self.chosen(repeat + 1), repeat + 1)
         for program in programs:
-            del program.seconds[0]
+            del program.seconds[0], program.taus[:1]
 
     def peaks(self) -> Row:
         """The most MiB of tensors that each holds beside its weights."""
@@ -127,6 +131,7 @@ class Duel:
         theirs, ours = self.theirs.seconds, self.ours.seconds
         told = len(ours) >= ENOUGH
         low, high = quartiles(theirs, ours) if told else (None, None)
+        taus = {"theirs_tau": self.theirs.taus, "ours_tau": self.ours.taus}
         return {
             "method": self.method,
             "batch": self.batch,
@@ -137,4 +142,4 @@ class Duel:
             "speedup_high": high,
             "repeats": len(ours),
             "load": load(),
-        }
+        } | ({k: statistics.median(v) for k, v in taus.items()} if all(taus.values()) else {})

@@ -1,11 +1,12 @@
 """The released code of others, imported from a folder of the user's and left as it is.
 
-Three things keep releases from running here, and are set aside at run time:
+Four things keep releases from running here, and are set aside at run time:
 
 - they give their packages the same names (``models``, ``utils``): each is imported with its folder
   first on the path, and its modules are taken out of ``sys.modules`` afterwards;
 - they call ``.cuda()``: that is the identity while they run, for both sides are timed on the CPU;
-- sizes of the published models stand in their functions: ``with_constant`` exchanges one.
+- sizes of the published models stand in their functions: ``with_constant`` exchanges one;
+- modules that a picture does not need import packages that nobody needs: they are left out.
 
 flash-attn, xformers and apex are optional in all of them and are not needed.
 """
@@ -30,12 +31,15 @@ Modules = dict[str, ModuleType]  # of a release, by name
 
 @dataclass(frozen=True)
 class Source:
-    """A release: its option here, where it is, the files that tell it, and what is imported."""
+    """A release: its option here, where it is, the files that tell it, what is imported, and the
+    modules of it that are left out.
+    """
 
     name: str
     url: str
     files: tuple[str, ...]
     modules: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     def load(self, folder: Path) -> Modules:
         """The modules of the clone in ``folder``; raises ``ValueError`` for any other folder."""
@@ -45,15 +49,16 @@ class Source:
                 f"--{self.name} must be a clone of {self.url}, got {folder} without {missing[0]}"
             )
         try:
-            return imported(folder, self.modules)
+            return imported(folder, self.modules, self.left_out)
         except ImportError as error:
             raise ValueError(f"{self.url} must be importable, got: {error}; install it") from error
 
 
-def imported(folder: Path, modules: Sequence[str]) -> Modules:
+def imported(folder: Path, modules: Sequence[str], left_out: Sequence[str] = ()) -> Modules:
     """``modules`` of ``folder`` by name, imported apart from modules of the same names.
 
-    ``sys.modules`` and ``sys.path`` are as before afterwards, and no bytecode is written.
+    For those ``left_out`` empty ones stand, whose names are all None. ``sys.modules`` and
+    ``sys.path`` are as before afterwards, and no bytecode is written.
     """
     own = {path.stem for path in folder.iterdir() if path.suffix == ".py" or path.is_dir()}
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in own}
@@ -63,6 +68,7 @@ def imported(folder: Path, modules: Sequence[str]) -> Modules:
     try:
         for name in before:
             del sys.modules[name]
+        sys.modules.update({name: empty(folder, name) for name in left_out})
         with running():
             return {name: importlib.import_module(name) for name in modules}
     finally:
@@ -71,6 +77,19 @@ def imported(folder: Path, modules: Sequence[str]) -> Modules:
         for name in [name for name in sys.modules if name.split(".")[0] in own]:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def empty(folder: Path, name: str) -> ModuleType:
+    """A module ``name`` of ``folder`` without its code, whose submodules can be imported."""
+
+    def nothing(wanted: str) -> None:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+
+    made = ModuleType(name)
+    inside = folder.joinpath(*name.split("."))
+    vars(made).update({"__path__": [str(inside)], "__getattr__": nothing})
+    return made
 
 
 @contextlib.contextmanager

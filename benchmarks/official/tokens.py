@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.official import duel
 from benchmarks.official.duel import Draw, Made, Program
@@ -34,9 +35,11 @@ def their_gpt(release: Modules, config: GPTConfig, weights: dict[str, Any]) -> A
     return with_weights(made, weights)
 
 
-def their_vq(release: Modules, vq: VQModel) -> Any:
-    """Their tokenizer with the weights of ``vq``; sizes that their class fixes are set in."""
-    config, theirs = vq.config, release[VQ]
+def their_vq(theirs: Any, vq: VQModel) -> Any:
+    """The tokenizer of their module with the weights of ``vq``; sizes that their class fixes are
+    set in.
+    """
+    config = vq.config
     with running():
         made = theirs.VQModel(
             theirs.ModelArgs(
@@ -54,15 +57,21 @@ def their_vq(release: Modules, vq: VQModel) -> Any:
     return with_weights(made, vq.state_dict())
 
 
+def their_pictures(vq: Any, tokens: Tensor) -> Tensor:
+    """Pictures uint8 [B, R, R, 3] of ``tokens`` [B, L] by their tokenizer."""
+    side = round(tokens.shape[1] ** 0.5)
+    width = vq.quantize.embedding.weight.shape[1]
+    return to_uint8(vq.decode_code(tokens, [len(tokens), width, side, side]))
+
+
 def official(release: Modules, pipe: LlamaGenPipeline) -> Program:
     """Their ``generate`` with the settings of ``pipe``."""
     config = pipe.transformer.config
     gpt = their_gpt(release, config, pipe.transformer.state_dict())
-    vq = their_vq(release, pipe.vq)
+    vq = their_vq(release[VQ], pipe.vq)
     given = pipe.settings
     cut = dict(cfg_scale=given.cfg, cfg_interval=given.cfg_interval, top_k=given.top_k)
     cut |= dict(top_p=given.top_p, temperature=given.temperature)
-    width = pipe.vq.config.codebook_embed_dim
 
     def drawing(sampled: bool) -> Draw:
         def draw(classes: Sequence[int], seed: int) -> Made:
@@ -70,8 +79,7 @@ def official(release: Modules, pipe: LlamaGenPipeline) -> Program:
             tokens = release[GENERATE].generate(
                 gpt, torch.tensor(classes), config.block_size, sample_logits=sampled, **cut
             )
-            shape = [len(classes), width, config.grid, config.grid]
-            return Made(to_uint8(vq.decode_code(tokens, shape)), tokens)
+            return Made(their_pictures(vq, tokens), tokens)
 
         return draw
 

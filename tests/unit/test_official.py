@@ -3,16 +3,18 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.common import Budget, git_sha, read_results, write_results
-from benchmarks.official import releases, scales
+from benchmarks.official import lantern, releases, scales
 from benchmarks.official.__main__ import NAME, compare, main, measured, merged
-from benchmarks.official.contests import open_model
-from benchmarks.official.duel import Duel, Program
+from benchmarks.official.contests import Contest, open_model
+from benchmarks.official.duel import Duel, Made, Program
 from specmm import methods
+from specmm.shape import trees
 
 
 def clone(folder, body):
@@ -35,6 +37,49 @@ def test_releases_with_modules_of_the_same_names_are_imported_apart(tmp_path, mo
     assert two["models.var"].AT == "b" and two["models.var"].vqvae is two["models.vqvae"]
     assert sys.modules.get("models") is kept and "models.var" not in sys.modules
     assert sys.path == path and not list(tmp_path.rglob("*.pyc"))
+
+
+def test_what_is_left_out_is_not_run(tmp_path):
+    """LANTERN's package imports another model, and its target a text encoder."""
+    texts = "models.base_models.llamagen.t5"
+    for name in (*lantern.MODULES, texts):
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    (tmp_path / "models/__init__.py").write_text("import not_there_at_all")
+    (tmp_path / f"{texts.replace('.', '/')}.py").write_text("import not_there_at_all")
+    target = tmp_path / f"{lantern.TARGET.replace('.', '/')}.py"
+    target.write_text(f"from {texts} import T5Embedder\nfrom models.drafters import choices")
+    kept = sys.modules.get("models")
+    release = lantern.SOURCE.load(tmp_path)
+    assert release[lantern.TARGET].T5Embedder is None
+    assert release[lantern.TARGET].choices is release[lantern.CHOICES]
+    assert sys.modules.get("models") is kept and texts not in sys.modules
+
+
+def test_lanterns_loop_is_asked_for_the_tree_and_bounds_that_ours_has():
+    tree = [list(path) for path in trees.NAMED["naive_extend_57"]]
+    chain = [[0] * depth for depth in range(1, 6)]
+    release = {lantern.CHOICES: SimpleNamespace(naive_extend_57=tree, chain=chain)}
+    dynamic, static, line = (lantern.asked(release, m) for m in list(lantern.SAME.values())[1:])
+    assert dynamic == {"lantern": True, "lantern_k": 20, "lantern_delta": 0.1}
+    assert (static["lantern_k"], static["lantern_delta"], static["static_tree"]) == (60, 20, True)
+    assert static["tree_choices"] is tree and line["tree_choices"] is chain
+    del chain[-1]
+    with pytest.raises(ValueError, match="chain must be ours of 6 nodes, got another of 5"):
+        lantern.asked(release, lantern.SAME["lantern++, chain"])
+
+
+def test_lanterns_loop_reads_class_rows_and_needs_an_eagle_head():
+    pipe = open_model("pocket/llamagen")
+    table = pipe.transformer.cls_embedding.embedding_table.weight
+    rows = lantern.ClassRows(table)
+    given, mask = rows.get_text_embeddings([3, 5])
+    assert torch.equal(given, table[[3, 5]][:, None]) and torch.equal(mask, torch.ones(2, 1))
+    assert torch.equal(rows.uncond_embedding, table[-1:]) and rows(given, train=False) is given
+    del pipe.parts.drafters["eagle"]
+    with pytest.raises(ValueError, match="with an EAGLE head, got pocket/llamagen, c2i with block"):
+        lantern.their_loop({}, pipe)
 
 
 def test_what_is_set_aside_is_put_back(capsys):
@@ -94,6 +139,42 @@ def test_a_ratio_is_the_median_of_pairs_and_needs_five():
     assert row(*pairs)["speedup"] is None
     found = row(*pairs, (20.0, 8.0))
     assert found["speedup_low"] == found["speedup"] == 2.0 and found["speedup_high"] == 2.5
+
+
+def test_taus_stand_beside_seconds_where_both_have_some():
+    def program(taus):
+        given = iter(taus)
+        return Program(lambda classes, seed: Made(None, None, next(given)), None)
+
+    duel = Duel("chain", program([9.0, 2.0, 4.0]), program([9.0, 1.0, 7.0]), 1, 2)
+    duel.race(2, Budget())  # after one that is not counted
+    assert (duel.row()["theirs_tau"], duel.row()["ours_tau"]) == (3.0, 4.0)
+    duel = Duel("ar", program([None, None]), program([1.0, 1.0]), 1, 2)
+    duel.race(1, Budget())
+    assert "ours_tau" not in duel.row()
+
+
+def test_a_release_of_one_picture_at_a_time_is_not_asked_for_more(tmp_path, monkeypatch):
+    ran = []
+
+    def contest(*_):
+        yield Contest("LANTERN", "ar", Program(None, None), Program(None, None), 2, {}, most=1)
+
+    def compared(duel, *_):
+        ran.append(duel.batch)
+        return {"method": "ar", "batch": duel.batch}
+
+    monkeypatch.setattr("benchmarks.official.__main__.contests", contest)
+    monkeypatch.setattr("benchmarks.official.__main__.compare", compared)
+    main(
+        lantern=tmp_path,
+        model=["m"],
+        n="5",
+        batches="1,16",
+        out=tmp_path,
+        threads=torch.get_num_threads(),
+    )
+    assert ran == [1]
 
 
 def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
