@@ -41,7 +41,9 @@ def texts_of(name: str, given: object) -> list[str]:
     found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
     for text in found:
         if not isinstance(text, str):
-            raise ValueError(f"{name} must be a text or a list of texts, got {shown(text)}")
+            raise ValueError(
+                f"{name} must be a text or a list of texts, got {shown(text)}{_of_chats(text)}"
+            )
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -50,6 +52,17 @@ def texts_of(name: str, given: object) -> list[str]:
                 "that it comes from with errors='replace'"
             ) from error
     return found
+
+
+def _of_chats(value: object) -> str:
+    """What to do with a ``value`` that is a chat's message, or a chat; empty for anything else."""
+    first = next(iter(value), None) if isinstance(value, list | tuple) else value
+    if not (isinstance(first, Mapping) and "role" in first):
+        return ""
+    return (
+        "; of a chat give what apply_chat_template(messages, tokenize=False, "
+        "add_generation_prompt=True) makes, with chat=False"
+    )
 
 
 def either(name: str, value: Any, other: str, same: Any) -> Any:

@@ -246,9 +246,18 @@ class TextPipeline(Pipeline):
         if not given or not all(given):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
-            return [self.tokenizer(text)["input_ids"] for text in given]
+            return [self._raw(text) for text in given]
         texts = [self.templated(text) for text in given]
         return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+    def _raw(self, text: str) -> list[int]:
+        """Ids of ``text``, which gets no mark of its beginning where it brings that, as what a chat
+        template makes does.
+        """
+        mark = self.tokenizer.bos_token
+        marked = bool(mark) and text.startswith(str(mark))
+        found: list[int] = self.tokenizer(text, add_special_tokens=not marked)["input_ids"]
+        return found
 
     def templated(self, question: str) -> str:
         """``question`` in the model's chat template; raises ``ValueError`` where it has none."""

@@ -1,5 +1,6 @@
 """``TextPipeline`` and ``specmm complete`` on a tiny random Qwen2 with every drafter beside it."""
 
+import copy
 import io
 import itertools
 import json
@@ -8,6 +9,7 @@ import sys
 import pytest
 import torch
 import transformers as tf
+from tokenizers.processors import TemplateProcessing
 from typer.testing import CliRunner
 
 import specmm
@@ -334,3 +336,17 @@ def test_rounds_tell_what_was_gained_and_drafted(text_pipe, method):
     assert drafted == [
         said.tokens > (2 if i == 0 else 1) and method != "ar" for i, said in enumerate(rounds)
     ]
+
+
+def test_a_prompt_from_a_chat_template_begins_once(text_pipe):
+    """Tokenizers such as Llama's begin every text with a mark that templates write, too."""
+    words = copy.deepcopy(text_pipe.tokenizer)
+    mark = words.bos_token = words.mask_token
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{mark} $A", special_tokens=[(mark, words.mask_token_id)]
+    )
+    words.chat_template = "{{ bos_token }}{% for turn in messages %}{{ turn.content }}{% endfor %}"
+    pipe = specmm.TextPipeline(text_pipe.model, words)
+    raw, said = pipe.encode(["a + b", pipe.templated("a + b")])
+    assert raw == said == pipe.encode("a + b", chat=True)[0]
+    assert raw[0] == words.mask_token_id and words.mask_token_id not in raw[1:]

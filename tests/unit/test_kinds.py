@@ -22,6 +22,13 @@ def test_what_is_no_list_of_texts(given: object, got: str) -> None:
         texts_of("prompt", given)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_chats_are_told_what_to_do(nested: bool) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    with pytest.raises(ValueError, match=r"; of a chat give what apply_chat_template\(messages"):
+        texts_of("prompt", [chat] if nested else chat)
+
+
 def test_lists_of_texts() -> None:
     assert texts_of("prompt", "ab") == ["ab"]
     assert texts_of("prompt", ("a", "b")) == texts_of("prompt", iter("ab")) == ["a", "b"]
