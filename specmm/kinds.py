@@ -31,6 +31,16 @@ def check_whole(**values: object) -> None:
             raise ValueError(f"{name} must be a whole number, got {shown(value)}")
 
 
+def check_kind(kind: object, **values: object) -> None:
+    """Raise ``ValueError`` naming the first of ``values`` that an option annotated as ``kind``, a
+    number, cannot have; others are not looked at.
+    """
+    if kind in ("int", int):
+        check_whole(**values)
+    elif kind in ("float", float):
+        check_numbers(**values)
+
+
 def texts_of(name: str, given: object) -> list[str]:
     """One text or several, an argument called ``name``, as a list.
 

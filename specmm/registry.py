@@ -167,4 +167,4 @@ def _value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return text
+        return float(text) if text.lstrip("+-") in ("nan", "inf") else text

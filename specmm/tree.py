@@ -93,7 +93,7 @@ class TreeShape:
 
     @classmethod
     def chain(cls, length: int, device: torch.device | str = "cpu") -> TreeShape:
-        """A root followed by ``length`` drafts in a row; ``ValueError`` for fewer than 0."""
+        """A root followed by ``length`` drafts, one after the other, at least 0."""
         if length < 0:
             raise ValueError(f"a chain must have at least 0 drafts, got {length}")
         return cls.from_parents(list(range(-1, length)), device)

@@ -19,6 +19,7 @@ from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
+from specmm.kinds import check_whole
 from specmm.layered import Layered, Skip, skipped
 from specmm.methods.base import DRAFTERS as PLACES
 from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
@@ -140,7 +141,8 @@ def _rule(
     if not kind.codes:
         return make_rule(spec)
     options = parse_spec(spec)[2] if isinstance(spec, str) else {}
-    k = int(options.get("k", kind.rule.k))
+    k = options.get("k", kind.rule.k)
+    check_whole(k=k)
     if not k and not kind.relaxed:
         return make_rule(spec)
     table, first = _neighbours(parts, k, target)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from specmm.kinds import check_numbers, check_whole, shown
+from specmm.kinds import check_kind, shown
 from specmm.registry import (
     OldName,
     Registry,
@@ -60,10 +60,7 @@ class _OldNames(type):
         if strange := [name for name in given if kinds and name not in kinds]:
             raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds)))
         for name, value in (dict(zip(kinds, values, strict=False)) | given).items():
-            if kinds.get(name) == "int":
-                check_whole(**{name: value})
-            elif kinds.get(name) == "float":
-                check_numbers(**{name: value})
+            check_kind(kinds.get(name), **{name: value})
         return super().__call__(*values, **given)
 
     @property

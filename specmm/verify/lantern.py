@@ -182,8 +182,8 @@ class LanternPP:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        if self.lambda_ < 1:
-            raise ValueError(f"lambda_ must be at least 1, got {self.lambda_}")
+        if not 1 <= self.lambda_ < float("inf"):
+            raise ValueError(f"lambda_ must be finite and at least 1, got {self.lambda_}")
         object.__setattr__(self, "residual", checked_residual(self.residual))
         if self.residual == "release":  # so that certificates tell it from the default
             object.__setattr__(self, "name", f"{self.name.removesuffix('-release')}-release")

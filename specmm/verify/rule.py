@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.kinds import check_kind
 from specmm.randomness import UniformSource, categorical
 from specmm.registry import Open, name_of, named, parse_spec, unknown
 from specmm.shape.trees import Siblings
@@ -293,7 +294,7 @@ def rule_kind(spec: RuleName) -> RuleKind:
 def make_rule(spec: RuleName, **given: Any) -> Rule:
     """The rule of ``spec``, as ``typical(epsilon=0.2)``, with ``given`` what text cannot express.
 
-    Raises ``ValueError`` for a name or an option that is not known.
+    Raises ``ValueError`` for a name or an option that is not known, and for one of a wrong kind.
     """
     kind = rule_kind(spec)
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
@@ -304,10 +305,13 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
         return found
     rule: Any = kind.rule
     hidden = {"name", "exact", *given, *kind.preset}
-    known = [option for option in inspect.signature(rule).parameters if option not in hidden]
+    parameters = inspect.signature(rule).parameters
+    known = [option for option in parameters if option not in hidden]
     strange = [str(value) for value in values] + [key for key in options if key not in known]
     if strange:
         raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
+    for option, value in options.items():
+        check_kind(parameters[option].annotation, **{option: value})
     made: Rule = rule(**{**kind.preset, **options, **given})
     return made
 

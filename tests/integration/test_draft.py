@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 import specmm
+from specmm import methods
 from specmm.cli import app
 from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, SJD, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
@@ -156,3 +157,20 @@ def test_what_methods_claim_is_what_their_rules_claim(registry):
         if choice is not None and name != "draft":
             claimed = "exact" if is_exact(choice.rule) else "bounded"
             assert registry.get(name).claims == claimed, name
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (methods.LanternPP(lambda_=float("nan")), "lambda_ must be finite and at least 1, got nan"),
+        (methods.LanternPP(lambda_=float("inf")), "lambda_ must be finite and at least 1, got inf"),
+        (methods.Lantern(delta=float("nan")), r"delta must be in \[0, 1\], got nan"),
+        (methods.GSD(gap=float("nan")), "span must be at least 0 and gap in .* got 7 and nan"),
+        (methods.Draft(rule="lantern(k=many)"), "k must be a whole number, got 'many'"),
+        (methods.Draft(rule="typical(epsilon=some)"), "epsilon must be a number, got 'some'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_options_of_rules_that_are_no_numbers(pictures, method, said):
+    with pytest.raises(ValueError, match=said):
+        pictures(classes=[1], method=method, output_type="latent")

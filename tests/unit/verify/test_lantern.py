@@ -295,7 +295,7 @@ def test_of_equals_the_smaller_token_wins_when_greedy():
 def test_options_out_of_range_are_named():
     with pytest.raises(ValueError, match=r"delta must be in \[0, 1\], got 2"):
         Lantern(CODES, 2, 2.0)
-    with pytest.raises(ValueError, match="lambda_ must be at least 1"):
+    with pytest.raises(ValueError, match="lambda_ must be finite and at least 1"):
         LanternPP(CODES, 2, 0.5)
     with pytest.raises(ValueError, match="residual must be one of corrected, release, lumina"):
         Lantern(CODES, 2, 0.1, "other")
