@@ -51,7 +51,7 @@ def run_job(
         raise unknown("engine", engine, ENGINES)
     shared = engine == "accelerate"
     mine = share(items) if shared else list(items)
-    prepare(job.folder, job.spec, files_of_models(job.spec))
+    prepare(job.folder, job.spec, files_of_models(job.spec.models))
     # what is left is asked once no other process works on it, or both would make it
     with occupied(job.journals, shared):
         if not shared:

@@ -67,6 +67,11 @@ class Spec:
         if self.layout not in LAYOUTS:
             raise unknown("layout", self.layout, LAYOUTS)
 
+    @property
+    def models(self) -> list[str]:
+        """Names of the model, the drafter and the text encoder, where there are any."""
+        return [name for name in (self.model, self.drafter, self.text_encoder) if name]
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -52,8 +52,12 @@ class Item:
 
     @property
     def pictures(self) -> list[str]:
-        """Paths of ``images``."""
-        return [str(Path(self.folder) / name) for name in self.images]
+        """Paths of ``images``; addresses as they are."""
+        from specmm.vlm.pictures import ADDRESS
+
+        return [
+            name if ADDRESS.match(name) else str(Path(self.folder) / name) for name in self.images
+        ]
 
     @property
     def films(self) -> list[str]:

@@ -7,15 +7,11 @@ file's size and of ``PARTS`` pieces spread over it, since reading 100 GB would t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from specmm import zoo
 from specmm.checkpoints import FOLDER_NAMES, PICKLED
-
-if TYPE_CHECKING:
-    from specmm.jobs.folder import Spec
 
 PARTS = 256
 PIECE = 4096  # bytes
@@ -23,12 +19,11 @@ KINDS = (*PICKLED, *{Path(name).suffix for name in FOLDER_NAMES}, ".json")
 CARD = "card.json"  # about a model, not of it
 
 
-def files_of_models(spec: Spec) -> dict[str, str]:
-    """Digests of the files of a job's model, drafter and text encoder, by path.
+def files_of_models(names: Iterable[str]) -> dict[str, str]:
+    """Digests of the files of the models called ``names``, by name and path.
 
     Nothing is fetched: what this process has not found yet is left out.
     """
-    names = [name for name in (spec.model, spec.drafter, spec.text_encoder) if name]
     return {
         f"{name}: {file.relative_to(folder)}": digest(file)
         for name in names

@@ -8,6 +8,7 @@ a CPU in float32: exactly once.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
@@ -28,15 +29,28 @@ log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]
 FIRST = 4  # items at a time
 MOST = 256
+EVERY = 60  # seconds between two states of the bar in a log
 MOST_SAID = 1000  # characters of what is wrong with an item
 GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
 
 
 class Bar:
-    """A progress bar over ``total`` items of which ``before`` were done earlier, and metrics."""
+    """A progress bar over ``total`` items of which ``before`` were done earlier, and metrics.
+
+    In a log it comes once a minute, and not at all of what takes less.
+    """
 
     def __init__(self, total: int, before: int, metrics: Metrics | None = None) -> None:
-        self.bar = tqdm(total=total, initial=before, unit="item", disable=None, smoothing=0.1)
+        often = 0.1 if sys.stderr.isatty() else EVERY
+        self.bar = tqdm(
+            total=total,
+            initial=before,
+            unit="item",
+            smoothing=0.1,
+            mininterval=often,
+            maxinterval=max(often, 10),
+            delay=0 if sys.stderr.isatty() else EVERY,
+        )
         self.failures = 0
         self.metrics = metrics
 

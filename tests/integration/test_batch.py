@@ -30,6 +30,7 @@ from benchmarks.soak.kills import campaign, items_of
 from specmm.cli import app
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
+from specmm.jobs import results as results_module
 from specmm.jobs.engines import run_job, run_local, run_rank, share
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, Limits, Spec, occupied, pack, prepare, unpack
@@ -505,6 +506,28 @@ def test_files_of_a_batch_are_on_their_way_to_the_disk_together(
     for record in records:
         data = (tmp_path / record["file"]).read_bytes()
         assert hashlib.sha256(data).hexdigest() == record["sha256"]
+
+
+def test_folders_are_on_the_disk_before_the_records(
+    make: Callable[..., JobCounts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of files, too, or a crash of the machine keeps a record without its file."""
+    told: list[str] = []
+    sync, append = results_module.sync_folder, Journal.append
+
+    def synced(folder: Path) -> None:
+        told.append(folder.name)
+        sync(folder)
+
+    def appended(self: Journal, records: Sequence[Any]) -> None:
+        told.append("journal")
+        append(self, records)
+
+    monkeypatch.setattr(results_module, "sync_folder", synced)
+    monkeypatch.setattr(Journal, "append", appended)
+    make(read_items(jobs(tmp_path, 4)))
+    folders = {file.parent.name for file in (tmp_path / "out/results").rglob("*.png")}
+    assert told[-1] == "journal" and set(told[:-1]) == {*folders, "results"}
 
 
 def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[str]) -> None:

@@ -1,5 +1,7 @@
 """Journals, items and batch sizes: any bytes, any rows, any order."""
 
+import base64
+import io
 import itertools
 import json
 import os
@@ -13,20 +15,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
+from specmm.jobs import run
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import JOURNALS, Journal, Spec, ledger, pack, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.model_files import PARTS, PIECE, digest, files_of_models
 from specmm.jobs.results import name_of, place_of
-from specmm.jobs.run import BatchSizer, out_of_memory
+from specmm.jobs.run import Bar, BatchSizer, out_of_memory
 from specmm.randomness import Uniforms
 from specmm.registry import unknown
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive, Traversal
+from specmm.vlm.pictures import open_image
 
 QUICK = settings(max_examples=60, deadline=None)
 TEXT = st.text(max_size=20)
@@ -339,7 +344,7 @@ def test_digests_of_files_notice_weights_and_sizes(tmp_path):
         found.add(digest(file))
     file.write_bytes(data[:-1])
     assert len({*found, digest(file)}) == 5
-    assert files_of_models(Spec(str(tmp_path))) == {f"{tmp_path}: model.safetensors": digest(file)}
+    assert files_of_models([str(tmp_path)]) == {f"{tmp_path}: model.safetensors": digest(file)}
 
 
 def test_a_record_of_a_long_job_is_small(tmp_path):
@@ -359,3 +364,29 @@ def test_a_record_of_a_long_job_is_small(tmp_path):
     assert summary["done"] == 3000
     assert len((tmp_path / "index.jsonl").read_text().splitlines()) == 3000
     assert peak / len(items) < 2000, f"{peak / len(items):.0f} bytes an item"
+
+
+def test_pictures_of_a_line_may_be_addresses(tmp_path):
+    packed = io.BytesIO()
+    Image.new("RGB", (3, 2), "red").save(packed, "PNG")
+    address = "data:image/png;base64," + base64.b64encode(packed.getvalue()).decode()
+    file = tmp_path / "jobs.jsonl"
+    names = [address, "https://host.example/a.png", "b.png"]
+    file.write_text(json.dumps({"id": "a", "question": "what?", "image": names}))
+    (one,) = read_items(file)
+    assert one.pictures == [address, "https://host.example/a.png", str(tmp_path / "b.png")]
+    assert open_image(one.pictures[0]).size == (3, 2)
+
+
+def test_a_log_holds_the_progress_of_a_long_job(capsys, monkeypatch):
+    """Of a night's job without a terminal nothing was told until it ended."""
+    with Bar(10, 0) as bar:
+        bar.observe(2, 0, 2, 0.1)
+    assert capsys.readouterr().err == "", "a short one tells nothing"
+    monkeypatch.setattr(run, "EVERY", 0.2)
+    with Bar(10, 4) as bar:
+        for _ in range(3):
+            time.sleep(0.25)
+            bar.observe(2, 0, 2, 0.1)
+    told = capsys.readouterr().err
+    assert "8/10" in told and "10/10" in told and "item" in told
