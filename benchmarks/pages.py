@@ -231,6 +231,8 @@ OFFICIAL = (
     ("ours, s", "ours"),
     ("theirs / ours", "speedup"),
     *SPEED[2:],
+    ("tau, theirs", "theirs_tau"),
+    ("tau, ours", "ours_tau"),
     ("repeats", "repeats"),
     ("theirs, MiB", "theirs_mib"),
     ("ours, MiB", "ours_mib"),

@@ -1,7 +1,8 @@
 """Measure everything: ``python -m benchmarks.run [speed|quality|acceptance|autotune|report|all]``.
 
 Every part writes its results as it goes and the report after it: a run that is stopped early still
-reports what it has.
+reports what it has. The releases' own code, of clones that the user fetches, is measured beside
+ours by ``python -m benchmarks.official``.
 """
 
 from __future__ import annotations
