@@ -88,7 +88,7 @@ def test_one_generator_a_picture() -> None:
 def test_generators_given_are_those_used() -> None:
     given = [torch.Generator().manual_seed(i) for i in range(2)]
     assert sample_generators(given, 2, CPU) == given
-    with pytest.raises(ValueError, match="each of the 3 pictures, got 2"):
+    with pytest.raises(ValueError, match="each of the 3 samples, got 2"):
         sample_generators(given, 3, CPU)
 
 

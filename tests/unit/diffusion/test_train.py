@@ -134,7 +134,7 @@ def test_block_drafters_of_targets_that_name_their_parts_otherwise(name, config,
 
 def test_layers_of_no_known_name_are_refused():
     opt = other("OPT", **SIZES, word_embed_proj_dim=16, ffn_dim=24)
-    with pytest.raises(ValueError, match="name its decoder's layers layers or h, got a OPTModel"):
+    with pytest.raises(ValueError, match="calls its layers layers or h, got one of OPTModel"):
         dflash.build_block(opt, 1, K, MASK)
 
 
