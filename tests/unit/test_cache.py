@@ -122,16 +122,17 @@ def test_tree_masks(padded):
         cache.hidden_prefix = torch.zeros(SIZE.rows, SIZE.capacity, dtype=torch.bool)
         cache.hidden_prefix[1::3, :2] = True
     static = TreeShape.from_parents([-1, 0, 0, 1, 1])
+    as_large = TreeShape.chain(4)
     ragged = TreeShape(torch.tensor([[-1, 0, 1], [-1, 0, 0], [-1, 0, 1]]), depth=2, width=2)
     for shape, lengths in (
         (static, [3, 4, 5]),
         (static, [5, 4, 9]),
         (ragged, [6, 6, 9]),
         (static, [2, 3, 4]),
+        (as_large, [2, 3, 4]),
     ):
-        cache.lengths = torch.tensor(
-            lengths
-        )  # the mask of a tree seen before must follow the lengths
+        # the mask of a tree seen before must follow the lengths
+        cache.lengths = torch.tensor(lengths)
         expected = naive_bias(cache, shape.ancestors, cache.hidden_prefix)
         assert torch.equal(cache.tree_bias(shape.ancestors), expected)
 
