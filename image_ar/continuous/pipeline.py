@@ -6,9 +6,8 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,20 +19,7 @@ from specmm import methods, zoo
 from specmm.hardware import Place, choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
-from specmm.image_ar.continuous.chain_round import ChainOptions
-from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled, check_tokens
-from specmm.image_ar.continuous.cspd import (
-    CSpDBatch,
-    CSpDModel,
-    DraftWindow,
-    ReleaseRule,
-    StreamNumbers,
-    decode_release,
-)
-from specmm.image_ar.continuous.cspd_paper import decode_paper
-from specmm.image_ar.continuous.diffusion import NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -46,21 +32,8 @@ from specmm.image_ar.continuous.loading import (
     save_small_mar,
 )
 from specmm.image_ar.continuous.mar import MAR, unpatchify
-from specmm.image_ar.continuous.masked_decode import (
-    Ancestral,
-    Deterministic,
-    MARProgress,
-    MARSampler,
-    decode_mar,
-)
-from specmm.image_ar.continuous.orders import (
-    CFGSchedule,
-    MARSettings,
-    Solver,
-    log_uniforms,
-    normals,
-    random_orders,
-)
+from specmm.image_ar.continuous.orders import CFGSchedule, MARSettings, Solver
+from specmm.image_ar.continuous.running import MARBatch, MARModels, steps_of
 from specmm.image_ar.shared import (
     Drawn,
     ImageOutput,
@@ -74,165 +47,7 @@ from specmm.image_ar.shared import (
 )
 from specmm.kinds import either
 from specmm.randomness import sample_generators
-from specmm.stats import Certificate
 from specmm.when_compiled import Compiled, Turn, Works
-
-HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
-ITERATIONS = 8  # that of the other variants
-PLAIN = Certificate("exact", "plain sampling of the target", 0.0)
-DDIM = Certificate(
-    "heuristic",
-    "DDIM leaves out the noise that the target's steps add, and with it the temperature",
-)
-EXACT = Certificate(
-    "exact",
-    "every step of every token's chain is kept or drawn by a maximal coupling "
-    "with the target's own head",
-    0.0,
-)
-PAPER = Certificate(
-    "heuristic",
-    "the paper's rule takes the last step's Gaussian, whose noise is never added, for a token's "
-    "density, and compares chains that share their noise as if they did not",
-)
-RELEASE = Certificate(
-    "heuristic",
-    "the release's rule: the target does not see the drafts of a window, the factor of the spreads "
-    "is upside down, densities are widened, and what follows a rejection is kept",
-)
-ALIGNED = Certificate(
-    "heuristic",
-    "the target does not see the drafts of a window, and what follows a replaced draft is kept",
-)
-
-
-@dataclass
-class MARModels:
-    """The target and perhaps a smaller model, with the target's heads made so far, by schedule, and
-    their programs.
-    """
-
-    target: MAR
-    small: MAR | None = None
-    heads: dict[str, ChainHead] = field(default_factory=dict)
-
-    @cached_property
-    def programs(self) -> HeadPrograms:
-        """Of the target's heads; raises ``ValueError`` where there is no compiler."""
-        return HeadPrograms(self.target.mask_token.device)
-
-    @torch.inference_mode()
-    def head(self, spec: str) -> ChainHead:
-        """The target's head with ``spec`` steps."""
-        if spec not in self.heads:
-            self.heads[spec] = ChainHead(self.target.head, NoiseSchedule.of(spec))
-        return self.heads[spec]
-
-    def needed(self, method: str) -> MAR:
-        """The small model; raises ``ValueError`` where there is none and ``method`` needs it."""
-        if self.small is None:
-            raise ValueError(
-                f"cspd's {method} needs a small model beside the target, there is none"
-            )
-        return self.small
-
-
-@dataclass
-class MARBatch:
-    """What is to be drawn: ``labels`` [B], one generator each, how, and by which ``programs``."""
-
-    labels: Tensor
-    generators: Sequence[torch.Generator]
-    settings: MARSettings
-    programs: HeadPrograms | None = None
-
-
-def steps_of(
-    method: methods.ContinuousMethod, models: MARModels, batch: MARBatch
-) -> tuple[Iterator[MARProgress], Certificate]:
-    """The loop that draws ``batch`` by ``method``, and its certificate.
-
-    Raises ``ValueError`` for a variant without the small model it needs and for a solver without
-    distributions to compare.
-    """
-    settings = batch.settings
-    orders = random_orders(batch.generators, models.target.config.seq_len)
-    sampler: MARSampler
-    match method:
-        case methods.CSpD(variant="exact"):
-            sampler, claim = _speculation(method, models, batch)
-        case methods.CSpD():
-            return _between_models(method, models, batch, orders)
-        case methods.AR():
-            head = models.head(settings.head_steps)
-            normal = normals(batch.generators)
-            if settings.solver == "ddim":
-                sampler = Deterministic(head, normal)
-                claim = DDIM
-            else:
-                sampler = Ancestral(head, normal, settings.temperature, batch.programs)
-                claim = PLAIN
-    return decode_mar(models.target, batch.labels, orders, sampler, settings), claim
-
-
-def _check_solver(settings: MARSettings) -> None:
-    if settings.solver != "ddpm":
-        raise ValueError(
-            "solver must be 'ddpm' for cspd, which compares the distributions of its steps, "
-            f"got {settings.solver!r}"
-        )
-
-
-@torch.inference_mode()
-def _speculation(
-    method: methods.CSpD, models: MARModels, batch: MARBatch
-) -> tuple[MARSampler, Certificate]:
-    """Speculation along the chain, exact."""
-    settings = batch.settings
-    _check_solver(settings)
-    head = models.head(settings.head_steps)
-    normal = normals(batch.generators)
-    if settings.temperature == 0:  # a chain without noise has nothing to couple
-        return Ancestral(head, normal, 0.0, batch.programs), PLAIN
-    small = None
-    if method.predictor == "small":
-        model = models.needed("predictor 'small'")
-        drafter = CSpDModel(model, batch.labels, len(batch.labels), settings)
-        small = drafter.bind
-    options = ChainOptions(settings.temperature, method.predictor)
-    window = method.window or HEAD_STEPS
-    numbers = (normal, log_uniforms(batch.generators))
-    return ChainSpeculation(head, *numbers, window, options, small, batch.programs), EXACT
-
-
-def _between_models(
-    method: methods.CSpD, models: MARModels, batch: MARBatch, orders: Tensor
-) -> tuple[Iterator[MARProgress], Certificate]:
-    """Whole tokens drafted by the small model, by the paper or the release."""
-    settings = batch.settings
-    small = models.needed(f"variant {method.variant!r}")
-    _check_solver(settings)
-    if settings.temperature == 0:
-        raise ValueError(
-            f"temperature must be above 0 for variant {method.variant!r}, got 0: its σ would be 0"
-        )
-    window = DraftWindow(method.window or ITERATIONS, method.prefill)
-    normal = normals(batch.generators)
-    log_uniform = log_uniforms(batch.generators)
-    count, length = orders.shape
-    steps = len(models.head(settings.head_steps).schedule) + 1
-    width = models.target.config.token_dim
-    noise = normal.draw([length] * count, steps * width).view(count, length, steps, width)
-    numbers = [StreamNumbers(normal, log_uniform, b, count) for b in range(count)]
-    target, draft = (
-        CSpDModel(model, batch.labels, count, settings) for model in (models.target, small)
-    )
-    both = CSpDBatch(target, draft, orders, noise, numbers)
-    if method.variant == "paper":
-        return decode_paper(both, window), PAPER
-    if method.variant == "aligned":
-        return decode_release(both, None, window), ALIGNED
-    return decode_release(both, ReleaseRule(method.relax), window), RELEASE
 
 
 class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):  # type: ignore[misc]
