@@ -63,8 +63,7 @@ class PicturePipeline(Generic[M]):
     parts: Any  # drafters and plans, of token models
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
     call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
-    compiles: ClassVar[bool] = False  # whether calls take ``compiled``
-    works: Works  # what is known of its seconds, of those that do
+    works: Works  # what is known of its seconds, compiled and not
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     called_on: torch.device | None = None  # where calls run whose networks rest on the CPU
@@ -161,7 +160,7 @@ class PicturePipeline(Generic[M]):
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
         """The decisions whether ``batch`` pictures at a time are ``compiled``, drawn under
-        ``target`` by ``method``; of pipelines that compile.
+        ``target`` by ``method``.
         """
         raise NotImplementedError
 

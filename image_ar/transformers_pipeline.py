@@ -77,7 +77,6 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
-    compiles = True
     plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch

@@ -210,8 +210,8 @@ def load_strict(
 ) -> None:
     """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong.
 
-    Wrong are missing, unexpected and differently shaped tensors, and NaN or infinite weights; then
-    nothing is copied. Names that the module lacks are skipped if one of their dotted components is
+    Wrong are missing, unexpected and differently shaped tensors, whole numbers where weights have
+    fractions, and NaN or infinite weights; then nothing is copied. Names that the module lacks are skipped if one of their dotted components is
     in ``ignore``. A module made without weights gets its parameters in ``dtype``.
     """
     wanted = module.state_dict()
@@ -221,10 +221,16 @@ def load_strict(
         for k, v in wanted.items()
         if k in state and state[k].shape != v.shape
     ]
+    whole = [
+        f"{k} {state[k].dtype}"
+        for k, v in wanted.items()
+        if k in state and v.is_floating_point() and not state[k].is_floating_point()
+    ]
     problems = {
         "missing": [k for k in wanted if k not in state],
         "unexpected": [k for k in state if k not in wanted],
         "wrong-shaped": shapes,
+        "of whole numbers": whole,
     }
     check_names(problems, type(module).__name__, source)
     check_weights(state, source)

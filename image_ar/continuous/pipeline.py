@@ -62,7 +62,6 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
 
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
-    compiles = True
 
     def __init__(
         self,

@@ -96,7 +96,6 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
 
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "top_k", "top_p", "more_smooth")
-    compiles = True
     plans = "scales"
 
     def __init__(

@@ -110,7 +110,6 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     """
 
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
-    compiles = True
     plans = "trees"
     _optional_components: ClassVar[list[str]] = ["drafters"]
 

@@ -26,7 +26,7 @@ class RaceCompiling:
         self, pipes: Sequence[Any], chosen: Sequence[Any], options: Mapping[str, Any]
     ) -> None:
         self.turns: list[Turn[Any]] = []
-        if all(pipe.compiles and pipe.takes == "classes" for pipe in pipes):
+        if all(pipe.takes == "classes" for pipe in pipes):
             pairs = zip(pipes, chosen, strict=True)
             self.turns = [p.turn("auto", p.target(**options), m, 1) for p, m in pairs]
         self.compiled = bool(self.turns) and all(turn.pays(1) for turn in self.turns)

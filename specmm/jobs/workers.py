@@ -143,11 +143,7 @@ class ImageWorker:
             self._check_compiled(self.programs)
 
     def _check_compiled(self, programs: Programs) -> None:
-        """Raise ``ValueError`` for a model, or a job's own method, that has no programs."""
-        if not self.pipe.compiles:
-            raise ValueError(
-                f"--compiled does not serve models such as {self.spec.model}; leave it out"
-            )
+        """Raise ``ValueError`` for a job's own method that has no programs."""
         programs.check_threads()
         own = label(self.methods.own)
         if self.spec.compiled is True or programs.compiled(own):

@@ -370,8 +370,6 @@ def check(pipe: Images, run: PictureRun) -> None:
     for name in run.wanted.keys() - set(pipe.call_options):
         option = {"num_inference_steps": "steps"}.get(name, name.replace("_", "-"))
         raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")
-    if run.compiled and not pipe.compiles:
-        raise ValueError(f"--compiled does not serve models such as {run.model}; leave it out")
     if run.batch_invariant and not pipe.batch_invariant:
         raise ValueError(f"--batch-invariant does not hold for {run.model}; leave it out")
     exact = pipe.transformer.dtype == torch.float32 and pipe.device.type == "cpu"

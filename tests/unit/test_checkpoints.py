@@ -148,6 +148,7 @@ def wrong_states():
     yield {k: v for k, v in state.items() if k != "0.bias"}, "1 missing: 0.bias"
     yield state | {"2.weight": torch.zeros(1)}, "1 unexpected: 2.weight"
     yield state | {"0.weight": torch.zeros(4, 4)}, r"1 wrong-shaped: 0.weight \[4, 4\] for \[4, 3\]"
+    yield state | {"0.bias": state["0.bias"].int()}, "1 of whole numbers: 0.bias torch.int32"
     yield (
         {f"x.{k}": v for k, v in state.items()},
         "3 missing: .*; 3 unexpected: x.0.weight, x.0.bias, x.1.weight",
