@@ -86,6 +86,9 @@ def main(
     model: Annotated[
         list[str], typer.Option(help="A model of ours, or dN or dN,dM: VARs of random weights.")
     ] = MODELS,
+    only: Annotated[
+        str | None, typer.Option(help="A method, as its row calls it; all without it.")
+    ] = None,
     n: Annotated[str, typer.Option(help="CoDe's N, with commas between.")] = "5",
     batches: Annotated[str, typer.Option(help="Pictures at once, with commas between.")] = "1,16",
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 16,
@@ -108,6 +111,8 @@ def main(
     rows = list[Row]()
     for name in model:
         for contest in contests(name, folders, by):
+            if only not in (None, contest.method):
+                continue
             most = contest.most or math.inf
             for batch in [b for b in map(int, batches.split(",")) if b <= most]:
                 duel = duel_of(contest, batch)
