@@ -211,8 +211,9 @@ def load_strict(
     """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong.
 
     Wrong are missing, unexpected and differently shaped tensors, whole numbers where weights have
-    fractions, and NaN or infinite weights; then nothing is copied. Names that the module lacks are skipped if one of their dotted components is
-    in ``ignore``. A module made without weights gets its parameters in ``dtype``.
+    fractions, and NaN or infinite weights; then nothing is copied. Names that the module lacks are
+    skipped if one of their dotted components is in ``ignore``. A module made without weights gets
+    its parameters in ``dtype``.
     """
     wanted = module.state_dict()
     state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
