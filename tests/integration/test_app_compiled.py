@@ -28,6 +28,7 @@ def works(models):
     return [[*pipe.works.all.values()] for pipe in pipes]
 
 
+@pytest.mark.slow
 def test_a_session_is_compiled_once_that_pays_for_both(models, monkeypatch):
     built = []
     finish = compiling.finish
@@ -54,6 +55,7 @@ def test_one_that_cannot_be_compiled_keeps_the_other_from_it(models, monkeypatch
     assert plain.missed > 0 and not plain.ready and not other.able
 
 
+@pytest.mark.slow
 def test_what_the_page_changes_is_other_work(models, monkeypatch):
     raced(models, "ar", "sjd")
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)

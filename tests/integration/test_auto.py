@@ -80,6 +80,7 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
     )
 
 
+@pytest.mark.slow
 def test_hopeless_drafts_fall_back_and_certain_ones_are_taken(parts_and_target):
     parts, target = parts_and_target
     hopeless = PictureParts(parts.drafters, acceptance=((0.001,), (0.001,), (0.001,)))
@@ -198,6 +199,7 @@ def test_a_smaller_last_batch_has_the_plan_of_the_others(make_tiny, planned):
     assert planned == [2]
 
 
+@pytest.mark.slow
 def test_planning_is_no_part_of_the_pictures_seconds(make_tiny, tmp_path, planned):
     make_tiny(tokens=16).save_pretrained(tmp_path / "model")
     words = ["generate", str(tmp_path / "model"), "--class", "heart", "-n", "3"]
@@ -284,6 +286,7 @@ def test_contenders_take_turns_and_the_prompt_is_not_counted():
     assert min(one, other) > 8 / (0.2 + 0.05), "the prompt would make it less"
 
 
+@pytest.mark.slow
 def test_a_contender_that_is_behind_stops_and_a_long_race_ends():
     """It does not even finish its pass; what lasts longer than it is worth has one pass."""
     turns = []

@@ -99,6 +99,7 @@ def check_equal(made: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "speculative"])
+@pytest.mark.slow
 def test_compiled_pictures_do_not_depend_on_their_batch(made, traced, method, monkeypatch):
     """No row is refilled: its first round would be a program's."""
     queues = []
@@ -162,6 +163,7 @@ def test_rows_of_a_program_do_not_depend_on_their_place_or_neighbours(threads, m
     assert len({float(found.sum(0)[:9].sum()) for found in first.values()}) == 4
 
 
+@pytest.mark.slow
 def test_auto_decides_once_before_the_first_picture(made, traced, monkeypatch):
     """On seconds of a batch that is thrown away; a job that is resumed does as it was decided."""
     items = items_of(5)

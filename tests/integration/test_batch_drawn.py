@@ -66,6 +66,7 @@ def pipe(folder: Path) -> specmm.VQAPipeline:
 
 
 @pytest.mark.parametrize("method", ["sjd", "ar"])
+@pytest.mark.slow
 def test_a_job_with_pictures_from_end_to_end(folder, pipe, method, tmp_path):
     """What a call of its own draws for each item, in batches of one and of three."""
     common = ("batch", job_file(tmp_path, rows(7)), "--model", folder, "--method", method, *WARM)
@@ -111,6 +112,7 @@ def warm(folder: Path, **more: Any) -> Spec:
 
 
 @pytest.mark.parametrize("layout", ["folders", "tar"])
+@pytest.mark.slow
 def test_a_job_with_pictures_that_is_killed_goes_on(folder, pipe, layout, tmp_path):
     """At random moments: every answer and every picture once, with the bytes of a whole run."""
     made = [{"id": f"set/{i}", "question": ASKED[i % 3]} for i in range(4)]
@@ -120,6 +122,7 @@ def test_a_job_with_pictures_that_is_killed_goes_on(folder, pipe, layout, tmp_pa
 
 
 @pytest.mark.parametrize("layout", ["folders", "tar"])
+@pytest.mark.slow
 def test_damaged_and_missing_pictures_are_made_again(folder, layout, tmp_path):
     jobs, out = job_file(tmp_path, rows(7)), tmp_path / "out"
     common = ("batch", jobs, "--model", folder, "--method", "sjd", *WARM, "--out", out)

@@ -76,6 +76,7 @@ def test_help_is_quick_and_light() -> None:
     subprocess.run([sys.executable, "-c", light], check=True)
 
 
+@pytest.mark.slow
 def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
     command = [
         *MAIN,
@@ -299,6 +300,7 @@ def test_plan_says_what_it_measured(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("tv", [None, 1.0, 1e-9], ids=str)
+@pytest.mark.slow
 def test_plan_shows_how_far_it_is_and_what_it_chose_from(
     copy: Path, tv: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,6 +354,7 @@ def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "12.50" in demo and "2,000 samples" in demo
 
 
+@pytest.mark.slow
 def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     data, images = (
@@ -410,6 +413,7 @@ def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.M
     assert out.images[0].size == (48, 48)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_from_pictures_of_ones_own(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ BATCHES = [PROMPTS, PROMPTS[::-1], [PROMPTS[1]] * 2]
 
 
 @pytest.mark.parametrize("method", some(METHODS, ["ar"]))
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_eager_rounds(method, pipe_of, traced):
     same(pipe_of("janus"), "janus", method, BATCHES)
 

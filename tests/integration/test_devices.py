@@ -115,6 +115,7 @@ def test_unknown_devices_and_dtypes_are_one_line(
 
 
 @pytest.mark.parametrize("command", ["generate", "ask", "complete", "bench", "plan"])
+@pytest.mark.slow
 def test_commands_say_what_they_ran_in(
     tiny: Path, text_folder: Path, tmp_path: Path, command: str
 ) -> None:

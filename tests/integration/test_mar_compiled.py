@@ -49,6 +49,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("name", some(WAYS, ("ar", "exact, two, guided")))
+@pytest.mark.slow
 def test_vectors_are_those_of_single_operators(trained, name, traced):
     method, count, options = WAYS[name]
     options = dict(head_steps="ddim10") | options
@@ -68,6 +69,7 @@ def test_auto_compiles_once_it_pays(pipe, traced, tmp_path, monkeypatch):
     assert draw(pipe, methods.CSpD("paper"), "auto", 2, num_iter=6).compiled == [False] * 2
 
 
+@pytest.mark.slow
 def test_the_command_line_compiles(pipe, traced, tmp_path):
     folder = tmp_path / "mar"
     folder.mkdir()
@@ -78,6 +80,7 @@ def test_the_command_line_compiles(pipe, traced, tmp_path):
     assert run["compiled"] is True and run["compiled_pictures"] == [True]
 
 
+@pytest.mark.slow
 def test_half_precision_is_told(traced):
     half = quiet(pipeline().to(torch.bfloat16))
     out = draw(half, methods.CSpD(), True, head_steps=5)
@@ -85,6 +88,7 @@ def test_half_precision_is_told(traced):
     assert out.certificate.kind == "exact" and out.certificate.settings["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_finite_stops_its_program(traced):
     broken = pipeline()
     broken.transformer.head.final_layer.linear.bias.data[:] = float("nan")
@@ -93,6 +97,7 @@ def test_a_head_that_is_not_finite_stops_its_program(traced):
             draw(broken, method, True, head_steps=5)
 
 
+@pytest.mark.slow
 def test_moved_networks_get_programs_of_their_own(pipe, traced):
     made = pipeline()
     draw(made, methods.AR(), True, head_steps=5)

@@ -45,6 +45,7 @@ def committed():
 
 
 @pytest.mark.parametrize("line", LINES)
+@pytest.mark.slow
 def test_a_type_answers_as_generate_or_is_refused(line):
     found = ask_apart(line)
     assert found.status not in (WRONG, CRASH), found.reason

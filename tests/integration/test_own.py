@@ -58,6 +58,7 @@ def draw(pipe, seed=0, **options):
     return pipe(classes=[0], generator=generator, output_type="latent", **options)
 
 
+@pytest.mark.slow
 def test_names_registered_outside_draw_on_a_pocket_model_with_a_certificate(own):
     pipe = specmm.ImagePipeline.from_pretrained("pocket/llamagen", torch_dtype=torch.float32)
     out = draw(pipe, drafter="echo", tree="comb(2, 2)", rule="plain-ratio")

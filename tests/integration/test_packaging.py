@@ -229,6 +229,7 @@ def test_links_of_the_readme_lead_to_the_repository_or_are_words() -> None:
         assert (ROOT / place).is_file(), place
 
 
+@pytest.mark.slow
 def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:
     code = (
         "import specmm.metrics.frechet as f, specmm.image_ar.tokens.gpt as g; "
@@ -239,6 +240,7 @@ def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:
     assert Path(gpt) == checkout / "image_ar/tokens/gpt.py"
 
 
+@pytest.mark.slow
 def test_transformers_imports_from_the_root() -> None:
     code = "from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
     assert python(Path(sys.executable), code, ROOT, path=str(ROOT)) == ["LlamaForCausalLM"]

@@ -213,6 +213,7 @@ TRAINED = {"block": BlockDrafter, "eagle": EagleDrafter}
         [*itertools.product([(1, 1), (2, 1)], TRAINED), ((2, 2), "block")],
     ),
 )
+@pytest.mark.slow
 def test_every_draw_together_is_the_targets_distribution(kind, shape, name, pipe):
     """Enumerated; a twin that records the first draft's distribution for the second's is not."""
     if kind is KINDS["emu3"]:

@@ -170,6 +170,7 @@ def test_pictures_are_compiled_once_it_pays(kept, traced, monkeypatch):
     assert len(pipe.works.all) == 2, "other guidance is other work"
 
 
+@pytest.mark.slow
 def test_programs_that_others_took_the_place_of_are_paid_again(kept, traced, monkeypatch):
     """A pipeline holds the programs of one guidance; what is drawn after a change is no picture's
     usual time.

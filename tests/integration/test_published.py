@@ -149,6 +149,7 @@ DRAWN = ("llamagen-c2i-b-256", "var-code-8", "mar-b")  # one of each family
 
 
 @pytest.mark.parametrize("name", some(FAMILIES, DRAWN))
+@pytest.mark.slow
 def test_a_name_draws_what_its_weights_draw_and_fetches_its_files_alone(name, server):
     same, options, files = FAMILIES[name]
     pipe = specmm.ImagePipeline.from_pretrained(name, torch_dtype=torch.float32)
@@ -195,6 +196,7 @@ def test_the_command_line_draws_by_name(server, tmp_path):
     assert json.loads(run.stdout)["pictures"] == 1
 
 
+@pytest.mark.slow
 def test_a_process_fetches_from_the_hub_of_its_environment(server, tmp_path):
     places = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HOME": str(tmp_path)}
     command = [sys.executable, "-c", "from specmm.cli import main; main()", "fetch", "var-d16"]

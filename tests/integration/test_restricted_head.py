@@ -51,6 +51,7 @@ def drawn(pipe, name, **options):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.slow
 def test_tokens_are_those_of_all_rows(pipe, name, temperature, monkeypatch, traced):
     options = dict(temperature=temperature, cfg=1.5)
     assert pipe.target().family.head.few.out_features == len(MAY_COME)

@@ -55,6 +55,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("method", ["deer", "block", "diffuspec", "specdiff"])
+@pytest.mark.slow
 def test_what_was_trained_drafts(folder, method):
     pipe = specmm.TextPipeline.from_pretrained(folder)
     out = pipe("def add(", method=method, max_new_tokens=8)
@@ -179,6 +180,7 @@ def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
         chats.drawn_chats(pipe, 1, 8, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_drafter_learns_from_conversations(talker, tmp_path):
     with torch._dynamo.config.patch(disable=True):
         sizes = dict(layers=1, block=3, rows=2, batch=2, read=1, steps=1)

@@ -105,6 +105,7 @@ def wanted(own, inputs):
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}], ids=["batch", "refilled"])
+@pytest.mark.slow
 def test_greedy_answers_are_those_of_generate(pipe, asked, wanted, options):
     out = pipe(*asked, max_new_tokens=LENGTH, temperature=0.0, **options)
     assert [ids.tolist() for ids in out.tokens] == wanted
@@ -241,6 +242,7 @@ def own_pairs(pipe, inputs, temperature):
 
 
 @pytest.mark.parametrize("broken", [False, True], ids=["exact", "broken twin"])
+@pytest.mark.slow
 def test_sampling_keeps_the_models_own_distribution(pipe, pictures, broken):
     """Chi-square of the first two of three tokens after a picture; a twin that says its drafts
     were drawn uniformly is found out.

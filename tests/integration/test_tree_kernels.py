@@ -172,6 +172,7 @@ SAME = ("gsd", "speculative", "lantern", "draft")
 
 
 @pytest.mark.parametrize("name", some(DRAWN, {*DRAWN} - {*SAME}))
+@pytest.mark.slow
 def test_image_tokens(picture_pipe, launches, no_dense_masks, name):
     method, generator = SHORT.get(name, name), torch.Generator().manual_seed(0)
     out = picture_pipe(["heart"], method=method, generator=generator, output_type="latent")
@@ -180,6 +181,7 @@ def test_image_tokens(picture_pipe, launches, no_dense_masks, name):
 
 
 @pytest.mark.parametrize(("temperature", "lambda_"), some([(0.0, 20.0), (1.0, 1.5)], [(1.0, 1.5)]))
+@pytest.mark.slow
 def test_lantern_is_fused_in_all_rounds_but_those_that_measure(
     make_tiny, launches, no_dense_masks, temperature, lambda_
 ):
@@ -226,6 +228,7 @@ ALIKE = ("diffuspec", "specdiff", "text-draft", "prompt-lookup", "block, tree")
 
 
 @pytest.mark.parametrize("name", some(WRITTEN, {*WRITTEN} - {*ALIKE}))
+@pytest.mark.slow
 def test_texts(text_folder, launches, no_dense_masks, name):
     plain = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     wanted = plain(CODE * 2, max_new_tokens=6).texts
@@ -256,6 +259,7 @@ def answer_pipe():
 @pytest.mark.parametrize(
     "name", some([*(n for n in methods.VQA if n not in ELSEWHERE), "msd, drawn"], QUICK)
 )
+@pytest.mark.slow
 def test_answers(answer_pipe, launches, no_dense_masks, name):
     picture = Image.new("RGB", (64, 64), "red")
     config = answer_pipe.model.config

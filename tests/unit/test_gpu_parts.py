@@ -124,6 +124,7 @@ def test_a_mistake_is_a_sentence(arguments, said, capsys, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("name", some(QUICK, {*QUICK} - {"llava", "qwen-vl", "text"}))
+@pytest.mark.slow
 def test_a_part_writes_its_columns_and_is_not_run_again(name, tmp_path, capsys):
     options = [name, "--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main(options) == 0, capsys.readouterr().err
@@ -282,6 +283,7 @@ def test_a_round_faster_than_a_plain_step_is_pointed_out(tmp_path):
     assert "mismeasured: odd.**" in "".join(report._rounds("text", rows, tmp_path))
 
 
+@pytest.mark.slow
 def test_the_page_says_what_is_there_and_what_is_not(tmp_path):
     options = ["--tiny", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["text", "var", "report", *options]) == 0

@@ -131,6 +131,7 @@ def test_memory_that_is_no_files_is_never_given_back(tmp_path):
     ("suffix", "dtype", "bytes_each"), [(".pt", "bfloat16", 2), (".safetensors", "float32", 4)]
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_loading_takes_the_memory_of_the_weights(tmp_path, suffix, dtype, bytes_each):
     state = {f"layers.{i}.weight": torch.randn(2048, 2048) for i in range(12)}
     file = saved(state, tmp_path, suffix)
@@ -182,6 +183,7 @@ def llama(folder, layers, width, dtype):
 
 @pytest.mark.skipif(not mapped.MAPS.is_file(), reason="counts memory as Linux tells it")
 @pytest.mark.parametrize("dtype, bytes_each", [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.slow
 def test_models_of_transformers_take_the_memory_of_their_weights(tmp_path, dtype, bytes_each):
     """In float16 on the disk, several shards of 40 MB."""
     model = llama(tmp_path / "large", 8, 1024, torch.float16)

@@ -111,6 +111,7 @@ print(os.environ[program_cache.VARIABLE], os.path.isdir(os.environ[program_cache
 """
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_process_goes_with_it(tmp_path):
     """Also after an error that says nothing."""
     env = dict(os.environ) | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -25,6 +25,7 @@ compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 @pytest.mark.parametrize(
     ("rows", "scale"), some([(1, 1.0), (3, 1.0), (1, 2.0), (3, 2.0)], [(1, 1.0), (3, 2.0)])
 )
+@pytest.mark.slow
 def test_plain_chains_are_those_of_single_steps(bind, rows, scale, traced):
     spec = "ddim20"
     steps = ChainSteps.ddpm(NoiseSchedule.of(spec))
@@ -72,6 +73,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", some(KINDS, ("three, guided",)))
+@pytest.mark.slow
 def test_rounds_are_those_of_single_operators(bind, kind, traced):
     rows, options = KINDS[kind]
     same(bind, rows, HeadPrograms(CPU), **options)

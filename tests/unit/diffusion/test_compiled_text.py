@@ -68,6 +68,7 @@ def check_compiled_tokens(name, processor):
 @pytest.mark.parametrize(
     ("name", "processor"), some([("ar", "greedy"), ("chain", "drawn")], [("chain", "drawn")])
 )
+@pytest.mark.slow
 def test_tokens_are_those_of_eager_rounds(name, processor, traced):
     check_compiled_tokens(name, processor)
 
@@ -121,6 +122,7 @@ def worked(parts):
         {"x": torch.ones(3)},
     ],
 )
+@pytest.mark.slow
 def test_programs_of_the_same_parts_follow_what_may_change(change, traced):
     parts, program = Parts(torch.arange(2.0)), compiled(worked)
     assert torch.equal(program(parts), worked(parts))
@@ -161,6 +163,7 @@ def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
 
 
 @pytest.mark.parametrize("name", some(["ar", "chain"], ["chain"]))
+@pytest.mark.slow
 def test_logits_that_are_not_finite_stop_the_run(name, traced):
     run = Run(WAYS[name], Processor(0), True)
     run()
@@ -239,6 +242,7 @@ def test_programs_are_those_of_the_drafter_at_hand():
     assert pipe._compiled(CHAIN, Options()) is not kept
 
 
+@pytest.mark.slow
 def test_texts_are_compiled_once_it_pays(traced, monkeypatch, tmp_path):
     """The first call is timed; methods whose rounds differ go on as they are."""
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
