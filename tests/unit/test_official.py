@@ -154,27 +154,25 @@ def test_taus_stand_beside_seconds_where_both_have_some():
     assert "ours_tau" not in duel.row()
 
 
-def test_a_release_of_one_picture_at_a_time_is_not_asked_for_more(tmp_path, monkeypatch):
+def test_a_row_is_measured_where_it_is_wanted_and_both_can_draw_as_many(tmp_path, monkeypatch):
     ran = []
 
     def contest(*_):
-        yield Contest("LANTERN", "ar", Program(None, None), Program(None, None), 2, {}, most=1)
+        for name in ("ar", "lantern"):
+            yield Contest("LANTERN", name, Program(None, None), Program(None, None), 2, {}, most=1)
 
     def compared(duel, *_):
-        ran.append(duel.batch)
-        return {"method": "ar", "batch": duel.batch}
+        ran.append((duel.method, duel.batch))
+        return {"method": duel.method, "batch": duel.batch}
 
     monkeypatch.setattr("benchmarks.official.__main__.contests", contest)
     monkeypatch.setattr("benchmarks.official.__main__.compare", compared)
-    main(
-        lantern=tmp_path,
-        model=["m"],
-        n="5",
-        batches="1,16",
-        out=tmp_path,
-        threads=torch.get_num_threads(),
-    )
-    assert ran == [1]
+    call = dict(lantern=tmp_path, model=["m"], n="5", batches="1,16", out=tmp_path)
+    call |= dict(threads=torch.get_num_threads())
+    main(**call)
+    assert ran == [("ar", 1), ("lantern", 1)]
+    main(**call, only="ar")
+    assert ran[2:] == [("ar", 1)]
 
 
 def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
