@@ -86,4 +86,6 @@ def verdict(names: Sequence[str], seconds: Sequence[float]) -> str:
     """Which of two methods was faster, and by how much."""
     fast, slow = sorted(range(2), key=lambda i: seconds[i])
     ratio = seconds[slow] / seconds[fast]
+    if names[fast] == names[slow]:
+        return f"{names[fast]} on both sides: one took {ratio:.2f} times as long as the other"
     return f"{names[fast]} was {ratio:.2f} times as fast as {names[slow]}"

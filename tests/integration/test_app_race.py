@@ -155,6 +155,8 @@ def test_a_race_that_takes_too_long_says_so(pipe):
 def test_who_was_faster():
     assert verdict(["ar", "sjd"], [3.0, 1.5]) == "sjd was 2.00 times as fast as ar"
     assert verdict(["ar", "sjd"], [1.0, 1.5]) == "ar was 1.50 times as fast as sjd"
+    both = "sjd on both sides: one took 1.50 times as long as the other"
+    assert verdict(["sjd", "sjd"], [1.0, 1.5]) == both
 
 
 @pytest.mark.parametrize("method", ["ar", "block", "deer"])
