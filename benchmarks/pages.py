@@ -106,7 +106,7 @@ def readme_table() -> str:
 
 
 COLOURS = {"exact": "#1a7f5a", "bounded": "#9a6700", "heuristic": "#8250df"}
-LEFT, WIDE, HIGH, SCALE = 290, 760, 30, 120
+LEFT, WIDE, HIGH, SCALE = 330, 800, 30, 120
 
 
 def gain_picture() -> str:
