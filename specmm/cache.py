@@ -11,8 +11,9 @@ nodes kept a round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -163,9 +164,13 @@ class TreeBiases:
         """That of this very tensor."""
         return next((bias for bias in self._kept if bias.of is ancestors), None)
 
-    def add(self, bias: TreeBias) -> None:
-        """Keep it, in place of the oldest."""
-        self._kept = [*self._kept, bias][-self.MOST :]
+    def once(self, ancestors: Tensor, make: Callable[[], TreeBias]) -> TreeBias:
+        """That of ``ancestors``: kept or, in the place of the oldest, what ``make`` gives."""
+        found = self.find(ancestors)
+        if found is None:
+            found = make()
+            self._kept = [*self._kept, found][-self.MOST :]
+        return found
 
 
 class Cache:
@@ -232,10 +237,9 @@ class Cache:
         A program takes that of the call before, or makes it anew.
         """
         if self._bias is None or self._bias.of is not ancestors:
-            made = None if torch.compiler.is_compiling() else self._biases.find(ancestors)
-            self._bias = made or self._new_bias(ancestors)
-            if made is None and not torch.compiler.is_compiling():
-                self._biases.add(self._bias)
+            make = partial(self._new_bias, ancestors)
+            compiling = torch.compiler.is_compiling()
+            self._bias = make() if compiling else self._biases.once(ancestors, make)
         return self._bias
 
     def _new_bias(self, ancestors: Tensor) -> TreeBias:

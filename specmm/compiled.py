@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
 
 from specmm import program_cache
 from specmm.batch_invariant import outside_batch_invariant
@@ -173,6 +174,20 @@ class Program:
             file.save(program)
         self.made.append(program)
         return program.run
+
+
+def looped(
+    going: Callable[..., Tensor], play: Callable[..., tuple[Any, ...]], state: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """``state``, tensors that share no memory with what ``play`` reads, played on while it is
+    ``going``. In a program that is one loop.
+    """
+    if torch.compiler.is_compiling():
+        found: tuple[Any, ...] = while_loop(going, play, state)
+        return found
+    while bool(going(*state)):
+        state = play(*state)
+    return state
 
 
 def _of_compiling(error: Exception) -> bool:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch._higher_order_ops.while_loop import while_loop
 
-from specmm.compiled import Program
+from specmm.compiled import Program, looped
 from specmm.image_ar.continuous.chain_round import (
     FIRST_TRIES,
     WIDEST,
@@ -148,13 +147,7 @@ def run_rounds(
         state = ChainState(counts, rows, response, going)
         return tuple(_round(fixed, state, gaussian, residual))  # type: ignore[return-value]
 
-    if torch.compiler.is_compiling():
-        made: tuple[Tensor, ...] = while_loop(lambda *state: state[3].any(), play, tuple(begin))
-        return made
-    state = begin
-    while bool(state.going.any()):
-        state = ChainState(*play(*state))
-    return tuple(state)
+    return looped(lambda *state: state[3].any(), play, tuple(begin))
 
 
 def _round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) -> ChainState:

@@ -35,9 +35,11 @@ from torch import Tensor
 from specmm.image_ar.continuous.chain_program import ChainProgram
 from specmm.image_ar.continuous.chain_round import (
     WIDEST,
+    Array,
     ChainOptions,
     ChainRows,
     Drafts,
+    Mask,
     Normal,
     RowState,
     Verified,
@@ -54,9 +56,6 @@ from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
 from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import PictureStreams, Stream
-
-Array = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -157,9 +156,6 @@ class _ChainRun:
         self.calls += 1
         for row in self.left:
             self.row_calls[row] += 1
-        if not np.abs(found.wider).max() < WIDEST:
-            steps = np.array(self.k)[:, None] + np.arange(found.wider.shape[1])
-            _check_widths(found.wider, steps < self.tables.steps)
         kept = self._kept(found.rejected)
         last = self.tables.steps - 1
         finished = [i for i, k in enumerate(self.k) if k + kept[i] == last]
@@ -205,10 +201,14 @@ class _ChainRun:
     def _probs(
         self, head: BoundHead, k: list[int], points: Array, columns: Columns
     ) -> tuple[Normal, Array]:
-        """``target_probs`` by a head whose rows are at steps ``k``."""
+        """``target_probs`` by a head whose rows are at steps ``k``; raises for wild ones."""
         x = torch.from_numpy(points * columns.to_x[:, :-1]).to(self.device)
         eps, v = (answer.cpu().numpy() for answer in head.window(k, x))
-        return target_probs(points, eps, v, columns, self.log_temperature)
+        p, wider = target_probs(points, eps, v, columns, self.log_temperature)
+        if not np.abs(wider).max() < WIDEST:
+            steps = np.array(k)[:, None] + np.arange(wider.shape[1])
+            _check_widths(wider, steps < self.tables.steps)
+        return p, wider
 
     def _kept(self, rejected: Mask) -> list[int]:
         """How many drafted steps of each row are kept, by which are ``rejected`` [R, W-1]."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.while_loop import while_loop
 
 from specmm import methods
-from specmm.compiled import compiled, prepare_compiler
+from specmm.compiled import compiled, looped, prepare_compiler
 from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_windows import WindowTables
@@ -78,12 +77,8 @@ def run_chain(
 
     k = torch.zeros((), dtype=torch.int64)
     x = noise[0].clone()  # what a loop carries shares no memory with what it reads
-    if torch.compiler.is_compiling():
-        _, x = while_loop(lambda k, _: k <= last, step, (k, x))
-        return x
-    for _ in range(len(steps)):
-        k, x = step(k, x)
-    return x
+    tokens: Tensor = looped(lambda k, _: k <= last, step, (k, x))[1]
+    return tokens
 
 
 def _served(bound: BoundHead) -> bool:

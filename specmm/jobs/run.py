@@ -41,7 +41,8 @@ class Bar:
     """
 
     def __init__(self, total: int, before: int, metrics: Metrics | None = None) -> None:
-        often = 0.1 if sys.stderr.isatty() else EVERY
+        watched = sys.stderr.isatty()
+        often = 0.1 if watched else EVERY
         self.bar = tqdm(
             total=total,
             initial=before,
@@ -49,7 +50,7 @@ class Bar:
             smoothing=0.1,
             mininterval=often,
             maxinterval=max(often, 10),
-            delay=0 if sys.stderr.isatty() else EVERY,
+            delay=0 if watched else EVERY,
         )
         self.failures = 0
         self.metrics = metrics

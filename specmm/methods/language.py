@@ -8,6 +8,46 @@ from typing import ClassVar
 from specmm.methods.base import Choice, Declared, TreeName
 
 
+class DrawnIfSampled(Declared):
+    """Those whose ``tree`` is drawn, by ``rule``, only where they are ``sampled``."""
+
+    sampled: bool
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return () if self.sampled else ("tree", "rule")
+
+
+class DrawnIfAsked(Declared):
+    """Those that draw a tree where they are ``sampled`` or a ``tree`` is given."""
+
+    sampled: bool
+    tree: TreeName
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return () if self.sampled or self.tree else ("rule",)
+
+
+class OfBlocks(Declared):
+    """Those of drafters that give a block at once, cut where less than ``sure`` is promised."""
+
+    sure: float
+    tree: int | TreeName
+
+    @property
+    def batch_dependent(self) -> bool:
+        """Blocks are cut by what the rows of a batch promise together."""
+        return self.sure > 0
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ("rule",) if isinstance(self.tree, int) else ()
+
+
 @dataclass(frozen=True)
 class TextDraft(Declared):
     """A small language model drafts without seeing the picture (arXiv 2404.08856)."""
@@ -27,7 +67,7 @@ class VLMDraft(Declared):
 
 
 @dataclass(frozen=True)
-class MSD(Declared):
+class MSD(DrawnIfSampled):
     """MSD (Lin et al. 2025): EAGLE-2 with a drafter that treats text and picture separately.
 
     The tree has ``total`` nodes. ``sampled`` draws a static ``tree`` from recorded distributions
@@ -44,14 +84,9 @@ class MSD(Declared):
     tree: TreeName = (3, 2, 2, 1, 1)
     rule: str = "recursive"
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
-        return () if self.sampled else ("tree", "rule")
-
 
 @dataclass(frozen=True)
-class MTP(Declared):
+class MTP(DrawnIfAsked):
     """The multi-token prediction layers of the target's own checkpoint (arXiv 2412.19437).
 
     Several layers draft in turn, the last one again and again for what is deeper (FastMTP, arXiv
@@ -69,14 +104,9 @@ class MTP(Declared):
     tree: TreeName = ""
     rule: str = "recursive"
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
-        return () if self.sampled or self.tree else ("rule",)
-
 
 @dataclass(frozen=True)
-class Eagle3(Declared):
+class Eagle3(DrawnIfSampled):
     """EAGLE-3 (arXiv 2503.01840): a head reads the states of three of the target's layers.
 
     Heads of speculators', SafeAILab's and SpecForge's layouts; those of P-EAGLE draft in one pass.
@@ -92,14 +122,9 @@ class Eagle3(Declared):
     tree: TreeName = (3, 2, 2, 1, 1)
     rule: str = "recursive"
 
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
-        return () if self.sampled else ("tree", "rule")
-
 
 @dataclass(frozen=True)
-class Assistant(Declared):
+class Assistant(DrawnIfAsked):
     """Gemma 4's assistants, which draft from one position over the target's keys and values.
 
     Options as :class:`MTP`'s.
@@ -113,11 +138,6 @@ class Assistant(Declared):
     sampled: bool = True
     tree: TreeName = ""
     rule: str = "recursive"
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
-        return () if self.sampled or self.tree else ("rule",)
 
 
 @dataclass(frozen=True)
@@ -198,7 +218,7 @@ class SpecDiff(Declared):
 
 
 @dataclass(frozen=True)
-class DEER(Declared):
+class DEER(OfBlocks):
     """DEER (arXiv 2512.15176): a diffusion drafter's block of ``length`` tokens in one step.
 
     ``length`` 0 is the drafter's own. The block's distribution is the product of its marginals.
@@ -216,19 +236,9 @@ class DEER(Declared):
     recall: int = 0
     rule: str = ""  # of a tree of fixed shape
 
-    @property
-    def batch_dependent(self) -> bool:
-        """Blocks are cut by what the rows of a batch promise together."""
-        return self.sure > 0
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
-        return ("rule",) if isinstance(self.tree, int) else ()
-
 
 @dataclass(frozen=True)
-class Block(Declared):
+class Block(OfBlocks):
     """A block drafter that reads the target's hidden states (DFlash, arXiv 2602.06036).
 
     Options as :class:`DEER`'s.
@@ -241,16 +251,6 @@ class Block(Declared):
     tree: int | TreeName = 0
     recall: int = 0
     rule: str = ""  # of a tree of fixed shape
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Blocks are cut by what the rows of a batch promise together."""
-        return self.sure > 0
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
-        return ("rule",) if isinstance(self.tree, int) else ()
 
     @property
     def static_shapes(self) -> bool:

@@ -246,9 +246,8 @@ def measure_chains(
         for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
             assert progress.gained is not None
             kept.append(int(progress.gained[1]))
-        for drafts, count in zip(
-            progress.stats.depths, kept, strict=False
-        ):  # the end is told twice
+        # the end is told twice
+        for drafts, count in zip(progress.stats.depths, kept, strict=False):
             tokens.setdefault(drafts, []).append(count)
     rounds = sum(map(len, tokens.values()))
     return tuple(

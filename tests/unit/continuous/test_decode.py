@@ -123,10 +123,14 @@ def test_every_token_is_made_once(count, made):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(dict(num_iter=0), "num_iter"), (dict(cfg=-2), "cfg"), (dict(temperature=-1), "temperature")],
+    [
+        (dict(num_iter=0), "num_iter must be at least 1"),
+        (dict(cfg=-2), "cfg must be finite and at least 0"),
+        (dict(temperature=-1), "temperature must be finite and at least 0"),
+    ],
 )
 def test_plans_out_of_range(options, message):
-    with pytest.raises(ValueError, match=f"{message} must be (finite and )?at least"):
+    with pytest.raises(ValueError, match=message):
         MARSettings(**options)
 
 
