@@ -112,6 +112,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             trees=self.settings.trees,
             acceptance=self.settings.acceptance,
             chains=self.settings.chains,
+            taus=self.settings.taus,
         )
         self._read_codebook()
         self._decoder: Decoder | None = None

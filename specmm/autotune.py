@@ -42,13 +42,15 @@ class Costs:
 
     ``draft`` by levels drafted (the tree's depth), ``verify`` by nodes scored in one target forward
     (root included), ``step`` one step of plain decoding, ``host`` everything else in a round. A
-    table is interpolated between its sizes and continued along its last two.
+    table is interpolated between its sizes and continued along its last two. ``rounds`` are whole
+    ones by method, of methods without a tree to choose.
     """
 
     draft: Table
     verify: Table
     step: float
     host: float = 0.0
+    rounds: Mapping[Any, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.step <= 0:
@@ -149,6 +151,35 @@ def _expected(costs: Costs, rank_acceptance: Acceptance, shape: TreeShape) -> Pl
     return Plan(shape, tau, speedup, reason, costs)
 
 
+class Rival(NamedTuple):
+    """A method without a tree to choose: its ``drafter``, and the tokens a round that it was
+    measured to commit.
+    """
+
+    method: Any
+    drafter: Drafter
+    tau: float
+
+
+def against(made: Plan, rivals: Sequence[Rival]) -> Plan:
+    """``made``, or one of the ``rivals`` if that should be faster by more than noise."""
+    for rival in rivals:
+        assert made.costs is not None, "of their rounds, too"
+        speedup = rival.tau * made.costs.step / made.costs.rounds[rival.method]
+        reason = f"{rival.method.name}: tau {rival.tau:.2f}, {speedup:.2f}x plain decoding expected"
+        made = _faster(made, Plan(None, rival.tau, speedup, reason, made.costs, rival.method))
+    return made
+
+
+def _faster(made: Plan, other: Plan) -> Plan:
+    """The ``other`` plan in place of ``made`` if it should be faster by more than noise; the
+    candidates of both.
+    """
+    one = Candidate(other.draft_free, other.expected_speedup, other.expected_tau)
+    chosen = other if other.expected_speedup > NOISE * made.expected_speedup else made
+    return replace(chosen, candidates=(*made.candidates, one))
+
+
 class Chain(NamedTuple):
     """Of chains of several lengths, those of one: ``drafts``, the ``share`` of rounds that have
     them, and the ``tokens`` that such a round commits.
@@ -169,12 +200,9 @@ def plan_chains(made: Plan, chains: Sequence[Chain], method: Any) -> Plan:
     tau = sum(chain.share * chain.tokens for chain in chains)
     seconds = sum(x.share * costs.round(x.drafts + 1, x.drafts) for x in chains)
     speedup = tau * costs.step / seconds
-    all_of = (*made.candidates, Candidate(method, speedup, tau))
-    if speedup <= NOISE * made.expected_speedup:
-        return replace(made, candidates=all_of)
     lengths = ", ".join(f"{x.drafts} ({x.share:.0%})" for x in chains)
     reason = f"chains of {lengths}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
-    return Plan(None, tau, speedup, reason, costs, method, all_of)
+    return _faster(made, Plan(None, tau, speedup, reason, costs, method))
 
 
 class RoundSeconds(NamedTuple):
@@ -197,16 +225,24 @@ class Passes:
     drafts: dict[int, list[float]] = field(default_factory=dict)
     verifies: dict[int, list[float]] = field(default_factory=dict)
     hosts: list[float] = field(default_factory=list)
+    others: dict[Any, list[float]] = field(default_factory=dict)
 
     def add(
-        self, step: float, rounds: Sequence[tuple[TreeShape, tuple[float, float, float]]]
+        self,
+        step: float,
+        rounds: Sequence[tuple[TreeShape, tuple[float, float, float]]],
+        others: Mapping[Any, float] | None = None,
     ) -> None:
-        """A pass: seconds of a plain step, and (draft, verify, host) of a round by shape."""
+        """A pass: seconds of a plain step, (draft, verify, host) of a round by shape, and those of
+        a whole round of ``others``.
+        """
         self.steps.append(step)
         for shape, (draft, verify, host) in rounds:
             self.drafts.setdefault(shape.depth, []).append(draft / step)
             self.verifies.setdefault(shape.size, []).append(verify / step)
             self.hosts.append(host / step)
+        for method, seconds in (others or {}).items():
+            self.others.setdefault(method, []).append(seconds / step)
 
     def costs(self) -> Costs:
         """The seconds by all passes together."""
@@ -214,7 +250,8 @@ class Passes:
         draft = {depth: step * statistics.median(found) for depth, found in self.drafts.items()}
         verify = {size: step * statistics.median(found) for size, found in self.verifies.items()}
         host = step * statistics.median(self.hosts) if self.hosts else 0.0
-        return Costs(draft, verify, step, host)
+        rounds = {method: step * statistics.median(found) for method, found in self.others.items()}
+        return Costs(draft, verify, step, host, rounds)
 
 
 def until_stable(
@@ -223,24 +260,29 @@ def until_stable(
     least: int = 3,
     most: int = 9,
 ) -> Plan:
-    """Measure until three passes in a row lead to the same shape, or ``most`` have been made.
+    """Measure until three passes in a row lead to the same choice, or ``most`` have been made.
 
     If the choice never settles, it is plain decoding: candidates and plain steps are too close to
     tell apart.
     """
     measured = Passes()
-    chosen: list[TreeShape | None] = []
+    chosen: list[Plan] = []
     for done in range(most):
         one_pass(measured)
         tell(Measured(done + 1, most))
         made = choose(measured.costs())
-        chosen.append(made.shape)
-        if len(chosen) >= least and all(shape is made.shape for shape in chosen[-3:]):
+        chosen.append(made)
+        if len(chosen) >= least and all(_alike(one, made) for one in chosen[-3:]):
             return made
-    if None in chosen[-3:]:
+    if any(one.shape is None and one.draft_free is None for one in chosen[-3:]):
         reason = "plain decoding: which of the two was faster changed from pass to pass"
-        return replace(made, shape=None, expected_tau=1.0, expected_speedup=1.0, reason=reason)
+        return Plan(None, 1.0, 1.0, reason, made.costs, candidates=made.candidates)
     return made
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether both run the same."""
+    return one.shape is other.shape and one.draft_free == other.draft_free
 
 
 def measure(fn: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
@@ -314,22 +356,25 @@ def planned(
     uniforms: Uniforms,
     acceptance: Acceptance,
     repeats: int = 4,
+    rivals: Sequence[Rival] = (),
 ) -> Plan:
-    """The plan of ``shapes`` by ``acceptance``, on seconds measured now (:func:`until_stable`).
+    """The plan of ``shapes`` by ``acceptance``, or of one of the ``rivals``, which go by ``rule``,
+    too, on seconds measured now (:func:`until_stable`).
 
-    In each pass the plain step is timed before and after the rounds of all shapes.
+    In each pass the plain step is timed before and after the rounds of all.
     """
+
+    def seconds(drafter: Drafter) -> RoundSeconds:
+        return time_round(target, drafter, rule, prompt, uniforms, repeats)
 
     def one_pass(measured: Passes) -> None:
         before = time_step(target, prompt, uniforms, repeats)
-        rounds = [
-            (shape, time_round(target, drafter_of(shape), rule, prompt, uniforms, repeats))
-            for shape in shapes
-        ]
+        rounds = [(shape, seconds(drafter_of(shape))) for shape in shapes]
+        others = {rival.method: sum(seconds(rival.drafter)) for rival in rivals}
         after = time_step(target, prompt, uniforms, repeats)
-        measured.add((before + after) / 2, rounds)
+        measured.add((before + after) / 2, rounds, others)
 
-    return until_stable(one_pass, lambda costs: plan(costs, acceptance, shapes))
+    return until_stable(one_pass, lambda costs: against(plan(costs, acceptance, shapes), rivals))
 
 
 class AcceptanceCounter:

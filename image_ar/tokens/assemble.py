@@ -34,8 +34,8 @@ from specmm.verify.rule import RuleKind, RuleName, make_rule, rule_kind
 T = TypeVar("T")
 Method: TypeAlias = methods.Method | methods.PromptLookup
 DEFAULT_TREE = (3, 2, 2, 1, 1)
-ANY = "any"  # drafter: the one given, else EAGLE's head on its tree, else the block drafter
-TRAINED = ("block", "eagle", ANY)
+ANY = "any"  # drafter: the one given, else the first of the trained ones, EAGLE's head on its tree
+TRAINED = ("eagle", "block", "corrector")
 
 
 @dataclass
@@ -45,8 +45,9 @@ class PictureParts:
     Drafters by kind, the codebook [W, E] and the rising ids [W] of the tokens that are its codes
     (None: all, in order), trees by method that the model's maker recommends (children by level of a
     spine), the block drafter's measured acceptance by level and rank, and how its ``chains`` went
-    that end where it is unsure (see :class:`specmm.autotune.Chain`). ``given`` is the kind of the
-    drafter that whoever opened the model gave.
+    that end where it is unsure (see :class:`specmm.autotune.Chain`). ``taus`` are those of methods
+    without a tree to choose, by name. ``given`` is the kind of the drafter that whoever opened the
+    model gave.
     ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
     what they depend on.
     """
@@ -57,6 +58,7 @@ class PictureParts:
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
     chains: tuple[tuple[float, ...], ...] = ()
+    taus: Mapping[str, float] = field(default_factory=dict)
     given: str | None = None
     plans: dict[Hashable, Plan] = field(default_factory=dict)
     made: dict[Hashable, object] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class PictureParts:
     def serves(self, method: Any) -> bool:
         """Whether there is the drafter that ``method`` takes, if it takes a trained one."""
         choice: methods.Choice | None = getattr(method, "choice", None)
-        if choice is None or choice.drafter not in TRAINED:
+        if choice is None or choice.drafter not in (*TRAINED, ANY):
             return True
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
 
@@ -81,11 +83,13 @@ class PictureParts:
         self.given = kind
         if kind == "block":
             self.acceptance = self.chains = ()
+        if kind == "corrector":
+            self.taus = {name: tau for name, tau in self.taus.items() if name != kind}
 
     @property
     def any(self) -> str:
         """The kind that ``ANY`` stands for."""
-        return self.given or ("eagle" if "eagle" in self.drafters else "block")
+        return self.given or next((kind for kind in TRAINED if kind in self.drafters), "block")
 
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
@@ -206,13 +210,14 @@ def _eagle(
 def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """The target itself, on a chain of at most a picture; method ``draft`` couples its drafts where
-    the rule allows it.
+    """The target itself, on a chain of at most a picture; methods that say nothing of it couple its
+    drafts where the rule allows it.
     """
     coupled = not looks_ahead(rule_kind(choice.rule).rule)
     method = choice.method or methods.SJD(coupled=coupled)
     window = min(_chain(choice, method.window), target.length - 1)
-    return JacobiDrafter(target, window, method.init, method.coupled)
+    corrector = parts.head("corrector") if choice.drafter == "corrector" else None
+    return JacobiDrafter(target, window, method.init, method.coupled, corrector)
 
 
 def _chain(choice: methods.Choice, usual: int) -> int:
@@ -263,6 +268,7 @@ def _outside(
 
 DRAFTERS = {
     "block": _block,
+    "corrector": _jacobi,
     "eagle": _eagle,
     "jacobi": _jacobi,
     "prompt-lookup": _lookup,

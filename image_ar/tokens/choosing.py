@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specmm import autotune, methods
-from specmm.autotune import Candidate, Chain, Measured, Plan
+from specmm.autotune import Candidate, Chain, Measured, Plan, Rival
 from specmm.decode import decode, decode_plain
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
@@ -33,8 +33,10 @@ SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
 SURE = 0.1  # the least chance of a draft where chains end by it
+# methods without a tree to choose, whose tau is measured as the drafters are trained, by setting
+JACOBI: dict[str, Method] = {"sjd": methods.SJD(), "corrector": methods.SJD(corrected=True)}
 UNPLANNED: tuple[Method, ...] = (
-    methods.SJD(),
+    *JACOBI.values(),
     methods.SelfDraft(),
     methods.PromptLookup(),
     methods.Speculative(),
@@ -99,13 +101,25 @@ def _exact(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
 
     shapes = candidates(parts)
     prompt = target.any_prompt(batch)
+    rivals = jacobi(target, parts)
     made = autotune.planned(
-        target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance
+        target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance, rivals=rivals
     )
     if batch > 1 or target.processor.greedy:  # chains end in a single picture's rounds
         return made
     chains = [Chain(int(drafts), *rest) for drafts, *rest in parts.chains]
     return autotune.plan_chains(made, chains, unsure(parts))
+
+
+def jacobi(target: DrawingTarget, parts: PictureParts) -> list[Rival]:
+    """Methods that draft from the target's own distributions, where their tau is known: of drawn
+    pictures.
+    """
+    if target.processor.greedy:
+        return []
+    known = {JACOBI[name]: tau for name, tau in parts.taus.items() if name in JACOBI}
+    serve = serving(list(known), target, parts)
+    return [Rival(method, assemble(method, target, parts)[1], known[method]) for method in serve]
 
 
 def unsure(parts: PictureParts) -> methods.Speculative:
@@ -142,7 +156,8 @@ def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) 
 
 def relaxed_methods(parts: PictureParts) -> list[Method]:
     """Those whose certificate is "bounded", from little borrowed mass to much."""
-    drafter: Any = parts.given or ("block" if "block" in parts.drafters else "eagle")
+    usual = ("corrector", "block", "eagle")
+    drafter: Any = parts.given or next((x for x in usual if x in parts.drafters), "jacobi")
     borrowing = (methods.LanternPP(lambda_=x, k=k, drafter=drafter) for x, k in BORROWING)
     return [methods.GSD(), *borrowing, methods.Lantern()]
 

@@ -66,8 +66,8 @@ TURNS = 8
 class LlamaGenSettings:
     """Recommended sampling, class names by id, recommended trees (children by level) by method, the
     block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
-    kept), and its chains that end where it is unsure (drafts, share of rounds, tokens a round of
-    each length): what ``settings.json`` holds.
+    kept), its chains that end where it is unsure (drafts, share of rounds, tokens a round of each
+    length), and the ``taus`` of methods without a tree to choose: what ``settings.json`` holds.
     """
 
     cfg: float = 1.0
@@ -79,6 +79,7 @@ class LlamaGenSettings:
     trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
     chains: tuple[tuple[float, ...], ...] = ()
+    taus: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             trees=self.settings.trees,
             acceptance=self.settings.acceptance,
             chains=self.settings.chains,
+            taus=self.settings.taus,
         )
         self.method = methods.resolve(method)
 

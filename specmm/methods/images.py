@@ -19,7 +19,8 @@ class SJD(Composed):
     there is none yet they begin, by ``init``, with the token above, with the one to the left, from
     the last position's distribution or at random. ``coupled`` drafts change as rarely as they can
     from round to round (MC-SJD, arXiv 2510.24211), which rules "block" and "traversal" do not
-    allow.
+    allow. ``corrected`` ones need a corrector, a small network trained for the target, which makes
+    the first place's distribution that after the token drawn last.
     """
 
     name: ClassVar[str] = "sjd"
@@ -27,6 +28,7 @@ class SJD(Composed):
     init: Init = "above"
     coupled: bool = True
     rule: str = "recursive"
+    corrected: bool = False
 
     def __post_init__(self) -> None:
         check_init(self.init)
@@ -34,7 +36,8 @@ class SJD(Composed):
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        return Choice("jacobi", f"chain({self.window})", self.rule, method=self)
+        drafter = "corrector" if self.corrected else "jacobi"
+        return Choice(drafter, f"chain({self.window})", self.rule, method=self)
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,8 @@ class LanternPP(Composed):
     """LANTERN++ (arXiv 2502.06352): LANTERN on a static tree, borrowing at most (λ - 1) p(x).
 
     ``residual`` is LANTERN's: by default it never emits an excluded token. ``sure`` is
-    Speculative's.
+    Speculative's. Drafters "jacobi" and "corrector" draft a chain as SJD does, as it is and
+    ``corrected``.
     """
 
     name: ClassVar[str] = "lantern++"
@@ -168,7 +172,7 @@ class LanternPP(Composed):
     lambda_: float = 20.0
     k: int = 60
     residual: Literal["corrected", "release"] = "corrected"
-    drafter: Literal["block", "eagle"] = "block"
+    drafter: Literal["block", "eagle", "jacobi", "corrector"] = "block"
     tree: Tree = None
     rejected_weight: float = 0.3  # as Speculative's
     sure: float = 0.0

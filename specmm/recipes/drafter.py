@@ -31,7 +31,7 @@ from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.recipes.prompted_drafter import Request, Training, train_prompted
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
-from specmm.recipes.training.block_drafter import measure_acceptance, measure_chains
+from specmm.recipes.training.block_drafter import measure_acceptance, measure_chains, measure_taus
 from specmm.recipes.training.drawn_pictures import draw_all
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.recipes.training.llamagen_drafters import train_block, train_eagle
@@ -71,14 +71,8 @@ def drafter(
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    there = zoo.pocket_models().get(model, Path(model))
-    piped = picture_type(there) is None or (there / zoo.PIPELINE).is_file()
-    place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
+    place, result = drafter_folders(model, kind, replace)
     prompted = picture_type(place)  # what the hub has is known by now
-    result = beside(model, place) / "drafters" / kind
-    if result.exists() and not replace:
-        raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
-    writable(result.parent)
     folder = writable(out or Path("runs") / kind)
     options: dict[str, Any] = dict(
         steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {})
@@ -115,6 +109,20 @@ def drafter(
     if kind == "block":
         _note_acceptance(place, target, head)
     return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
+
+
+def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
+    """The folder of a ``model`` that draws, and that of its drafter called ``kind``, which can be
+    written; raises ``ValueError`` if that exists and is not to be replaced.
+    """
+    there = zoo.pocket_models().get(model, Path(model))
+    piped = picture_type(there) is None or (there / zoo.PIPELINE).is_file()
+    place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
+    result = beside(model, place) / "drafters" / kind
+    if result.exists() and not replace:
+        raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
+    writable(result.parent)
+    return place, result
 
 
 def _dropout(model: Path, cfg: float | None) -> float:
@@ -217,8 +225,8 @@ def _draw(
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
-    """Measure what is accepted by level and rank at the model's sampling, and how chains go that
-    end early, and write both where method auto reads them.
+    """Measure what is accepted by level and rank at the model's sampling, how chains go that end
+    early, and the tau of methods without a drafter, and write it where method auto reads it.
     """
     settings = read_settings(LlamaGenSettings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
@@ -226,7 +234,9 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
     chains = measure_chains(head, judge, [prompt.rows(slice(i, i + 1)) for i in range(pictures)])
-    write_settings(dataclasses.replace(settings, acceptance=table, chains=chains), model)
+    taus = settings.taus | measure_taus({}, judge, prompt, range(pictures))
+    made = dataclasses.replace(settings, acceptance=table, chains=chains, taus=taus)
+    write_settings(made, model)
 
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:

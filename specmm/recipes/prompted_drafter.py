@@ -29,6 +29,7 @@ from specmm.recipes.training.block_drafter import (
     go_on_from,
     measure_acceptance,
     measure_chains,
+    measure_taus,
     start_from,
 )
 from specmm.recipes.training.drawn_pictures import draw_all
@@ -39,6 +40,14 @@ from specmm.training import Losses, batch_rows, seeded
 
 AT_ONCE = 16  # pictures that are encoded
 HELD = 32  # pictures at most that acceptance is measured on
+
+
+def prompts_in(file: Path) -> list[str]:
+    """The lines of ``file`` that say anything; raises ``ValueError`` for a file without one."""
+    found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    if not any(found):
+        raise ValueError(f"prompts must be a file with a prompt a line, got none in {file}")
+    return [line for line in found if line]
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,7 @@ class Request:
         """
         if self.prompts is None:
             return []
-        found = [line.strip() for line in self.prompts.read_text(encoding="utf-8").splitlines()]
-        found = [line for line in found if line]
-        if not found:
-            raise ValueError(
-                f"prompts must be a file with a prompt a line, got none in {self.prompts}"
-            )
+        found = prompts_in(self.prompts)
         rows = batch_rows(0, self.drawn or len(found), len(found), self.seed)
         return [found[i] for i in rows.tolist()]
 
@@ -116,8 +120,9 @@ def train_prompted(model: Path, request: Request, training: Training) -> None:
     save_drafters_of(pipe.owner.fingerprint, made, model / "drafters", torch.bfloat16)
     if isinstance(head, BlockHead):
         judge = pipe.target(cfg=request.cfg, layout=layout)
-        table, chains = _accepted(head.eval(), judge, seen)
-        write_settings(dataclasses.replace(pipe.settings, acceptance=table, chains=chains), model)
+        found = _accepted(head.eval(), judge, seen)
+        found["taus"] = pipe.settings.taus | found["taus"]
+        write_settings(dataclasses.replace(pipe.settings, **found), model)
 
 
 def _fit_block(
@@ -148,19 +153,20 @@ def _fit_eagle(head: EagleHead, seen: SeenPictures, out: Path, options: dict[str
     fit_eagle(head, (len(seen.tokens), seen.target.length), loss, out, **options)
 
 
-def _accepted(
-    head: BlockHead, judge: PictureTarget, seen: SeenPictures
-) -> tuple[tuple[tuple[float, ...], ...], tuple[tuple[float, ...], ...]]:
-    """The acceptance by level and rank over pictures of some of the prompts, and how chains go that
-    end early.
+def _accepted(head: BlockHead, judge: PictureTarget, seen: SeenPictures) -> dict[str, Any]:
+    """The acceptance by level and rank over pictures of some of the prompts, how chains go that end
+    early, and the tau of methods without a drafter, as the model's settings have them.
     """
     count = len(seen.tokens)
     held = range(0, count, -(-count // HELD))
     ids, away = ([rows[i] for i in held] for rows in seen.rows)
     together = picture_prompt(judge, ids, away)
     alone = [picture_prompt(judge, [x], [y]) for x, y in zip(ids, away, strict=True)]
-    table = measure_acceptance(head, judge, together, range(len(ids)))
-    return table, measure_chains(head, judge, alone)
+    return {
+        "acceptance": measure_acceptance(head, judge, together, range(len(ids))),
+        "chains": measure_chains(head, judge, alone),
+        "taus": measure_taus({}, judge, together, range(len(ids))),
+    }
 
 
 def _drawn(model: Path, texts: list[str], request: Request) -> Tensor:

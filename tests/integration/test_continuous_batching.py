@@ -32,6 +32,8 @@ CONTINUOUS = (
     methods.SJD(window=5),
     methods.SJD(window=5, init="last"),
     methods.SJD(window=5, coupled=False),
+    methods.SJD(window=5, corrected=True),
+    methods.LanternPP(drafter="corrector", tree="chain(5)"),
     methods.GSD(window=5, coupled=True),
 )
 

@@ -27,6 +27,7 @@ from specmm.shape.trees import branching
 from specmm.stats import Clock
 from tests.cases import some
 from tests.integration import tiny_glm_image, two_drafts
+from tests.integration.conftest import random_corrector
 from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
@@ -52,6 +53,7 @@ def save(kind, place):
     with torch.no_grad():
         head.fc.weight[:, width : 2 * width] = torch.eye(width)
     drafters = {"block": head, "eagle": eagle_head(owner.sizes)}
+    drafters["corrector"] = random_corrector(owner.sizes)
     save_drafters_of(owner.fingerprint, drafters, place / "drafters")
     return place
 
@@ -88,6 +90,7 @@ EXACT = {
     "chosen": methods.Draft(drafter="block", tree=(2, 1), rule="point-mass"),
     "eagle": methods.Eagle(top_k=4),
     "eagle's tree": methods.Speculative(drafter="eagle", tree=(2, 2, 1)),
+    "corrected": methods.SJD(window=4, corrected=True),
     "exit": methods.SelfDraft(exit=1),
     "self": "self",
     "auto": "auto",

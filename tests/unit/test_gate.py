@@ -226,7 +226,7 @@ def test_auto_takes_them_for_single_pictures_that_are_sampled(
     monkeypatch: pytest.MonkeyPatch, batch: int, heat: float, taken: bool
 ) -> None:
     target, head = parts()
-    monkeypatch.setattr("specmm.autotune.planned", lambda *_: PLANNED)
+    monkeypatch.setattr("specmm.autotune.planned", lambda *_, **__: PLANNED)
     some = PictureParts({"block": head}, acceptance=((0.5,),), chains=CHAINS)
     chosen = method_of(planned_for(target.with_processor(Processor(heat)), some, batch))
     whole = methods.Speculative(rule="recursive", tree=(-1, 0, 1, 2, 3))

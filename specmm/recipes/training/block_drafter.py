@@ -7,7 +7,7 @@ layers read, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from specmm.block_memory import BlockMemory
 from specmm.decode import decode
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
-from specmm.image_ar.tokens.choosing import unsure
+from specmm.image_ar.tokens.choosing import JACOBI, unsure
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.surroundings import tokens_above
 from specmm.image_ar.tokens.gpt import RotaryTable
+from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.randomness import Uniforms
 from specmm.recipes.training.blocks import along, silence
 from specmm.shape.trees import spine
@@ -254,6 +255,22 @@ def measure_chains(
         (drafts, round(len(found) / rounds, 4), round(sum(found) / len(found), 4))
         for drafts, found in sorted(tokens.items())
     )
+
+
+def measure_taus(
+    heads: Mapping[str, DrafterHead], target: DrawingTarget, prompt: Any, seeds: Sequence[int]
+) -> dict[str, float]:
+    """Tokens a round of the methods without a tree to choose that can draft by these ``heads``,
+    over one batch of pictures, one seed each.
+    """
+    parts = PictureParts(heads)
+    found = {}
+    for name, method in JACOBI.items():
+        if parts.serves(method):
+            own, drafter, rule = assemble(method, target, parts)
+            *_, end = decode(own, drafter, rule, prompt, own.length, Uniforms.from_seeds(seeds))
+            found[name] = round(end.stats.tau, 4)
+    return found
 
 
 def measure_acceptance(

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from specmm.autotune import Costs, Plan, lookup, measure, plan, until_stable
+from specmm.autotune import Costs, Plan, Rival, against, lookup, measure, plan, until_stable
 from specmm.shape.trees import branching
 from specmm.tree import TreeShape
 
@@ -149,6 +149,51 @@ def test_one_pass_that_something_else_disturbed_decides_nothing():
     steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
     made, passes = settled([(9.0, 1.1, 1.5), *[(1.0, 1.1, 1.5)] * 8])
     assert made.expected_speedup == pytest.approx(steady.expected_speedup, rel=0.1) and passes >= 3
+
+
+class Named:
+    """A method, as far as plans read one."""
+
+    name = "free"
+
+
+FREE = Named()
+
+
+def settled_with(rounds, tau, passes=9):
+    """What is planned when a round of CHAIN takes 1.1 plain steps, and FREE's as many as these."""
+    left = iter(rounds * passes)
+
+    def one_pass(measured):
+        measured.add(1.0, [(CHAIN, (0.2, 0.8, 0.1))], {FREE: next(left)})
+
+    def choose(costs):
+        return against(plan(costs, (0.6, 0.15, 0.05), [CHAIN]), [Rival(FREE, None, tau)])
+
+    return until_stable(one_pass, choose)
+
+
+def test_a_method_without_a_tree_is_taken_where_it_should_be_faster_by_more_than_noise():
+    alone = plan(Costs({2: 0.2}, {3: 0.8}, 1.0, 0.1), (0.6, 0.15, 0.05), [CHAIN]).expected_speedup
+    made = settled_with([1.5], 3.0)
+    assert made.draft_free is FREE and made.shape is None and made.expected_tau == 3.0
+    assert made.expected_speedup == pytest.approx(2.0) and made.reason.startswith("free: tau 3.00")
+    assert [one.choice for one in made.candidates] == [CHAIN, FREE]
+    equal = settled_with([1.5], 1.5 * alone * 1.02)
+    assert equal.shape is CHAIN and equal.draft_free is None
+    assert [one.speedup for one in equal.candidates] == pytest.approx([alone, alone * 1.02])
+
+
+def test_a_choice_between_methods_that_never_settles_is_the_last_unless_plain():
+    """CHAIN and FREE in turn: either is faster than plain decoding."""
+    turns = iter([(CHAIN, None), (None, FREE)] * 9)
+
+    def choose(costs):
+        shape, free = next(turns)
+        return Plan(shape, 2.0, 2.0, "so it seems", costs, free)
+
+    made = until_stable(lambda measured: measured.add(1.0, []), choose)
+    assert made.shape is CHAIN and made.expected_speedup == 2.0
 
 
 def test_a_choice_that_never_settles_is_plain_decoding():

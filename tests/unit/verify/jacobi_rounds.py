@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.drafter import Feedback, committed
@@ -52,7 +53,8 @@ class Ways:
 
 
 def _taken(feedback: Feedback, rows: Tensor) -> Feedback:
-    output = replace(feedback.output, probs=feedback.output.probs[rows])
+    probs, hidden = feedback.output.probs[rows], feedback.output.hidden[rows]
+    output = replace(feedback.output, probs=probs, hidden=hidden)
     found = Feedback(output, feedback.token[rows])
     if feedback.result is None:
         return found
@@ -64,10 +66,18 @@ def _taken(feedback: Feedback, rows: Tensor) -> Feedback:
     return found
 
 
-def drawing(length: int) -> SimpleNamespace:
-    """What the drafter asks of a target."""
+def drawing(length: int, vocab: int = 2) -> SimpleNamespace:
+    """What the drafter asks of a target, whose states are its distributions."""
     given = dict(length=length, columns=2, line=2, allowed=None)
-    return SimpleNamespace(**given, device="cpu", processor=Processor())
+    return SimpleNamespace(
+        **given,
+        device="cpu",
+        processor=Processor(),
+        sizes=SimpleNamespace(dim=vocab, ffn_dim=4),
+        embed=lambda tokens: F.one_hot(tokens, vocab).double(),
+        head=lambda states: states,
+        drawn_logits=lambda logits, drawn: logits.double(),
+    )
 
 
 def written(
@@ -95,7 +105,7 @@ def _first(drafter: JacobiDrafter, target: Tables) -> Ways:
     vocab = target[0].shape[-1]
     token = torch.arange(vocab)
     probs = target[0].expand(vocab, -1)
-    feedback = Feedback(TargetOutput(probs[:, None], torch.empty(0)), token)
+    feedback = Feedback(TargetOutput(probs[:, None], probs[:, None]), token)
     drafter.begin(feedback, Clock())
     tokens = token.new_zeros(vocab, len(target) + drafter.max_nodes)
     tokens[:, 0] = token
@@ -126,7 +136,7 @@ def _round(
     found.chance = chance[row, last, token]
     found.tokens.scatter_(1, found.count[:, None] + depth, tokens)
     found.count = found.count + result.kept
-    found.feedback = Feedback(TargetOutput(p[row], torch.empty(0)), token, tree, result, tokens)
+    found.feedback = Feedback(TargetOutput(p[row], p[row]), token, tree, result, tokens)
     return found
 
 
