@@ -20,6 +20,7 @@ from specmm.hf.picture_tokens import PictureTarget
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
+from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import save_drafter, save_drafters_of
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -407,13 +408,19 @@ def test_a_given_drafter_takes_the_place_of_the_models(kind, folder, tmp_path):
     for name, (model, drafter) in {
         "block": (copied, folder / "drafters/block"),
         "eagle": (folder, folder / "drafters/eagle"),
+        "corrector": (folder, folder / "drafters/corrector"),
         "none": (folder, None),
     }.items():
         pipe = opened(model, drafter=drafter)
-        assert sorted(pipe.parts.drafters) == ["block", "eagle"]
+        assert sorted(pipe.parts.drafters) == ["block", "corrector", "eagle"]
         target = target_of(pipe, kind, SCALE)
         drafted[name] = type(assemble(methods.Lantern(k=3), target, pipe.parts)[1])
-    assert drafted == {"block": BlockDrafter, "eagle": EagleDrafter, "none": EagleDrafter}
+    assert drafted == {
+        "block": BlockDrafter,
+        "eagle": EagleDrafter,
+        "corrector": JacobiDrafter,
+        "none": EagleDrafter,
+    }
 
 
 def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
@@ -422,7 +429,7 @@ def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
         opened(bare)("tree", method="speculative", output_type="latent", **sized(kind))
     with pytest.raises(ValueError, match="has no 'eagle' drafter"):
         opened(bare)("tree", method="eagle", output_type="latent", **sized(kind))
-    with pytest.raises(ValueError, match="must be a folder with a block drafter or an EAGLE head"):
+    with pytest.raises(ValueError, match="a block drafter, an EAGLE head or a corrector, got"):
         opened(bare, drafter=bare)
     sizes = opened(bare).owner.sizes
     wide = replace(sizes, dim=2 * sizes.dim)

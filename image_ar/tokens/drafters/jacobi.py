@@ -144,9 +144,7 @@ class JacobiDrafter:
         tree, result = feedback.drafted
         branches = len(hidden) // len(feedback.token)
         node = result.kept[:, None]  # of the draft that was rejected
-        there = node <= self.window
-        if feedback.fresh is not None:
-            there = there & ~feedback.fresh[:, None]
+        there = _continued(feedback, node <= self.window)
         node = node.clamp(max=self.window)
         width = corrector.config.target.dim
         place = branched(node, branches)[..., None].expand(-1, -1, width)
@@ -164,9 +162,7 @@ class JacobiDrafter:
         tree, result = feedback.drafted
         assert tree.probs is not None, "of this drafter's own tree"
         node = result.kept[:, None] + 1 + self.order[:count]
-        there = node <= self.window
-        if feedback.fresh is not None:
-            there = there & ~feedback.fresh[:, None]
+        there = _continued(feedback, node <= self.window)
         node = node.clamp(max=self.window)
         wide = node[..., None].expand(-1, -1, tree.probs.shape[-1])
         return tree.tokens.gather(1, node), tree.probs.gather(1, wide), there
@@ -220,6 +216,11 @@ class JacobiDrafter:
     def _enters(self, feedback: Feedback) -> Tensor:
         """Which places of the window [B, W] have no distribution from the last round."""
         return self.order >= self._scored(feedback)[:, None]
+
+
+def _continued(feedback: Feedback, there: Tensor) -> Tensor:
+    """``there`` [B, n] of rows that go on, and nothing of those that have just started."""
+    return there if feedback.fresh is None else there & ~feedback.fresh[:, None]
 
 
 NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}
