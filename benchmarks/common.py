@@ -82,8 +82,8 @@ def playable(pipe: LlamaGenPipeline, contenders: Iterable[methods.Method]) -> li
     codes = pipe.transformer.config.vocab_size
     kept = []
     for method in contenders:
-        needs = "eagle" if method.name == "eagle" else getattr(method, "drafter", None)
-        if needs is not None and needs not in pipe.parts.drafters:
+        if not pipe.parts.serves(method):
+            needs = method.choice.drafter
             print(f"left out {label(method)}: the model has no {needs!r} drafter", flush=True)
         elif getattr(method, "k", 0) > codes - 2:
             print(f"left out {label(method)}: the codebook has {codes} codes only", flush=True)

@@ -22,6 +22,7 @@ SPEED: tuple[methods.Method, ...] = (
     methods.Lantern(),
     methods.Lantern(drafter="block"),
     methods.SJD(),
+    methods.SJD(corrected=True),
 )
 
 QUALITY: tuple[methods.Method, ...] = (

@@ -22,6 +22,7 @@ from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.kinds import check_whole
 from specmm.layered import Layered, Skip, skipped
 from specmm.methods.base import DRAFTERS as PLACES
+from specmm.methods.images import Init
 from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
 from specmm.registry import named, parse_spec, unknown
@@ -211,10 +212,12 @@ def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The target itself, on a chain of at most a picture; methods that say nothing of it couple its
-    drafts where the rule allows it.
+    drafts where the rule allows it. A relaxed rule keeps too many copies of neighbours.
     """
-    coupled = not looks_ahead(rule_kind(choice.rule).rule)
-    method = choice.method or methods.SJD(coupled=coupled)
+    kind = rule_kind(choice.rule)
+    coupled = not looks_ahead(kind.rule)
+    init: Init = "last" if kind.relaxed else methods.SJD.init
+    method = choice.method or methods.SJD(coupled=coupled, init=init)
     window = min(_chain(choice, method.window), target.length - 1)
     corrector = parts.head("corrector") if choice.drafter == "corrector" else None
     return JacobiDrafter(target, window, method.init, method.coupled, corrector)

@@ -156,8 +156,8 @@ def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) 
 
 def relaxed_methods(parts: PictureParts) -> list[Method]:
     """Those whose certificate is "bounded", from little borrowed mass to much."""
-    usual = ("corrector", "block", "eagle")
-    drafter: Any = parts.given or next((x for x in usual if x in parts.drafters), "jacobi")
+    own = parts.given if parts.given in ("block", "eagle") else None
+    drafter: Any = own or ("block" if "block" in parts.drafters else "eagle")
     borrowing = (methods.LanternPP(lambda_=x, k=k, drafter=drafter) for x, k in BORROWING)
     return [methods.GSD(), *borrowing, methods.Lantern()]
 

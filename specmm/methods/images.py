@@ -163,8 +163,7 @@ class LanternPP(Composed):
     """LANTERN++ (arXiv 2502.06352): LANTERN on a static tree, borrowing at most (λ - 1) p(x).
 
     ``residual`` is LANTERN's: by default it never emits an excluded token. ``sure`` is
-    Speculative's. Drafters "jacobi" and "corrector" draft a chain as SJD does, as it is and
-    ``corrected``.
+    Speculative's.
     """
 
     name: ClassVar[str] = "lantern++"
@@ -172,7 +171,7 @@ class LanternPP(Composed):
     lambda_: float = 20.0
     k: int = 60
     residual: Literal["corrected", "release"] = "corrected"
-    drafter: Literal["block", "eagle", "jacobi", "corrector"] = "block"
+    drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rejected_weight: float = 0.3  # as Speculative's
     sure: float = 0.0

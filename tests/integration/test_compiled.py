@@ -28,7 +28,11 @@ OPTIONS = {  # method, guidance, top k
     "sjd": (methods.SJD(window=4), 1.0, 20),
     "sjd, left": (methods.SJD(window=4, init="left"), 1.0, 20),
     "sjd, corrected": (methods.SJD(window=4, corrected=True), 1.5, 20),
-    "lantern++, corrected": (methods.LanternPP(drafter="corrector", tree="chain(4)"), 1.0, 0),
+    "lantern++, corrected": (
+        methods.Draft(drafter="corrector", tree="chain(4)", rule="lantern++(k=10, lambda_=5.0)"),
+        1.0,
+        0,
+    ),
     "sjd, drawn afresh": (methods.SJD(window=4, init="last", coupled=False), 1.0, 20),
 }
 

@@ -33,7 +33,7 @@ CONTINUOUS = (
     methods.SJD(window=5, init="last"),
     methods.SJD(window=5, coupled=False),
     methods.SJD(window=5, corrected=True),
-    methods.LanternPP(drafter="corrector", tree="chain(5)"),
+    methods.Draft(drafter="corrector", tree="chain(5)", rule="lantern++(k=10, lambda_=5.0)"),
     methods.GSD(window=5, coupled=True),
 )
 

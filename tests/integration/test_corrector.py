@@ -18,6 +18,7 @@ from specmm.cli import app
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
+from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.corrector import Corrector, CorrectorConfig
 from specmm.image_ar.tokens.drafters.jacobi import CORRECTED, JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
@@ -231,11 +232,23 @@ def test_a_model_without_one_says_so(copy):
 @pytest.mark.parametrize("drafter", ["jacobi", "corrector"])
 def test_borrowed_drafts_are_bounded(make_tiny, drafter):
     pipe = make_tiny()
-    method = methods.LanternPP(lambda_=5.0, k=10, drafter=drafter)
-    out = pipe(classes=["heart"], method=method, generator=torch.Generator().manual_seed(0))
+    given = dict(drafter=drafter, rule="lantern++(k=10, lambda_=5.0)")
+    out = pipe(
+        classes=["heart"], method=methods.Draft(**given), generator=torch.Generator().manual_seed(0)
+    )
     assert out.certificate.kind == "bounded" and out.certificate.tv > 0
     with pytest.raises(ValueError, match=r"needs a chain, as chain\(15\)"):
-        pipe(classes=["heart"], method=methods.LanternPP(drafter=drafter, tree=(2, 1)))
+        pipe(classes=["heart"], method=methods.Draft(**given, tree=(2, 1)))
+
+
+def test_relaxed_rules_are_given_no_copies_of_neighbours(make_tiny):
+    """They would keep too many: of LANTERN++'s pictures of pocket/llamagen with such drafts the
+    Fréchet distance is 1.17 of plain decoding's, with a block drafter's 1.03.
+    """
+    pipe = make_tiny()
+    for rule, init in (("lantern++(k=10)", "last"), ("recursive", "above")):
+        method = methods.Draft(drafter="jacobi", rule=rule)
+        assert assemble(method, pipe.target(), pipe.parts)[1].init == init
 
 
 def test_states_of_other_layers_are_left_out():
