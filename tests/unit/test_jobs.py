@@ -349,20 +349,26 @@ def test_digests_of_files_notice_weights_and_sizes(tmp_path):
 
 def test_a_record_of_a_long_job_is_small(tmp_path):
     """Of a million items 5 GB were kept at the end of a job, and before its model was opened."""
-    (tmp_path / JOURNALS).mkdir()
     spec, items = Spec("any"), [item(f"item-{i:05d}") for i in range(3000)]
     facts = {"certificate": {"kind": "exact", "settings": {"temperature": 0.7, "cfg": 1.0}}}
     facts |= {"stats": {"tokens": 143, "tau": 1.0, "seconds": 0.4, "batch": 4}, "method": "ar"}
-    journal = Journal(tmp_path / JOURNALS, "local")
     done = {"state": "done", "file": f"results/00/{'x' * 20}.png", "sha256": "0" * 64, **facts}
-    journal.append([{"id": i.id, "item": i.digest, "seed": i.seed, **done} for i in items])
-    journal.close()
-    tracemalloc.start()
-    summary = finish(tmp_path, spec, items, 1000)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+
+    def finished(folder, some):
+        (folder / JOURNALS).mkdir(parents=True)
+        journal = Journal(folder / JOURNALS, "local")
+        journal.append([{"id": i.id, "item": i.digest, "seed": i.seed, **done} for i in some])
+        journal.close()
+        tracemalloc.start()
+        summary = finish(folder, spec, some, 1000)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return summary, peak
+
+    finished(tmp_path / "short", items[:1])  # what is imported for it is not of the record
+    summary, peak = finished(tmp_path / "long", items)
     assert summary["done"] == 3000
-    assert len((tmp_path / "index.jsonl").read_text().splitlines()) == 3000
+    assert len((tmp_path / "long/index.jsonl").read_text().splitlines()) == 3000
     assert peak / len(items) < 2000, f"{peak / len(items):.0f} bytes an item"
 
 
