@@ -157,6 +157,7 @@ EAGLE3 = {layout: f"{HEADS}:to_{layout}" for layout in ("speculators", "eagle", 
 FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("picture model's block drafter", _model("BlockHead"), ("speculative",)),
     DrafterFormat("picture model's EAGLE head", _model("EagleHead"), ("eagle",)),
+    DrafterFormat("picture model's corrector of Jacobi drafts", _model("Corrector"), ("sjd",)),
     DrafterFormat("speculators EAGLE-3 head", _named("eagle3"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators P-EAGLE head", _named("peagle"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators DFlash drafter", _named("dflash"), ("block",)),

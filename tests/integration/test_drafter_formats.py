@@ -55,6 +55,7 @@ POCKET = {
     "coder/drafters/deer": "DEER drafter",
     "llava/drafters/msd": "MSD head",
     "llamagen/drafters/block": "picture model's block drafter",
+    "llamagen/drafters/corrector": "picture model's corrector of Jacobi drafts",
     "llamagen/drafters/eagle": "picture model's EAGLE head",
     "llava": "vision-language model",
     "smollm2": "language model in a Python package",
