@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from specmm import methods, zoo
-from specmm.hf.drafter_formats import ModelFolder, mtp_layers, recognised
+from specmm.hf.drafter_formats import DrafterFormat, ModelFolder, mtp_layers, recognised
 from specmm.hf.drafters.files import layers_named
 from specmm.hf.picture_models import picture_type, processes
 from specmm.hf.pretrained import TOKENIZER, find_target, load_config, weights_folder
@@ -124,7 +124,7 @@ class _Reader:
             methods=known,
             wanted=self._wanted() if kind.own else self._alone(),
             sizes=self._sizes(),
-            use=self._use(known, self._command(kind.command, takes), bool(drafters)),
+            use=self._use(kind, known, self._command(kind.command, takes), bool(drafters)),
             notes=tuple(self.notes),
             drafters=drafters,
             takes=takes,
@@ -182,7 +182,9 @@ class _Reader:
         """Of a picture model that does not draw it is another one's."""
         return "ask" if usual == "generate" and "answers" in takes and len(takes) == 1 else usual
 
-    def _use(self, known: tuple[str, ...], command: str, drafters: bool) -> str:
+    def _use(
+        self, kind: DrafterFormat, known: tuple[str, ...], command: str, drafters: bool
+    ) -> str:
         """The command that uses it."""
         path = self.folder.path
         composed = "language_model" in self.folder.facts
@@ -192,7 +194,8 @@ class _Reader:
             return "nothing here uses it"
         if known[0] in methods.IMAGE_TOKENS:
             place = path.name if path.parent.name == "drafters" else known[0]
-            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{place}"
+            asked = " -o ".join([known[0], *kind.options])
+            return f"specmm generate MODEL --method {asked}, from the model's drafters/{place}"
         run = "complete" if known[0] in methods.TEXT else "ask"
         return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
 

@@ -83,6 +83,11 @@ def test_what_ships_is_told_apart(case):
     assert inspect(ZOO / case).format == POCKET[case]
 
 
+def test_a_corrector_says_how_it_is_asked_for():
+    found = inspect(ZOO / "llamagen/drafters/corrector").use
+    assert found.startswith("specmm generate MODEL --method sjd -o corrected=true, from")
+
+
 def test_a_release_says_its_target():
     wanted = inspect(PARITY / "blocks/speculators-dspark-vanilla").wanted
     assert wanted.name == "tiny/target" and wanted.architectures == ("Qwen3ForCausalLM",)
