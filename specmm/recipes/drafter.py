@@ -146,8 +146,6 @@ def _sources(
             "draws from prompts alone"
         )
     place = data.args[0]  # as the recipe's setting has it
-    if prompts is not None and not prompts.is_file():
-        raise ValueError(f"prompts must be a file with a prompt a line, got {prompts}")
     if prompts is None and not place:
         raise ValueError(
             "a drafter needs pictures to learn from: give --set prompts=FILE, a prompt a line, or "

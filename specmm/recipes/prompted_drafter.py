@@ -43,7 +43,9 @@ HELD = 32  # pictures at most that acceptance is measured on
 
 
 def prompts_in(file: Path) -> list[str]:
-    """The lines of ``file`` that say anything; raises ``ValueError`` for a file without one."""
+    """The lines of ``file`` that say anything; raises ``ValueError`` where there is none."""
+    if not file.is_file():
+        raise ValueError(f"prompts must be a file with a prompt a line, got {file}")
     found = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     if not any(found):
         raise ValueError(f"prompts must be a file with a prompt a line, got none in {file}")

@@ -194,6 +194,8 @@ def test_the_recipe_of_prompts(tmp_path):
     (tmp_path / "prompts.txt").write_text("a tree\nblue hill\n")
     told = train(tmp_path / "model", *QUICK)
     assert told.exit_code == 2 and "a prompt a line" in told.output
+    told = train(tmp_path / "model", *QUICK, "--set", "prompts=/none")
+    assert told.exit_code == 2 and "prompts must be a file with a prompt a line" in told.output
     words = ("--set", f"prompts={tmp_path / 'prompts.txt'}", "--out", tmp_path / "run")
     made = train(tmp_path / "model", *QUICK, *words)
     assert made.exit_code == 0, made.output
