@@ -154,13 +154,13 @@ def corrector_loss(
     dtype = target.dtype
     with torch.no_grad():
         new, old = (target.embed(tokens)[:, None] for tokens in (places.new, places.old))
-        probs = _probs(target, places.true[:, None].to(dtype), temperature).exp()
+        probs = _log_probs(target, places.true[:, None].to(dtype), temperature).exp()
     states = corrector(places.stale[:, None].to(dtype), new, old)
-    drafted = _probs(target, states, temperature)
+    drafted = _log_probs(target, states, temperature)
     overlap = torch.minimum(probs, drafted.exp()).sum(-1).mean()
     return -(probs * drafted).sum(-1).mean(), overlap
 
 
-def _probs(target: DrawingTarget, states: Tensor, temperature: float) -> Tensor:
+def _log_probs(target: DrawingTarget, states: Tensor, temperature: float) -> Tensor:
     """log p [M, 1, V] of ``states`` [M, 1, C]."""
     return (target.head(states).float() / temperature).log_softmax(-1)
