@@ -19,7 +19,7 @@ from specmm.randomness import UniformSource
 from specmm.registry import maker_of
 from specmm.stats import Clock
 from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
+from specmm.tree import DraftTree, TreeShape, at_nodes
 from specmm.verify.rule import Rule, VerifyResult
 
 
@@ -50,12 +50,14 @@ class Feedback:
         assert self.result is not None
         hidden = self.output.hidden
         path = branched(self.result.path.clamp(min=0), len(hidden) // len(self.token))
-        return hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[-1]))
+        return at_nodes(hidden, path)
 
 
 def committed(tree: DraftTree, result: VerifyResult) -> Tensor:
     """The tokens of a round [B, D + 1]: the drafts kept, then the recovered or bonus token."""
-    drafts = tree.tokens.gather(1, result.path[:, 1:].clamp(min=0))
+    drafts = tree.tokens[:, 1:]
+    if not tree.shape.is_chain:
+        drafts = tree.tokens.gather(1, result.path[:, 1:].clamp(min=0))
     tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], dim=1)
     return tokens.scatter_(1, result.kept[:, None] - 1, result.next_token[:, None])
 

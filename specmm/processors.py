@@ -10,6 +10,7 @@ Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -146,23 +147,28 @@ class Processor:
         Greedy distributions are written to ``out``, if given: allocating memory for a large
         vocabulary would take longer than all the rest.
         """
+        if not self.greedy:
+            return self.scores(logits, seen).softmax(-1)
         self.check_vocabulary(logits.shape[-1])
-        penalised = seen is not None and self.stateful
         kind = torch.promote_types(logits.dtype, torch.float32)
-        if not self.greedy or penalised:
-            logits = logits.to(kind)
-        if seen is not None and penalised:
+        if seen is not None and self.stateful:
+            logits = penalise(logits.to(kind), seen, self.repetition_penalty)
+        probs = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
+        return probs.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+    def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """What the distributions of :meth:`__call__` are the softmax of, if ``temperature`` is
+        above 0: [..., V], negative infinity where a token is excluded.
+        """
+        self.check_vocabulary(logits.shape[-1])
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if seen is not None and self.stateful:
             logits = penalise(logits, seen, self.repetition_penalty)
-        if self.greedy:
-            probs = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
-            return probs.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         if self.temperature != 1:
             logits = logits / max(self.temperature, 1e-5)
-        dist = logits.softmax(-1)
         if self.top_k in (0, logits.shape[-1]) and self.top_p == 1:
-            return dist
-        dist = dist * torch.ge(logits, self.threshold(logits)).to(dist.dtype)
-        return dist / dist.sum(-1, keepdim=True)
+            return logits
+        return logits.masked_fill(logits < self.threshold(logits), float("-inf"))
 
     def threshold(self, logits: Tensor) -> Tensor:
         """The smallest of ``logits`` [..., V] that top-k and top-p keep, [..., 1]."""
@@ -213,7 +219,10 @@ def check_finite(logits: Tensor, round_number: int, model_name: str, step: str =
     """
     if logits.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    extremes = torch.stack(logits.detach().aminmax())  # both are NaN if anything is
+    logits = logits.detach()
+    if math.isfinite(logits.sum(dtype=torch.float32)):  # then so are all, and this is quick
+        return
+    extremes = torch.stack(logits.aminmax())  # both are NaN if anything is
     if not bool(extremes.isfinite().all()):
         raise ValueError(
             f"logits must be finite, got NaN or infinity from {model_name} in "

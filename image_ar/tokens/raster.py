@@ -30,8 +30,10 @@ def upper_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Te
 
     Where there is none: the latest known, or -1 for a token that ends the row.
     """
+    latest = known[:, None]
     above = places - target.line
-    ahead = (above - known[:, None]).clamp(min=0)  # as many rows up as it takes to be known
+    ahead = (above - latest).clamp(min=0)  # as many rows up as it takes to be known
     above = above - (ahead + target.line - 1) // target.line * target.line
-    latest = torch.where(places % target.line < target.columns, known[:, None], -1)
+    if target.columns < target.line:
+        latest = torch.where(places % target.line < target.columns, latest, -1)
     return torch.where(above >= 0, above, latest)

@@ -108,7 +108,7 @@ class Traversal:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`."""
-        if tree.shape.shared and tree.shape.width == 1:
+        if tree.shape.is_chain and tree.shape.width:
             return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
         # missing children (-1) fall into the spare column
         reach = p.new_ones(len(p), tree.shape.size + 1)

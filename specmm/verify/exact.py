@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.tree import DraftTree, TreeShape, at_nodes
 from specmm.verify.rule import Decisions
 
 
@@ -174,7 +174,7 @@ def top_down(tree: DraftTree, p: Tensor, step: Step, chance: Chance | None = Non
     With ``chance``, which is ``step`` without its residual, the residuals of a chain are not
     computed but for the one that is sampled.
     """
-    if chance is not None and tree.shape.shared and tree.shape.width == 1:
+    if chance is not None and tree.shape.is_chain and tree.shape.width:
         return _along_a_chain(tree, p, step, chance)
     walk = families_of(tree.shape)
     target = p.index_select(1, walk.inner)  # [B, P, V]
@@ -193,13 +193,13 @@ def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> De
     accept = F.pad(chance(p[:, :-1], drafts), (1, 0), value=1.0)
 
     def after(node: Tensor) -> Tensor:
-        row = torch.arange(len(node), device=node.device)
+        node = node[:, None]
         draft = (node + 1).clamp(max=tree.shape.size - 1)
-        dist = None if probs is None else probs[row, draft, None]
-        before = p[row, node]
-        _, rest = step(before[:, None], Trial(tree.tokens[row, draft, None], dist, 0, sizes[:, :1]))
-        is_last = (draft == node)[:, None]  # no draft follows it
-        return torch.where(is_last, before, rest[:, 0])
+        dist = None if probs is None else at_nodes(probs, draft)
+        before = at_nodes(p, node)
+        _, rest = step(before, Trial(tree.tokens.gather(1, draft), dist, 0, sizes[:, :1]))
+        is_last = (draft == node)[..., None]  # no draft follows it
+        return torch.where(is_last, before, rest)[:, 0]
 
     return Decisions(accept, after)
 
@@ -262,13 +262,20 @@ def strict_step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
 
     A point mass has q = 1 at its token.
     """
-    own = take(target, trial.token)
     if trial.probs is None:
         rest = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
-        return own, normalised(rest, target)
+    else:
+        rest = (target - trial.probs).clamp_(min=0)
+    return strict_chance(target, trial), normalised(rest, target)
+
+
+def strict_chance(target: Tensor, trial: Trial) -> Tensor:
+    """The first half of :func:`strict_step`."""
+    own = take(target, trial.token)
+    if trial.probs is None:
+        return own
     drawn = take(trial.probs, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
-    rest = (target - trial.probs).clamp_(min=0)
-    return (own / drawn).clamp(max=1), normalised(rest, target)
+    return (own / drawn).clamp_(max=1)
 
 
 @dataclass(frozen=True)
@@ -287,7 +294,9 @@ class Recursive:
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`."""
-        return point_masses(tree, p) if tree.probs is None else top_down(tree, p, strict_step)
+        if tree.probs is None:
+            return point_masses(tree, p)
+        return top_down(tree, p, strict_step, strict_chance)
 
 
 @dataclass(frozen=True)

@@ -115,18 +115,35 @@ def sample_result(decisions: Decisions, shape: TreeShape, uniforms: Tensor) -> V
     """The path and the next token that ``uniforms`` [B, N + 1] select."""
     hit = uniforms[:, :-1] < decisions.accept  # strict: probability 0 is never accepted
     hit[:, 0] = True
-    if decisions.order is None:
-        on_path = _path_from_the_root(shape, hit)
-    else:
-        on_path = _path_of_the_first_hit(shape, hit, decisions.order)
-    reached = on_path * (shape.depths + 1)  # [B, N]: depth + 1 on the path, 0 off it
-    kept, last = reached.max(1)
+    find = _along_a_chain if shape.is_chain else _through_a_tree
+    path, kept, last = find(shape, hit, decisions.order)
     next_token = categorical(decisions.probs_after(last), uniforms[:, -1])
-    path = _nodes_by_depth(reached, shape.depth)
     excess = None
     if decisions.excess is not None:
         excess = decisions.excess.gather(1, path.clamp(min=0)).masked_fill(path < 0, 0.0)
     return VerifyResult(path, kept, next_token, excess)
+
+
+Path: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""A path [B, D + 1] padded with -1, its number of nodes [B], and its last node [B]."""
+
+
+def _along_a_chain(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
+    """What ``hit`` [B, N] keeps of a chain: :func:`_through_a_tree` in fewer operations."""
+    last = hit.cumprod(1).sum(1) - 1 if order is None else _first_hit(hit, order)[:, 0]
+    nodes = shape.depths
+    return torch.where(nodes <= last[:, None], nodes, -1), last + 1, last
+
+
+def _through_a_tree(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
+    """What ``hit`` [B, N] keeps, tested from the root down or in ``order`` [M] or [B, M]."""
+    if order is None:
+        on_path = _path_from_the_root(shape, hit)
+    else:
+        on_path = _path_of_the_first_hit(shape, hit, order)
+    reached = on_path * (shape.depths + 1)  # [B, N]: depth + 1 on the path, 0 off it
+    kept, last = reached.max(1)
+    return _nodes_by_depth(reached, shape.depth), kept, last
 
 
 def _path_from_the_root(shape: TreeShape, hit: Tensor) -> Tensor:
@@ -138,11 +155,16 @@ def _path_from_the_root(shape: TreeShape, hit: Tensor) -> Tensor:
 
 def _path_of_the_first_hit(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
     """Nodes kept [B, N] by a bottom-up rule: up to the first hit of ``order`` [M] or [B, M]."""
-    order = F.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
-    first = hit.gather(1, order).int().argmax(1, keepdim=True)  # argmax takes the first of equals
-    last = order.gather(1, first).squeeze(1)
+    last = _first_hit(hit, order).squeeze(1)
     row = torch.arange(len(last), device=last.device)
     return shape.ancestors.expand(len(last), -1, -1)[row, last]
+
+
+def _first_hit(hit: Tensor, order: Tensor) -> Tensor:
+    """The first node [B, 1] of ``order`` [M] or [B, M], and of the root after them, that is hit."""
+    order = F.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
+    first = hit.gather(1, order).int().argmax(1, keepdim=True)  # argmax takes the first of equals
+    return order.gather(1, first)
 
 
 def _nodes_by_depth(reached: Tensor, depth: int) -> Tensor:

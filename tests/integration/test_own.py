@@ -3,6 +3,7 @@ of them.
 """
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -334,9 +335,12 @@ def test_an_installed_package_brings_its_own_by_entry_points(tmp_path, monkeypat
     assert make_tree("chain(3)").parents.tolist() == [[-1, 0, 1, 2]]
     with pytest.raises(ValueError, match="drafter 'lost' of twigs must be importable as twigs"):
         draw(pipe, drafter="lost")
-    (facts / "entry_points.txt").write_text(text.replace("\nlost = twigs.drafter:Nothing", ""))
+    shutil.move(facts, tmp_path / "twigs-1.1.dist-info")  # as a package that is installed again
+    text = text.replace("\nlost = twigs.drafter:Nothing", "")
+    (tmp_path / "twigs-1.1.dist-info" / "entry_points.txt").write_text(text)
     listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
     assert "murmur" in listed["drafters of image tokens"]
+    assert "lost" not in listed["drafters of image tokens"]
     assert "murmur" in listed["drafters of answers and texts"]
     assert listed["rules"]["ratio"].startswith("exact by the word of twigs: Speculative sampling")
     assert "twig(teeth, length)" in listed["trees"]

@@ -35,7 +35,7 @@ from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
 from specmm.shape.trees import Siblings, draw_siblings
 from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
+from specmm.tree import DraftTree, TreeShape, at_nodes
 
 
 @dataclass(frozen=True)
@@ -305,8 +305,10 @@ class BlockDrafter:
         """
         if not self.sampled:
             return logits
-        dist = self.target.processor(logits)
-        return dist if self.rejected is None else self.rejected.mix(dist, level.depth)
+        processor = self.target.processor
+        if self.rejected is None:
+            return processor(logits)
+        return self.rejected.mix(processor.scores(logits), level.depth)
 
     def _draw(
         self, dist: Tensor, level: BlockLevel, uniforms: UniformSource
@@ -415,8 +417,9 @@ class RejectedPositions:
     for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
     (arXiv 2410.01699) drafts from. A mixture is q^(1 - w) s^w, normalised, of the drafter's q and
     that older distribution s, with w = ``weight`` in [0, 1): it costs no forward and overlaps with
-    the target's more than either. Decoding stays exact, because the mixture is settled before the
-    draft is drawn from it, and the tree records it.
+    the target's more than either. It is made of logarithms, a softmax for what would be six
+    operations. Decoding stays exact, because the mixture is settled before the draft is drawn from
+    it, and the tree records it.
     """
 
     def __init__(self, shapes: Sequence[TreeShape], weight: float) -> None:
@@ -424,34 +427,34 @@ class RejectedPositions:
         self.weight = weight
         for shape in shapes:  # now, for a program cannot
             shape.once("first below", first_below)
-        self.probs: tuple[Tensor, ...] | None = None  # s^w by level [B, 1, V]; None after a prefill
+        # w log s by level [B, 1, V]; None after a prefill
+        self.older: tuple[Tensor, ...] | None = None
 
     def read(self, feedback: Feedback) -> None:
         """Keep the distributions after what ``feedback`` rejected, for the tree drafted next."""
         if feedback.result is None:
-            self.probs = None
+            self.older = None
             return
         end = (feedback.result.kept - 1).clamp(min=0)[:, None]
         last = feedback.result.path.gather(1, end)  # [B, 1]
         below = feedback.drafted[0].shape.once("first below", first_below)
         source = below[last[:, 0]]  # [B, D]
-        probs = feedback.output.probs
-        place = source.clamp(min=0)[..., None].expand(-1, -1, probs.shape[-1])
-        share = self.weight * (source >= 0)[..., None].to(probs.dtype)  # [B, D, 1]
-        older = probs.gather(1, place).clamp_(min=torch.finfo(probs.dtype).tiny)
-        self.probs = older.pow_(share).split(1, dim=1)
+        there = source >= 0
+        if feedback.fresh is not None:
+            there = there & ~feedback.fresh[:, None]
+        older = at_nodes(feedback.output.probs, source.clamp(min=0))  # [B, D, V]
+        share = self.weight * there[..., None].to(older.dtype)
+        older.clamp_(min=torch.finfo(older.dtype).tiny).log_().mul_(share)
+        self.older = older.split(1, dim=1)
         self.rest = (1 - share).split(1, dim=1)
-        self.fresh = feedback.fresh
 
-    def mix(self, probs: Tensor, depth: int) -> Tensor:
-        """The distributions [B, P, V] of the parents' children at ``depth`` ≥ 1, mixed where there
-        is an older one.
+    def mix(self, scores: Tensor, depth: int) -> Tensor:
+        """The distributions [B, P, V] of the parents' children at ``depth`` ≥ 1, which are the
+        softmax of ``scores``, mixed where there is an older one.
         """
-        if self.probs is None or depth > len(self.probs):
-            return probs
-        mixed = probs.pow(self.rest[depth - 1]).mul_(self.probs[depth - 1])
-        mixed.div_(mixed.sum(-1, keepdim=True))
-        return mixed if self.fresh is None else torch.where(self.fresh[:, None, None], probs, mixed)
+        if self.older is not None and depth <= len(self.older):
+            scores = torch.addcmul(self.older[depth - 1], scores, self.rest[depth - 1])
+        return scores.softmax(-1)
 
 
 def first_below(shape: TreeShape) -> Tensor:

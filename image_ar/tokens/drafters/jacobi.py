@@ -34,6 +34,8 @@ picture, C width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -45,8 +47,8 @@ from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.methods.images import Init, check_init
 from specmm.randomness import UniformSource, categorical
 from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
-from specmm.verify.exact import Trial, one_hot, strict_step
+from specmm.tree import DraftTree, TreeShape, at_nodes
+from specmm.verify.exact import Trial, strict_step
 
 # Share of the newest distribution at the first place of a coupled window. The token before it has
 # just been replaced, so that the newest distribution is as much out of date as the one before, and
@@ -54,6 +56,16 @@ from specmm.verify.exact import Trial, one_hot, strict_step
 NEWEST = 0.6
 # The same of a corrected one: tau 2.92 instead of 2.78 without the one before, 2.87 at 0.6
 CORRECTED = 0.8
+
+
+class Earlier(NamedTuple):
+    """What the last round drafted at a window's places: ``tokens`` [B, W], the distributions they
+    were drawn from, ``probs`` [B, W, V], and where it drafted anything, ``there`` [B, W] bool.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    there: Tensor
 
 
 class JacobiDrafter:
@@ -100,38 +112,39 @@ class JacobiDrafter:
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """Draw the window after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        probs = self.newest(feedback)
+        earlier = self.earlier(feedback) if self.coupled else None
+        probs = self.newest(feedback, earlier)
         if not self.coupled:
             drafts = categorical(probs[:, 1:], uniforms.draw(self.window))
         else:
             stay, draw = uniforms.draw(2 * self.window).chunk(2, dim=1)
-            old, chance, rest = self.coupling(feedback, probs)
+            old, chance, rest = self.coupling(earlier, probs)
             drafts = torch.where(stay < chance, old, categorical(rest, draw))
         return self.begun(feedback, probs, drafts)
 
-    def newest(self, feedback: Feedback) -> Tensor:
+    def newest(self, feedback: Feedback, earlier: Earlier | None) -> Tensor:
         """What the window is drawn from [B, N, V]: the target's newest distributions, and where
         there is none the last place's, or any token.
         """
         newest = feedback.output.probs
-        probs = newest.new_zeros(len(newest), self.window + 1, newest.shape[-1])
-        probs[:, 1:] = newest[:, -1:]
-        if feedback.result is not None:
-            # the node that predicts each place
-            source = feedback.result.kept[:, None] + self.order  # [B, W]
-            place = source.clamp(max=self.window)[..., None].expand(-1, -1, newest.shape[-1])
-            probs[:, 1:] = newest.gather(1, place)
+        if feedback.result is None:
+            probs = newest[:, -1:].repeat(1, self.window + 1, 1)
+        else:
+            # the node that predicts each place, the root's own included, which is not read
+            source = feedback.result.kept[:, None] - 1 + self.shape.depths  # [B, N]
+            probs = at_nodes(newest, source.clamp(0, self.window))
         if self.init != "last" or self.corrector is not None:
             self._read(feedback)
         if self.init == "random":
             places = self.root[:, None] + 1 + self.order
             flat = _anything(self.target, places, probs)
-            probs[:, 1:] = torch.where(self._enters(feedback)[..., None], flat, probs[:, 1:])
+            enters = self.order >= self._scored(feedback)[:, None]
+            probs[:, 1:] = torch.where(enters[..., None], flat, probs[:, 1:])
         if self.corrector is not None and feedback.result is not None:
             first, there = self._corrected(self.corrector, feedback)
             probs[:, 1:2] = torch.where(there[..., None], first, probs[:, 1:2])
-        if self.steadied and feedback.result is not None:
-            _, before, there = self._before(feedback, 1)
+        if self.steadied and earlier is not None:
+            before, there = earlier.probs[:, :1], earlier.there[:, :1]
             mixed = torch.lerp(before, probs[:, 1:2], self.newest_share)
             probs[:, 1:2] = torch.where(there[..., None], mixed, probs[:, 1:2])
         return probs
@@ -147,35 +160,33 @@ class JacobiDrafter:
         there = _continued(feedback, node <= self.window)
         node = node.clamp(max=self.window)
         width = corrector.config.target.dim
-        place = branched(node, branches)[..., None].expand(-1, -1, width)
-        stale = hidden[..., :width].gather(1, place)  # [R, 1, C]
+        stale = at_nodes(hidden, branched(node, branches))[..., :width]  # [R, 1, C]
         tokens = torch.cat([feedback.token[:, None], tree.tokens.gather(1, node)], dim=1)
         new, old = branched(self.target.embed(tokens), branches).split(1, dim=1)
         logits = self.target.head(corrector(stale, new, old)).float()
         drawn = self.target.drawn_logits(logits, self.root[:, None] + 1)
         return self.target.processor(drawn), there
 
-    def _before(self, feedback: Feedback, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What the last round drafted at the window's first ``count`` places [B, count], from what
-        distributions [B, count, V], and where it drafted anything [B, count].
-        """
+    def earlier(self, feedback: Feedback) -> Earlier | None:
+        """What the last round drafted at the window's places; None after a prefill."""
+        if feedback.result is None:
+            return None
         tree, result = feedback.drafted
         assert tree.probs is not None, "of this drafter's own tree"
-        node = result.kept[:, None] + 1 + self.order[:count]
+        node = result.kept[:, None] + 1 + self.order
         there = _continued(feedback, node <= self.window)
         node = node.clamp(max=self.window)
-        wide = node[..., None].expand(-1, -1, tree.probs.shape[-1])
-        return tree.tokens.gather(1, node), tree.probs.gather(1, wide), there
+        return Earlier(tree.tokens.gather(1, node), at_nodes(tree.probs, node), there)
 
-    def coupling(self, feedback: Feedback, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def coupling(self, earlier: Earlier | None, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each place's draft of the last round [B, W], the chance that it stays, and what is drawn
         from else [B, W, V], of any positive total, so that together they give ``probs`` [B, N, V].
         """
         now = probs[:, 1:]
-        if feedback.result is None:
+        if earlier is None:
             never = torch.zeros_like(now[..., 0])
             return never.long(), never, now
-        old, before, there = self._before(feedback, self.window)
+        old, before, there = earlier
         chance, rest = strict_step(now, Trial(old, before * there[..., None], 0, old))
         return old, chance * there, rest
 
@@ -185,12 +196,13 @@ class JacobiDrafter:
         """
         if self.init in NEIGHBOURS:
             places = self.root[:, None] + 1 + self.order
-            known = self.root + self._scored(feedback)
+            scored = self._scored(feedback)
             self.tokens.scatter_(1, places, drafts)
-            source = NEIGHBOURS[self.init](places, known, self.target)
+            source = NEIGHBOURS[self.init](places, self.root + scored, self.target)
             guesses = self.tokens.gather(1, source.clamp(min=0))
-            guessed = self._enters(feedback) & (source >= 0)
-            probs[:, 1:] = torch.where(guessed[..., None], one_hot(guesses, probs), probs[:, 1:])
+            guessed = (self.order >= scored[:, None]) & (source >= 0)
+            drawn = probs[:, 1:].mul_(~guessed[..., None])
+            drawn.scatter_add_(-1, guesses[..., None], guessed[..., None].to(probs.dtype))
             drafts = torch.where(guessed, guesses, drafts)
         return DraftTree(torch.cat([feedback.token[:, None], drafts], dim=1), self.shape, probs)
 
@@ -202,8 +214,8 @@ class JacobiDrafter:
         before = self.root
         if feedback.fresh is not None:
             before = torch.where(feedback.fresh, -1, before)
-        steps = torch.arange(1, self.window + 2, device=before.device)
-        self.tokens.scatter_(1, before[:, None] + steps, feedback.tokens)
+        places = before[:, None] + 1 + self.shape.depths
+        self.tokens.scatter_(1, places, feedback.tokens)
         self.root.copy_(before + feedback.result.kept)
 
     def _scored(self, feedback: Feedback) -> Tensor:
@@ -212,10 +224,6 @@ class JacobiDrafter:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
         return scored if feedback.fresh is None else scored.masked_fill(feedback.fresh, 0)
-
-    def _enters(self, feedback: Feedback) -> Tensor:
-        """Which places of the window [B, W] have no distribution from the last round."""
-        return self.order >= self._scored(feedback)[:, None]
 
 
 def _continued(feedback: Feedback, there: Tensor) -> Tensor:

@@ -143,10 +143,11 @@ def _round(
 def _drafted(drafter: JacobiDrafter, ways: Ways) -> tuple[Ways, DraftTree]:
     """The ways to draft after each way, and the trees."""
     drafter.tokens, drafter.root = ways.seen, ways.root
-    probs = drafter.newest(ways.feedback)
+    earlier = drafter.earlier(ways.feedback) if drafter.coupled else None
+    probs = drafter.newest(ways.feedback, earlier)
     drawn = probs[:, 1:]  # [R, W, V]
     if drafter.coupled:
-        old, chance, rest = drafter.coupling(ways.feedback, probs)
+        old, chance, rest = drafter.coupling(earlier, probs)
         stays = chance[..., None] * one_hot(old, rest)
         drawn = stays + (1 - chance[..., None]) * normalised(rest, rest)
     vocab, window = drawn.shape[-1], drafter.window

@@ -32,6 +32,7 @@ ROWS = 20_000
 TREE, CHAIN = [-1, 0, 0, 1, 1, 2], [-1, 0, 1]
 CASES = {
     "recursive": (Recursive(), "without replacement", TREE),
+    "recursive, chain": (Recursive(), "independent", CHAIN),
     "point mass": (PointMass(), "top", TREE),
     "k-seq": (KSeq(), "independent", TREE),
     "greedy multi-draft": (GreedyMultiDraft(), "top and sample", TREE),

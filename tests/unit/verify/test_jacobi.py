@@ -71,24 +71,24 @@ def test_what_groups_cost_is_at_most_what_is_measured(tables, init, coupled):
 class DrawnFromTheNewest(JacobiDrafter):
     """What does not stay is drawn from p, not from the residual."""
 
-    def coupling(self, feedback, probs):
-        old, chance, _ = super().coupling(feedback, probs)
+    def coupling(self, earlier, probs):
+        old, chance, _ = super().coupling(earlier, probs)
         return old, chance, probs[:, 1:]
 
 
 class AlwaysKept(JacobiDrafter):
     """A draft stays whatever the newest distribution says."""
 
-    def coupling(self, feedback, probs):
-        old, chance, rest = super().coupling(feedback, probs)
+    def coupling(self, earlier, probs):
+        old, chance, rest = super().coupling(earlier, probs)
         return old, (chance > 0).to(chance.dtype), rest
 
 
 class OnePlaceOff(JacobiDrafter):
     """A place's chance is that of the place before it."""
 
-    def coupling(self, feedback, probs):
-        old, chance, rest = super().coupling(feedback, probs)
+    def coupling(self, earlier, probs):
+        old, chance, rest = super().coupling(earlier, probs)
         return old, chance.roll(1, dims=1), rest
 
 
