@@ -22,7 +22,7 @@ from specmm.randomness import UniformSource
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, draw_siblings
-from specmm.tree import DraftTree, TreeShape
+from specmm.tree import DraftTree, TreeShape, at_nodes
 
 
 @dataclass(frozen=True)
@@ -239,13 +239,9 @@ class Growth:
         count = tokens.shape[1]
         cache.aim(self.start + first, cache.slots)
         bias = self.bias[:, :, first : first + count]
-        return head.read(tokens, taken(states, origin), self._positions(depth, count), bias, depth)
+        places = self._positions(depth, count)
+        return head.read(tokens, at_nodes(states, origin), places, bias, depth)
 
     def _positions(self, depth: int, count: int) -> Tensor:
         """The places [R, n] in their text of ``count`` n drafts at ``depth``."""
         return (self.cache.lengths[:, None] + depth - 1).expand(-1, count)
-
-
-def taken(states: Tensor, places: Tensor) -> Tensor:
-    """``states`` [R, N, C] at ``places`` [R, n]: [R, n, C]."""
-    return states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from specmm.cache import Cache
 from specmm.drafter import Feedback
-from specmm.growth import FeatureHead, Growth, taken
+from specmm.growth import FeatureHead, Growth
 from specmm.randomness import UniformSource
-from specmm.tree import DraftTree
+from specmm.tree import DraftTree, at_nodes
 
 
 class LayerGrowth(Growth):
@@ -106,7 +106,7 @@ class LayerGrowth(Growth):
         self.places = torch.cat([self.places, self._positions(depth, count)], 1)
         self.origin = torch.cat([self.origin, origin + above], 1)
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
-        before = taken(self.states, self.origin)
+        before = at_nodes(self.states, self.origin)
         bias = self.mask[:, :, : before.shape[1]]
         found = head.read(self.tokens, before, self.places, bias, depth)
         self._note(found, depth)
@@ -119,6 +119,6 @@ class LayerGrowth(Growth):
     def _note(self, states: Tensor, number: int) -> Tensor:
         """Keep what layer ``number`` predicted, ``states`` [B, N, C]; what after the last token."""
         self.states = torch.cat([self.last[:, number, None], states], 1)
-        found = taken(self.states, self.kept[:, None])[:, 0]
+        found = at_nodes(self.states, self.kept[:, None])[:, 0]
         self.last[:, number] = found
         return found
