@@ -68,6 +68,7 @@ def raced(page: Any) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
     from specmm.jobs.results import description
 
@@ -84,6 +85,7 @@ def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
     assert description(tmp_path / "saved.png")["method"] == "speculative"
 
 
+@pytest.mark.slow
 def test_a_trace_of_one_round(page: Any) -> None:
     click(page, "Race")
     raced(page)
@@ -93,6 +95,7 @@ def test_a_trace_of_one_round(page: Any) -> None:
     look(page, "trace")
 
 
+@pytest.mark.slow
 def test_a_phone_sees_results_within_one_screen(page: Any) -> None:
     page.set_viewport_size(PHONE)
     click(page, "Race")
@@ -106,6 +109,7 @@ def test_a_phone_sees_results_within_one_screen(page: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tab", "button"), [("Questions", "Ask"), ("Completion", "Continue")])
 def test_a_phone_sees_answers_within_one_screen(page: Any, tab: str, button: str) -> None:
     """All tabs are there, and what both methods wrote."""
@@ -122,6 +126,7 @@ def test_a_phone_sees_answers_within_one_screen(page: Any, tab: str, button: str
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.slow
 def test_a_link_restores_the_settings(page: Any, address: str, text_folder: Path) -> None:
     page.get_by_role("tab", name="Completion").click()
     page.get_by_label("Text to continue").fill("def sub(a, b):")
@@ -137,6 +142,7 @@ def test_a_link_restores_the_settings(page: Any, address: str, text_folder: Path
     assert page.get_by_label("Most tokens").locator("visible=true").input_value() == "9"
 
 
+@pytest.mark.slow
 def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_text("no picture")
     page.get_by_role("tab", name="Questions").click()
@@ -168,6 +174,7 @@ def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
     assert page.get_by_text("Traceback").count() == 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
     page.get_by_role("tab", name="Benchmark").click()
     click(page, "Measure here")
@@ -175,6 +182,7 @@ def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
     look(page, "benchmark")
 
 
+@pytest.mark.slow
 def test_two_people_at_once(page: Any, browser: Any, address: str) -> None:
     other = browser.new_page()
     other.set_default_timeout(PATIENCE)

@@ -192,6 +192,7 @@ def planned(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_smaller_last_batch_has_the_plan_of_the_others(make_tiny, planned):
     pipe = make_tiny(tokens=16)
     for _ in range(2):
@@ -227,6 +228,7 @@ def test_wrong_options_of_auto(options, message):
         methods.Auto(**options)
 
 
+@pytest.mark.slow
 def test_auto_without_a_drafter_measures_the_target_by_itself(text_folder, llava_pipe, tmp_path):
     bare = shutil.copytree(
         text_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters")
@@ -374,6 +376,7 @@ def test_what_was_read_for_another_call_does_not_contend(text_folder):
     assert choosing.kinds_of(list(methods.TEXT), own.drafters) == ["text-draft"]
 
 
+@pytest.mark.slow
 def test_what_jacobi_drafts_cost_here_is_compared_with_the_drafters_trees(parts_and_target):
     """By the tau that was measured of each; one without its head is left out."""
     parts, target = parts_and_target

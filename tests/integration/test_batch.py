@@ -560,6 +560,7 @@ def test_a_file_limit_is_a_clear_error(make: Callable[..., JobCounts], tmp_path:
     assert verify(tmp_path / "out", items).as_dict()["done"] == 2
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(worker: ImageWorker) -> None:
     """A handful; benchmarks/soak/kills.py does sixty of each layout."""
     assert campaign(worker, 5, items_of(4))["kills"] >= 5
@@ -597,6 +598,7 @@ def test_metrics_are_served_while_it_works(tmp_path: Path) -> None:
 # ---- answers
 
 
+@pytest.mark.slow
 def test_answers_are_bit_equal_and_read_by_eval(tmp_path: Path) -> None:
     Image.new("RGB", (96, 96), "red").save(tmp_path / "red.png")
     rows = [

@@ -202,6 +202,7 @@ def test_a_process_that_decided_first_counts(tmp_path):
     assert decided(tmp_path) == {"ar": 0, "sjd": 2}
 
 
+@pytest.mark.slow
 def test_methods_of_lines_are_decided_by_themselves(made, traced, monkeypatch):
     """One that has no programs is drawn without."""
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
@@ -218,6 +219,7 @@ def test_programs_that_cannot_be_built_fail_their_items(made, unbuilt):
     assert "runs uncompiled" in (made.place / "out" / "failed.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_other_threads_and_another_job(made, traced, tmp_path, monkeypatch):
     made(items_of(2), "out", True)
     with monkeypatch.context() as patched:

@@ -53,6 +53,7 @@ def check(model: str, method: str, sizes: Sequence[slice], threads: int = 1) -> 
     assert len(set(whole)) > len(whole) // 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "method"), CASES)
 def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str) -> None:
     check(model, method, [slice(0, 3), slice(1, 2)])

@@ -31,6 +31,7 @@ def told(*words):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_bench_of_texts_compares_what_drafts_with_plain_decoding(text_folder):
     rows = told("bench", text_folder, *SHORT, "-p", "def add", "-p", "def sub(a")
     names = [row["method"] for row in rows]
@@ -67,12 +68,14 @@ def test_bench_and_plan_of_questions():
     assert {row["kind"] for row in rows} == {"questions"}
 
 
+@pytest.mark.slow
 def test_bench_of_questions_compares_what_answers_in_words():
     rows = told("bench", "pocket/llava", *SHORT, "-q", "What is it?")
     names = {row["method"] for row in rows}
     assert {"ar", "msd", "text-draft", "prompt-lookup"} <= names and "sjd" not in names
 
 
+@pytest.mark.slow
 def test_plan_of_texts_says_what_auto_measures_and_takes(text_folder):
     found = told("plan", text_folder, "-p", "def add", "--dtype", "float32")
     assert found["batch"] == 1 and found["dtype"] == "float32" and found["choice"]

@@ -238,6 +238,7 @@ def test_any_head_scores_and_any_module_embeds(pipe, method):
         assert torch.equal((logits[1] + 3 * (logits[0] - logits[1])).argmax(-1), row)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for the CPU")
 def test_trees_are_scored_by_the_kernel_where_triton_runs(pipe, folder, monkeypatch):
     """Both branches, and without a dense mask."""

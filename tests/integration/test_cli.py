@@ -279,6 +279,7 @@ def test_the_bar_moves_within_a_picture(
     assert inside == sorted(inside) and min(inside) < 0.5 < 2 < max(inside) < 3
 
 
+@pytest.mark.slow
 def test_plan_says_what_it_measured(copy: Path) -> None:
     without = run_json("plan", copy, "--dtype", "float32")
     assert without["costs"] is None and "measured acceptance" in without["reason"]

@@ -79,6 +79,7 @@ def test_tokens_are_those_of_eager_rounds(pipe, name):
     same(pipe, *OPTIONS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(OPTIONS, ("guided tree", "sjd")))
 def test_traced_tokens_are_those_of_eager_rounds(name, traced):
     found = same(tiny_pipeline(tokens=16), *OPTIONS[name])
@@ -116,6 +117,7 @@ def test_one_pipeline_serves_several_methods_options_and_dtypes(traced):
     assert draw(pipe, methods.Speculative(tree=(1, 1)), 1.0, True).tokens.shape == (3, 16)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_plain_decoding(traced):
     pipe = tiny_pipeline(tokens=16)
     plain = pipe(["heart"], method="ar", temperature=0, output_type="latent")
@@ -123,6 +125,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(traced):
     assert torch.equal(plain.tokens, fast.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", some([0.0, 1.0], [1.0]))
 def test_nan_logits_stop_a_compiled_round(temperature, traced):
     pipe = tiny_pipeline(tokens=16)

@@ -97,6 +97,7 @@ def test_a_sampled_job_is_not_cut_by_its_batch(text_folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "msd", "prompt-lookup"])
 def test_answers_of_the_shipped_model(llava_pipe, method):
     colours = ["red", "blue", "green", "white", "black"]

@@ -60,6 +60,7 @@ def test_vectors_are_those_of_single_operators(trained, name, traced):
     assert quick.certificate == plain.certificate and quick.method == plain.method
 
 
+@pytest.mark.slow
 def test_auto_compiles_once_it_pays(pipe, traced, tmp_path, monkeypatch):
     """Of five in batches of two: not the first batch, which is timed, nor the smaller last one."""
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))

@@ -42,6 +42,7 @@ def test_from_pictures_to_a_pipeline(data, tmp_path):
         assert out.images[0].size == (48, 48)
 
 
+@pytest.mark.slow
 def test_a_small_model_needs_the_targets_autoencoder(data, tmp_path):
     sizes = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2, steps=1)
     for name, channels, seed in (("a", 4, 0), ("b", 5, 0), ("c", 4, 1)):

@@ -68,6 +68,7 @@ def test_nothing_committed_is_wrong():
     assert not statuses & {WRONG, CRASH}
 
 
+@pytest.mark.slow
 def test_a_type_that_hangs_or_dies_does_not_stop_the_table():
     line = types()[0]
     found = ask_apart(line, seconds=0.0)

@@ -82,6 +82,7 @@ def test_the_recipe(lines, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_recipe_on_scenes(tmp_path, monkeypatch):
     """As pocket/llava's drafter was made, with squares in place of emoji."""
     square = np.full((64, 64, 4), 255, np.uint8)

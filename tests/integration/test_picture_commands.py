@@ -55,6 +55,7 @@ def run(*words):
 DRAFTED = {"block": "speculative", "eagle": "eagle"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "trained"),
     some(product(["janus", "emu3"], DRAFTED), [("janus", "block"), ("emu3", "eagle")]),
@@ -301,6 +302,7 @@ def test_inspect_says_that_it_answers_and_when_it_only_writes(tmp_path):
     assert "it does not draw" in found["notes"][0]
 
 
+@pytest.mark.slow
 def test_bench_and_plan_of_a_size_and_of_a_prompt(tmp_path):
     KINDS["emu3"].save(tmp_path)
     layout = ("--prompt", "a tree", "--height", 16, "--width", 32, "--json")

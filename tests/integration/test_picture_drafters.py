@@ -321,6 +321,7 @@ def p_value(kind, pipe, method, twin=None):
 DRAWN = [*itertools.product(["janus"], ("a tree", "eagle's tree", "exit")), ("emu3", "a tree")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"),
     some(itertools.product(["janus", "emu3"], METHODS), DRAWN),
@@ -334,6 +335,7 @@ def test_samples_follow_the_models_own_distribution(kind, pipe, method):
 BROKEN = [("a tree", Colder), ("eagle's tree", ColderHead)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method", "twin"),
     some(

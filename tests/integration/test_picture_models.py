@@ -212,6 +212,7 @@ DRAWN = [*product(["janus"], ["sjd", "prompt-lookup"]), ("emu3", "sjd")]
 DRAWN += product(["anole"], ["ar", "sjd, coupled"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"), some(product(KINDS, DRAFTERS), DRAWN), indirect=["kind"]
 )

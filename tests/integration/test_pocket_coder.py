@@ -39,6 +39,7 @@ def test_it_has_a_card():
     assert max(f.stat().st_size for f in POCKET.rglob("*.safetensors")) < 16 * 2**20
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_every_method_says_what_transformers_says(pipe):
     tokenizer = AutoTokenizer.from_pretrained(POCKET)

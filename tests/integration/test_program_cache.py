@@ -154,6 +154,7 @@ def kept(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_pictures_are_compiled_once_it_pays(kept, traced, monkeypatch):
     """The first call is timed, the second pays where compiling takes no time."""
     pipe = tiny_pipeline(tokens=16)

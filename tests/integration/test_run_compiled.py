@@ -9,6 +9,7 @@ from specmm.runs import run as runs
 from tests.integration.conftest import tiny_pipeline
 
 
+@pytest.mark.slow
 def test_run_json_says_which_pictures_were_compiled(traced, tmp_path, monkeypatch):
     """Of five in batches of two: not the first batch, which is timed, nor the smaller last one."""
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))

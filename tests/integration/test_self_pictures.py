@@ -156,6 +156,7 @@ def fits(made, method, break_it=None):
     return bool(statistic < chi2.ppf(0.999, int(kept.sum()) - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", [(1, 2), (1,), (0,)], ids=str)
 def test_samples_are_distributed_as_plain_decodings(skip):
     assert fits(model(FEW, 1.0), methods.SelfDraft(skip=skip, length=2))

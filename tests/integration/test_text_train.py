@@ -62,6 +62,7 @@ def test_what_was_trained_drafts(folder, method):
     assert out.texts == pipe("def add(", max_new_tokens=8).texts and out.certificate.kind == "exact"
 
 
+@pytest.mark.slow
 def test_a_drafter_begins_with_another(folder, tmp_path):
     place = shutil.copytree(folder, tmp_path / "model")
     before = place / "drafters" / "block"

@@ -141,6 +141,7 @@ def test_the_recipe_of_text(tmp_path):
         train("eagle3", model=model, replace=True, picture_slots=1, out=tmp_path / "b", **options)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_conversations(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")

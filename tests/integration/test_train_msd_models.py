@@ -112,6 +112,7 @@ def test_greedy_answers_are_those_of_generate(pipe, asked, wanted, options):
     assert out.stats.tau > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["msd", "auto"])
 def test_inside_generate(pipe, inputs, own, method):
     ours = custom_generate(pipe.drafter("msd"), method=method)
@@ -279,6 +280,7 @@ def mistaken(tree):
     return DraftTree(tree.tokens, tree.shape, torch.full_like(tree.probs, 1 / CELLS))
 
 
+@pytest.mark.slow
 def test_scenes_train_any_model(trained, tmp_path, monkeypatch):
     """The pocket models' recipe: a model that did not learn scenes reads them through its own
     processor.

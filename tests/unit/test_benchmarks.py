@@ -192,6 +192,7 @@ def test_static_step_gives_the_plain_tokens(model):
         assert torch.equal(found.tokens, plain.tokens)
 
 
+@pytest.mark.slow
 def test_speed_acceptance_autotune_and_their_report(options):
     rows = measure_speed(options)
     assert [r["method"] for r in rows] == ["ar", "ar", "speculative", "lantern++(lambda_=3.0, k=5)"]

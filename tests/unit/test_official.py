@@ -112,6 +112,7 @@ def test_a_size_that_stands_in_a_function_is_exchanged_once():
         releases.with_constant(sizes, (2, 3), (4, 5))
 
 
+@pytest.mark.slow
 def test_programs_are_timed_in_turn_once_their_greedy_pictures_agree():
     pipe = open_model("pocket/var")
     sampling = pipe.target(temperature=1.0)

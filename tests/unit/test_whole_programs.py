@@ -41,6 +41,7 @@ def traced(parts, x=X):
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 def test_a_kept_program_is_run_and_nothing_traced(kept):
     assert [traced(Parts()) for _ in range(3)] == [1, 0, 0]
     assert len(list(kept.iterdir())) == 1
@@ -68,6 +69,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_other_parts_have_another_program(name, kept):
     traced(Parts())
@@ -90,6 +92,7 @@ def test_other_weights_and_what_nothing_reads_share_a_program(kept):
     assert traced(other, X + 1) == 0
 
 
+@pytest.mark.slow
 def test_other_shapes_and_states_have_another_program(kept):
     traced(Parts())
     assert traced(Parts(), torch.arange(8.0)) == 1
@@ -108,6 +111,7 @@ def changed(function):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name", "value"),
     [
@@ -180,6 +184,7 @@ def test_nothing_is_kept_without_a_folder(kept, monkeypatch):
         assert [traced(Parts()) for _ in range(2)] == [1, 1]
 
 
+@pytest.mark.slow
 def test_machines_threads_and_variables_have_programs_of_their_own(kept, monkeypatch):
     traced(Parts())
     for change in (

@@ -49,6 +49,7 @@ def losses(folder):
     return [float(row.split(",")[1]) for row in rows]
 
 
+@pytest.mark.slow
 def test_an_autoencoder_learns_and_knows_its_scale(images, tmp_path):
     model = train_kl(images, KL, tmp_path, steps=41, batch=4, lr=5e-3, compiled=False)
     first, *_, last = losses(tmp_path)

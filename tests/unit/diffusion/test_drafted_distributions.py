@@ -127,6 +127,7 @@ def test_siblings_recorded_as_independent_are_caught():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sure chain", "sure chain of spark"])
 def test_a_sure_chain_is_cut_before_it_is_drawn(name):
     lengths = []

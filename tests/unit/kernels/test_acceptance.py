@@ -91,6 +91,7 @@ def test_fused_results_are_the_rules_own(name, drawn, shared, random_shape, devi
         )  # rows end at different depths, or the test says little
 
 
+@pytest.mark.slow
 def test_greedy_lantern_equals_plain_python(random_shape, device, on_triton):
     """Probabilities are few and alike, so that the argmax and the relaxed masses tie."""
     near, shape = table(device), random_shape(1, 9, torch.Generator().manual_seed(5))
@@ -236,6 +237,7 @@ PROCESSED = [((0.7, 10, 1.0), False), ((1.3, 30, 0.6), False), ((1.3, 30, 0.6), 
 PROCESSED += [((0.0, 0, 1.0), False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "first"), some(PROCESSED, PROCESSED[2:]))
 @pytest.mark.parametrize("leaves_first", [False, True], ids=["from the root", "from the leaves"])
 def test_logits_are_processed_on_the_way(

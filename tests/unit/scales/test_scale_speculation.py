@@ -122,6 +122,7 @@ def test_distribution(duel):
     assert p_value(ScaleSpeculation, duel) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", [Twin, Deaf])
 def test_broken_twins_are_caught(duel, twin):
     assert p_value(twin, duel) < 1e-9

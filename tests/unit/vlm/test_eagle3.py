@@ -377,6 +377,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("twin", TWINS)
 @pytest.mark.parametrize("drawn", some(DRAWN, ("tree", "parallel", "dynamic")))
 def test_sampling_keeps_the_distribution(zoo, drawn, twin):
