@@ -167,6 +167,7 @@ def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
+@pytest.mark.slow
 def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
     page.get_by_label("Model or hub id").locator("visible=true").fill("no/such model")
     page.keyboard.press("Enter")

@@ -328,6 +328,7 @@ def test_menus_have_what_a_model_can_be_run_by(tiny, text_folder):
     assert {"ar", "auto", "block", "deer"} <= set(found) and "eagle3" not in found
 
 
+@pytest.mark.slow
 def test_pocket_models_start_with_what_they_know():
     models = AppModels()
     for kind in ("images", "questions", "text"):

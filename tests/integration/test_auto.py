@@ -156,6 +156,7 @@ def test_what_is_slower_and_no_nearer_leaves_a_race(parts_and_target):
     assert [m.name for m in race.records if race._leaves(m, gains)] == ["lantern", "lantern++"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bounded", "exact"])
 def test_auto_takes_relaxed_methods_only_where_it_may(make_tiny, kind, monkeypatch):
     """Where relaxed methods are fastest, by the seconds that they are given here."""

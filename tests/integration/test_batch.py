@@ -376,6 +376,7 @@ def test_a_method_that_looks_at_the_clock_is_refused(
 # ---- the same whatever the batch, the order, the workers
 
 
+@pytest.mark.slow
 def test_bit_equal_across_batches_orders_workers_and_restarts(
     make: Callable[..., JobCounts],
     worker: ImageWorker,
@@ -434,6 +435,7 @@ def test_a_poisoned_item_is_set_aside_and_may_be_taken_up_again(
     assert make([left]).done == ["set/3"] or left.id == "set/3"
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_halves_the_batch(
     make: Callable[..., JobCounts], worker: ImageWorker, tmp_path: Path
 ) -> None:

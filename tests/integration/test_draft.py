@@ -65,6 +65,7 @@ def test_a_relaxed_rule_says_what_it_costs(pictures):
     assert out.certificate.kind == "bounded" and 0 < out.certificate.tv < 1
 
 
+@pytest.mark.slow
 def test_the_release_of_lantern_is_a_rule_by_name(pictures):
     """The method's option and the rule give the same tokens; the default gives others."""
     rules = {"lantern++-release": "release", "lantern++": "corrected"}

@@ -397,12 +397,14 @@ def p_value(prompt, method, break_it=None):
     return chisquare(cells[0], [x * scale for x in cells[1]]).pvalue
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup", "sjd"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_samples_follow_the_models_distribution(prompt, method):
     assert p_value(prompt, method) > 1e-3
 
 
+@pytest.mark.slow
 def test_samples_of_broken_drafters_do_not():
     assert p_value("in a picture", "sjd", colder) < 1e-6
     assert p_value("in text", "sjd", drawn_up) < 1e-6

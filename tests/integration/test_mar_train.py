@@ -20,6 +20,7 @@ def data(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_from_pictures_to_a_pipeline(data, tmp_path):
     sizes = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2, steps=2)
     train("kl", data=data, steps=2, batch=2, channels=4, compile=False, out=tmp_path / "kl")

@@ -115,6 +115,7 @@ def test_greedy_pictures_are_plain_decodings(kind, pipe, cfg):
         assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm_image", "anole", "lumina"])
 def test_pictures_of_other_kinds_are_plain_decodings(name, tmp_path):
     """GLM-Image counts positions by its two grids; Chameleon's are guided."""

@@ -96,6 +96,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     assert process(tmp_path / "file" / "folder")[1] == 1  # PyTorch's own folder may hold programs
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_leaves_the_function_as_it_is():
     """Tried in another folder first."""
 

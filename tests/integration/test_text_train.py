@@ -113,6 +113,7 @@ def packaged(text_folder, tmp_path, monkeypatch):
     return place
 
 
+@pytest.mark.slow
 def test_packaged_targets_get_proxies_and_diffusion_drafters(packaged, tmp_path):
     text = tmp_path / next(name for i in range(200) if code.is_held_out(name := f"{i}.txt"))
     text.write_text(TEXT)
@@ -145,6 +146,7 @@ def talker(folder, tmp_path):
     return place
 
 
+@pytest.mark.slow
 def test_conversations_are_questions_and_answers_of_the_models_own(talker, tmp_path, monkeypatch):
     for name, value in {"CHATS_AT_ONCE": 3, "QUESTION": 6, "ANSWER": 8}.items():
         monkeypatch.setattr(chats, name, value)

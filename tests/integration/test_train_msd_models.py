@@ -120,6 +120,7 @@ def test_inside_generate(pipe, inputs, own, method):
     assert torch.equal(pipe.model.generate(**inputs, **options), own)
 
 
+@pytest.mark.slow
 def test_the_recipe_learns(trained):
     curve = (trained / "run" / "loss.csv").read_text().splitlines()
     losses = [float(row.split(",")[1]) for row in curve[1:]]

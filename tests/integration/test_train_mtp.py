@@ -87,6 +87,7 @@ def test_what_was_fine_tuned_is_read_again(model_of, tmp_path, name):
         load_layers(tmp_path / "tuned", model)
 
 
+@pytest.mark.slow
 def test_the_recipe(model_of, tmp_path):
     folder, _ = model_of("glm", 1)
     text = tmp_path / "text.txt"

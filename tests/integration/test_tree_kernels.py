@@ -195,6 +195,7 @@ def test_lantern_is_fused_in_all_rounds_but_those_that_measure(
     assert launches["tree_attention"] == 2 * rounds  # layers
 
 
+@pytest.mark.slow
 def test_the_release_is_not_fused(picture_pipe, launches, no_dense_masks):
     generator = torch.Generator().manual_seed(0)
     method = LanternPP(k=10, residual="release")

@@ -80,6 +80,7 @@ def scales():
     return made
 
 
+@pytest.mark.slow
 def test_every_setting_of_mar_runs_and_is_counted(continuous):
     settings = mar.settings_of(continuous)
     sweep.time_settings(settings, 4, 1, 1, Budget())

@@ -82,6 +82,7 @@ def test_other_parts_have_another_program(name, kept):
     assert traced(Parts()) == 0
 
 
+@pytest.mark.slow
 def test_other_weights_and_what_nothing_reads_share_a_program(kept):
     traced(Parts())
     other = Parts()

@@ -153,19 +153,13 @@ class JacobiDrafter:
         """The distribution [B, 1, V] of the window's first place after the new token, and where the
         last round scored that place after another one [B, 1].
         """
-        hidden = feedback.output.hidden
-        tree, result = feedback.drafted
-        branches = len(hidden) // len(feedback.token)
-        node = result.kept[:, None]  # of the draft that was rejected
-        there = _continued(feedback, node <= self.window)
-        node = node.clamp(max=self.window)
-        width = corrector.config.target.dim
-        stale = at_nodes(hidden, branched(node, branches))[..., :width]  # [R, 1, C]
-        tokens = torch.cat([feedback.token[:, None], tree.tokens.gather(1, node)], dim=1)
-        new, old = branched(self.target.embed(tokens), branches).split(1, dim=1)
-        logits = self.target.head(corrector(stale, new, old)).float()
+        old = rejected_draft(feedback, corrector.config.target.dim)
+        tokens = torch.cat([feedback.token[:, None], old.token], dim=1)
+        embedded = branched(self.target.embed(tokens), len(old.state) // len(tokens))
+        new, before = embedded.split(1, dim=1)
+        logits = self.target.head(corrector(old.state, new, before)).float()
         drawn = self.target.drawn_logits(logits, self.root[:, None] + 1)
-        return self.target.processor(drawn), there
+        return self.target.processor(drawn), _continued(feedback, old.there)
 
     def earlier(self, feedback: Feedback) -> Earlier | None:
         """What the last round drafted at the window's places; None after a prefill."""
@@ -224,6 +218,29 @@ class JacobiDrafter:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
         return scored if feedback.fresh is None else scored.masked_fill(feedback.fresh, 0)
+
+
+class Rejected(NamedTuple):
+    """The draft that a round rejected: its ``token`` [B, 1], the target's ``state`` [R, 1, C] after
+    it, and whether there is one, ``there`` [B, 1] bool, for a round may keep them all.
+    """
+
+    token: Tensor
+    state: Tensor
+    there: Tensor
+
+
+def rejected_draft(feedback: Feedback, width: int) -> Rejected:
+    """That of the last round of ``feedback``, of which the root of the next took the place; states
+    are the first C = ``width`` numbers of what the target gave.
+    """
+    hidden = feedback.output.hidden
+    tree, result = feedback.drafted
+    node = result.kept[:, None]
+    there = node < tree.shape.size
+    node = node.clamp(max=tree.shape.size - 1)
+    state = at_nodes(hidden, branched(node, len(hidden) // len(node)))[..., :width]
+    return Rejected(tree.tokens.gather(1, node), state, there)
 
 
 def _continued(feedback: Feedback, there: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.drafters.corrector import Corrector, CorrectorConfig
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter, rejected_draft
 from specmm.methods import SJD
 from specmm.randomness import Uniforms, UniformSource
 from specmm.stats import Clock
@@ -73,21 +73,18 @@ class ReplacedTokens:
         return self.drafter.propose(feedback, uniforms)
 
     def _note(self, feedback: Feedback) -> None:
-        hidden = feedback.output.hidden[..., : self.width].bfloat16()  # [R, N, C]
-        tree, result = feedback.drafted
-        branches = len(hidden) // len(feedback.token)
+        _, result = feedback.drafted
+        goes_on = result.kept > 0
+        old = rejected_draft(feedback, self.width)
+        branches = len(old.state) // len(old.token)
         if self.pending is not None:
             rejected, found = self.pending
-            shown = branched(rejected & (result.kept > 0), branches)  # rows that go on
-            true = hidden[:, 0]
+            true = feedback.output.hidden[:, 0, : self.width].bfloat16()
+            shown = branched(rejected & goes_on, branches)
             self.noted.append(Replaced(found.new, found.old, found.stale, true).rows(shown))
-        node = result.kept.clamp(max=self.max_depth)
-        place = branched(node, branches)[:, None, None].expand(-1, 1, self.width)
-        stale = hidden.gather(1, place)[:, 0]
-        old = tree.tokens.gather(1, node[:, None])[:, 0]
-        new, old = (branched(x, branches) for x in (feedback.token, old))
-        rejected = (result.kept > 0) & (result.kept <= self.max_depth)
-        self.pending = rejected, Replaced(new, old, stale, stale)
+        stale = old.state[:, 0].bfloat16()
+        new, before = (branched(x, branches) for x in (feedback.token, old.token[:, 0]))
+        self.pending = goes_on & old.there[:, 0], Replaced(new, before, stale, stale)
 
 
 def replaced(

@@ -184,6 +184,7 @@ def test_the_broken_twin_is_seen_on_the_tiny_model(bind, predictor, seen):
     assert min(pvalues(made.tokens, wanted)) < seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", some([1.0, 2.0], [1.0]))
 def test_drafts_of_a_smaller_head_leave_the_distribution_alone(bind, scale):
     """Another condition's head plays the smaller model's: wrong enough to be rejected often."""

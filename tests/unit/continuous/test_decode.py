@@ -61,6 +61,7 @@ def pvalues(a, b):
     ]
 
 
+@pytest.mark.slow
 def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar):
     ours, theirs = (pictures(tiny_mar, how, seed) for how, seed in ((speculative, 1), (plain, 2)))
     assert (
@@ -70,6 +71,7 @@ def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar):
     assert theirs.stats.head_calls_per_token == 10 and theirs.stats.rounds == 3 * PICTURES
 
 
+@pytest.mark.slow
 def test_pictures_without_the_residual_have_not(tiny_mar):
     broken = pictures(tiny_mar, lambda *given: speculative(*given, residual=False), 1)
     assert min(pvalues(broken.tokens, pictures(tiny_mar, plain, 2).tokens)) < 1e-3

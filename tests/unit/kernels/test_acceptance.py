@@ -129,6 +129,7 @@ def greedily(tokens, parents, p, near):
     return path, best[path[-1]], any(tokens[n] != best[parents[n]] for n in path[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_fused_block_verification(drawn, device, monkeypatch):
     tree, p = draft_tree(TreeShape.chain(5, device), drawn, device, 24)

@@ -46,6 +46,7 @@ def test_resize_worked_case() -> None:
     ]  # tf.compat.v1.image.resize_bilinear
 
 
+@pytest.mark.slow
 @installed
 @pytest.mark.filterwarnings("ignore:`torch.jit.load` is deprecated")
 def test_features_are_the_graphs_own() -> None:
@@ -80,6 +81,7 @@ def test_bad_pictures_and_dtype() -> None:
             network.features(bad)
 
 
+@pytest.mark.slow
 @installed
 def test_streams_and_mixed_sizes_agree_with_one_array() -> None:
     generator = np.random.default_rng(0)

@@ -364,6 +364,7 @@ def test_positions_of_others_are_refused(texts, prompt):
         model.generate(prompt, position_ids=own * 3, **options, custom_generate=fn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
 def test_several_sequences_are_samples_of_their_own(texts, prompt, method):
     """The first two tokens of three rows a call, by a chi-square against the model's distribution;

@@ -39,6 +39,7 @@ def source(random, visual):
     )
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
     options = dict(batch=4, lr=3e-3, autocast=False)
     whole = train_msd(target, source, tmp_path / "whole", steps=61, **options)

@@ -439,6 +439,7 @@ def searched(model, texts=6, length=64, temperature=0.0):
     return found, end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_layers_that_add_nothing_are_found(temperature):
     idle = {2, 3, 4, 5, 6}

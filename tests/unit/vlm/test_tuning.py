@@ -61,6 +61,7 @@ def test_hopeless_or_unknown_acceptance_means_plain_decoding(target, head, promp
     ), "planned once"
 
 
+@pytest.mark.slow
 def test_certain_drafts_are_taken_from_a_deep_target(zoo, prompt):
     deep = VLMTarget(zoo.of_depth(16).model("llava"), Processor(0.0))
     made = MSDHead(msd_config(deep)).eval()
