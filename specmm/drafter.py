@@ -45,6 +45,10 @@ class Feedback:
         assert self.tree is not None and self.result is not None
         return self.tree, self.result
 
+    def continued(self, there: Tensor) -> Tensor:
+        """``there`` [B, n] bool of rows that go on, and nothing of those that have just started."""
+        return there if self.fresh is None else there & ~self.fresh[:, None]
+
     def kept_hidden(self) -> Tensor:
         """Hidden states [R, D + 1, C] of the path; only the first ``result.kept`` count."""
         assert self.result is not None

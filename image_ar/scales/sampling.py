@@ -107,9 +107,7 @@ class Sampling:
 
     def masked(self, logits: Tensor) -> Tensor:
         """``logits`` [B, T, V] with -inf for what top-k and then top-p exclude; ties stay."""
-        if not self.filters:
-            return logits
-        return logits.masked_fill(logits < self.filter.threshold(logits), float("-inf"))
+        return self.filter.scores(logits)
 
     def weights(self, logits: Tensor, k: int) -> Tensor:
         """The distribution of scale ``k`` up to a factor, [B, T, V]."""

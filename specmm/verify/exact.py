@@ -262,20 +262,29 @@ def strict_step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
 
     A point mass has q = 1 at its token.
     """
+    return strict_chance(target, trial), strict_rest(target, trial)
+
+
+def strict_chance(target: Tensor, trial: Trial) -> Tensor:
+    """min(1, p / q) [B, F] of the drafts."""
+    return kept_with(take(target, trial.token), trial)
+
+
+def kept_with(mass: Tensor, trial: Trial) -> Tensor:
+    """min(1, ``mass`` / q) [B, F] of the drafts, which the target gives ``mass`` [B, F]."""
+    if trial.probs is None:
+        return mass.clamp(max=1)
+    drawn = take(trial.probs, trial.token).clamp(min=torch.finfo(mass.dtype).tiny)
+    return (mass / drawn).clamp(max=1)
+
+
+def strict_rest(target: Tensor, trial: Trial) -> Tensor:
+    """norm((p - q)+) [B, F, V], what is left once the drafts are rejected."""
     if trial.probs is None:
         rest = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
     else:
         rest = (target - trial.probs).clamp_(min=0)
-    return strict_chance(target, trial), normalised(rest, target)
-
-
-def strict_chance(target: Tensor, trial: Trial) -> Tensor:
-    """The first half of :func:`strict_step`."""
-    own = take(target, trial.token)
-    if trial.probs is None:
-        return own
-    drawn = take(trial.probs, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
-    return (own / drawn).clamp_(max=1)
+    return normalised(rest, target)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,10 @@ from specmm.verify.bottom_up import deepest_first
 from specmm.verify.exact import (
     Step,
     Trial,
+    kept_with,
     normalised,
     one_hot,
+    strict_rest,
     strict_step,
     take,
     top_down,
@@ -210,24 +212,15 @@ def _decisions(rule: Lantern | LanternPP, tree: DraftTree, p: Tensor, measure: b
     return top_down(tree, p, step, partial(_relaxed_chance, near) if corrected else None)
 
 
-def _chance(relaxed: Tensor, trial: Trial) -> Tensor:
-    """min(1, relaxed / q) [B, F]."""
-    if trial.probs is None:
-        return relaxed.clamp(max=1)
-    drawn = take(trial.probs, trial.token).clamp(min=torch.finfo(relaxed.dtype).tiny)
-    return (relaxed / drawn).clamp(max=1)
-
-
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
     """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
     own = take(target, trial.token)
-    return _chance(own + near.borrowed(target, trial.token, own)[0], trial)
+    return kept_with(own + near.borrowed(target, trial.token, own)[0], trial)
 
 
 def _corrected(near: Neighbourhood) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        _, rest = strict_step(target, trial)
-        return _relaxed_chance(near, target, trial), rest
+        return _relaxed_chance(near, target, trial), strict_rest(target, trial)
 
     return step
 
@@ -245,7 +238,7 @@ def _released(near: Neighbourhood, *, lumina: bool) -> Step:
         else:
             rest = (target - _cleared(near, trial.probs, trial.token, found)).clamp_(min=0)
         everywhere = torch.full_like(target, 1 / target.shape[-1])
-        return _chance(own + borrowed, trial), normalised(rest, everywhere)
+        return kept_with(own + borrowed, trial), normalised(rest, everywhere)
 
     return step
 

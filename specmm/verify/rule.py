@@ -130,7 +130,7 @@ Path: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 def _along_a_chain(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
     """What ``hit`` [B, N] keeps of a chain: :func:`_through_a_tree` in fewer operations."""
-    last = hit.cumprod(1).sum(1) - 1 if order is None else _first_hit(hit, order)[:, 0]
+    last = hit.cumprod(1).sum(1) - 1 if order is None else _first_hit(hit, order)
     nodes = shape.depths
     return torch.where(nodes <= last[:, None], nodes, -1), last + 1, last
 
@@ -155,16 +155,16 @@ def _path_from_the_root(shape: TreeShape, hit: Tensor) -> Tensor:
 
 def _path_of_the_first_hit(shape: TreeShape, hit: Tensor, order: Tensor) -> Tensor:
     """Nodes kept [B, N] by a bottom-up rule: up to the first hit of ``order`` [M] or [B, M]."""
-    last = _first_hit(hit, order).squeeze(1)
+    last = _first_hit(hit, order)
     row = torch.arange(len(last), device=last.device)
     return shape.ancestors.expand(len(last), -1, -1)[row, last]
 
 
 def _first_hit(hit: Tensor, order: Tensor) -> Tensor:
-    """The first node [B, 1] of ``order`` [M] or [B, M], and of the root after them, that is hit."""
+    """The first node [B] of ``order`` [M] or [B, M], and of the root after them, that is hit."""
     order = F.pad(order.expand(len(hit), -1), (0, 1))  # the root (0) comes last
     first = hit.gather(1, order).int().argmax(1, keepdim=True)  # argmax takes the first of equals
-    return order.gather(1, first)
+    return order.gather(1, first).squeeze(1)
 
 
 def _nodes_by_depth(reached: Tensor, depth: int) -> Tensor:

@@ -159,7 +159,7 @@ class JacobiDrafter:
         new, before = embedded.split(1, dim=1)
         logits = self.target.head(corrector(old.state, new, before)).float()
         drawn = self.target.drawn_logits(logits, self.root[:, None] + 1)
-        return self.target.processor(drawn), _continued(feedback, old.there)
+        return self.target.processor(drawn), feedback.continued(old.there)
 
     def earlier(self, feedback: Feedback) -> Earlier | None:
         """What the last round drafted at the window's places; None after a prefill."""
@@ -168,7 +168,7 @@ class JacobiDrafter:
         tree, result = feedback.drafted
         assert tree.probs is not None, "of this drafter's own tree"
         node = result.kept[:, None] + 1 + self.order
-        there = _continued(feedback, node <= self.window)
+        there = feedback.continued(node <= self.window)
         node = node.clamp(max=self.window)
         return Earlier(tree.tokens.gather(1, node), at_nodes(tree.probs, node), there)
 
@@ -241,11 +241,6 @@ def rejected_draft(feedback: Feedback, width: int) -> Rejected:
     node = node.clamp(max=tree.shape.size - 1)
     state = at_nodes(hidden, branched(node, len(hidden) // len(node)))[..., :width]
     return Rejected(tree.tokens.gather(1, node), state, there)
-
-
-def _continued(feedback: Feedback, there: Tensor) -> Tensor:
-    """``there`` [B, n] of rows that go on, and nothing of those that have just started."""
-    return there if feedback.fresh is None else there & ~feedback.fresh[:, None]
 
 
 NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}
