@@ -26,6 +26,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 
 RESULTS = Path("benchmarks/results")
 CACHE = Path("runs/benchmarks")  # ignored by git
+COMMIT = "SPECMM_COMMIT"
 EMOJI = data.EMOJI.expanduser()
 Row = dict[str, Any]
 
@@ -157,7 +158,12 @@ def cpu_model() -> str:
 
 
 def git_sha() -> str:
-    """The commit measured, with ``+`` where library code differs from it."""
+    """The commit measured, with ``+`` where library code differs from it.
+
+    Where the code was copied without its repository, what the variable ``SPECMM_COMMIT`` says.
+    """
+    if given := os.environ.get(COMMIT):
+        return given
     try:
         sha = _git("rev-parse", "--short=12", "HEAD")
         paths = (

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu.parts import MINUTES, PARTS, Bench, part_of
+from benchmarks.gpu.parts import MINUTES, PARTS, REPEATS, Bench, part_of
 from benchmarks.gpu.report import write_report
 from benchmarks.gpu.running import every, run
 
@@ -20,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{'all':16} every part, then the report\n{'report':16} the page of what is there")
         return 0
     try:
-        bench = Bench.at(options.device, options.tiny, options.out, options.minutes)
+        given = options.device, options.tiny, options.out, options.minutes, options.repeats
+        bench = Bench.at(*given)
         return 0 if _run(options, bench) else 1
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -42,6 +43,7 @@ def _run(options: argparse.Namespace, bench: Bench) -> bool:
 def _passed_on(options: argparse.Namespace, bench: Bench) -> list[str]:
     given = ["--device", bench.device.type, "--out", str(bench.out.resolve())]
     given += ["--minutes", str(bench.minutes)]
+    given += ["--repeats", str(bench.most)]
     return given + ["--tiny"] * bench.tiny + ["--again"] * options.again
 
 
@@ -58,6 +60,7 @@ def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help="no case of a part begins later"
     )
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="of a measurement")
     return parser.parse_args(arguments)
 
 

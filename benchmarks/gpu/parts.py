@@ -36,7 +36,8 @@ class Case(NamedTuple):
 class Bench:
     """Where and how everything is measured; weights of published sizes are of ``dtype``.
 
-    ``tiny``: small shapes, a repetition or two: a rehearsal, whose times mean nothing.
+    ``tiny``: small shapes, a repetition or two: a rehearsal, whose times mean nothing. ``most``:
+    repetitions of a measurement.
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -45,10 +46,18 @@ class Bench:
     tiny: bool
     out: Path
     minutes: float = MINUTES
+    most: int = REPEATS
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def at(cls, device: str, tiny: bool, out: Path | None, minutes: float = MINUTES) -> Bench:
+    def at(
+        cls,
+        device: str,
+        tiny: bool,
+        out: Path | None,
+        minutes: float = MINUTES,
+        most: int = REPEATS,
+    ) -> Bench:
         """The bench on ``device`` ("auto": the GPU if there is one); a CPU is always ``tiny``.
 
         Raises ``ValueError`` for a device that is not here.
@@ -63,7 +72,7 @@ class Bench:
         chosen = "cuda" if there and device != "cpu" else "cpu"
         tiny = tiny or chosen == "cpu"
         folder = out or (Path("runs/gpu") if tiny else RESULTS / "gpu")
-        return cls(torch.device(chosen), tiny, folder, minutes)
+        return cls(torch.device(chosen), tiny, folder, minutes, most)
 
     @property
     def on_gpu(self) -> bool:
@@ -82,7 +91,7 @@ class Bench:
         if self.tiny:
             return 1
         late = time.monotonic() - self.started > 30 * self.minutes
-        return FEW if late else REPEATS
+        return min(FEW, self.most) if late else self.most
 
     def now(self) -> float:
         """Seconds, when the device has done what it was told."""

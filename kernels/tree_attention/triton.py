@@ -35,6 +35,9 @@ WAVES = 2  # programs wanted for each multiprocessor before the prefix is split 
 LEAST_SPLIT = 256  # slots below which a split costs more than it saves
 AMPLE = 140 * 1024  # bytes of shared memory that hold three stages of the largest tile
 SCANT = 64 * 1024  # what every GPU has
+# Sizes that change from call to call are no part of a program: each would be compiled anew where it
+# is 1 or a multiple of 16, for a gain that strides alone bring
+SIZES = ["first", "batch", "word_rows", "nodes", "splits", "hidden_width"]
 
 
 @triton.jit
@@ -99,7 +102,7 @@ def _finish(acc, top, total, out, lse, at, d, live, D: tl.constexpr):
     tl.store(lse + at, tl.where(total > 0, top + tl.log2(safe), float("-inf")), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attend(
     q_ptr, k_ptr, v_ptr, words_ptr, lengths_ptr, hidden_ptr, out_ptr, lse_ptr,
     scale, first, batch, word_rows, nodes, splits, hidden_width,
@@ -156,7 +159,7 @@ def _attend(
     _finish(acc, top, total, out_ptr, lse_ptr, at, d, live, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _attend_by_position(
     q_ptr, k_ptr, v_ptr, paths_ptr, depths_ptr, lengths_ptr, hidden_ptr, out_ptr, lse_ptr,
     scale, first, batch, word_rows, nodes, splits, hidden_width,
@@ -230,7 +233,7 @@ def _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN: tl.cons
     return seen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(part_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """One query's splits, added in order: a split without weight adds exactly nothing."""
     at = tl.program_id(0).to(tl.int64)
@@ -265,10 +268,8 @@ def tree_attention(
     rows, heads, nodes, width = q.shape
     kv, slots = keys.shape[1:3]
     group = heads // kv
-    block_d = max(16, triton.next_power_of_2(width))
-    shared = shared_memory(q.device)
-    block_m = 16 if row_invariant else _queries(group * nodes, block_d * q.element_size(), shared)
-    tiles = triton.cdiv(group * nodes, block_m)
+    tile = _tile(group * nodes, width, q.element_size(), shared_memory(q.device), row_invariant)
+    tiles = triton.cdiv(group * nodes, tile["BLOCK_M"])
     if row_invariant:
         splits = triton.cdiv(slots, INVARIANT_SPLIT)
     splits = splits or _splits(rows * kv * tiles, slots, q.device)
@@ -285,28 +286,39 @@ def tree_attention(
         *keys.stride()[:3],
         *values.stride()[:3],
     )
-    tile = dict(
+    options = dict(
         KV=kv,
         GROUP=group,
         D=width,
-        BLOCK_M=block_m,
-        BLOCK_D=block_d,
-        BLOCK_N=min(64, max(16, 16384 // (block_d * q.element_size()))),
         HIDDEN=hidden is not None,
         UPCAST=q.dtype == torch.bfloat16 and q.device.type == "cpu",
-        num_stages=3 if shared >= AMPLE else 2,
+        **tile,
     )
     grid = (rows * kv, tiles, splits)
     rest = (lengths, shut, parts, lse, *sizes)
     if row_invariant:
         _attend_by_position[grid](
-            q, keys, values, *_paths(words, nodes), *rest, SPLIT=INVARIANT_SPLIT, **tile
+            q, keys, values, *_paths(words, nodes), *rest, SPLIT=INVARIANT_SPLIT, **options
         )
     else:
-        _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **tile)
+        _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **options)
     if splits > 1:
+        block_d = tile["BLOCK_D"]
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)
     return out
+
+
+def _tile(queries: int, width: int, size: int, shared: int, row_invariant: bool) -> dict[str, int]:
+    """The tiles of a program for ``queries`` of ``width`` numbers of ``size`` bytes, and how many
+    of keys it loads ahead.
+    """
+    block_d = max(16, triton.next_power_of_2(width))
+    return dict(
+        BLOCK_M=16 if row_invariant else _queries(queries, block_d * size, shared),
+        BLOCK_N=min(64, max(16, 16384 // (block_d * size))),
+        BLOCK_D=block_d,
+        num_stages=3 if shared >= AMPLE else 2,
+    )
 
 
 def _queries(wanted: int, size: int, shared: int) -> int:

@@ -195,6 +195,8 @@ def test_fewer_repetitions_when_time_is_short(bench):
     assert bench.repeats == 20
     bench.started -= 60 * bench.minutes / 2 + 1
     assert bench.repeats == 5
+    bench.most = 3
+    assert bench.repeats == 3
 
 
 @pytest.mark.parametrize(
