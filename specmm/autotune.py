@@ -22,6 +22,7 @@ from torch import Tensor
 
 from specmm.decode import decide
 from specmm.drafter import Drafter, Feedback, committed
+from specmm.hardware import attention_of_any_length
 from specmm.randomness import Uniforms, UniformSource, categorical
 from specmm.shape.sequoia import Acceptance, expected_tau
 from specmm.stats import Clock
@@ -310,6 +311,7 @@ def measure(fn: Callable[[], object], repeats: int = 20, warmup: int = 3) -> flo
 
 
 @torch.inference_mode()
+@attention_of_any_length()
 def time_step(target: Target, prompt: Any, uniforms: Uniforms, repeats: int = 14) -> float:
     """Median seconds of a plain step after ``prompt``, the draw included; takes ``repeats`` + 3."""
     token = categorical(target.prefill(prompt, 0).probs[:, -1], uniforms.draw(1)[:, 0])
@@ -322,6 +324,7 @@ def time_step(target: Target, prompt: Any, uniforms: Uniforms, repeats: int = 14
 
 
 @torch.inference_mode()
+@attention_of_any_length()
 def time_round(
     target: Target, drafter: Drafter, rule: Rule, prompt: Any, uniforms: Uniforms, repeats: int = 7
 ) -> RoundSeconds:

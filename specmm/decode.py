@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specmm.continuous_batching import Queue, begin_anew
 from specmm.drafter import Drafter, Feedback, check_rule, committed
+from specmm.hardware import attention_of_any_length
 from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
 from specmm.processors import check_finite
@@ -234,11 +235,12 @@ def decode(
     check_rule(drafter, rule)
     start = time.perf_counter()
     clock = Clock(sync)
-    with clock("verify"):
+    with attention_of_any_length(), clock("verify"):
         output = target.prefill(prompt, drafter.max_nodes)
     token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
     feedback = Feedback(output, token)
-    drafter.begin(feedback, clock)
+    with attention_of_any_length():
+        drafter.begin(feedback, clock)
     progress = begun(token, length, drafter.max_depth + 1, stop)
     histogram = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
     depths: list[int] = []
@@ -246,7 +248,8 @@ def decode(
     most = drafter.max_depth + 1  # tokens of a round
     while progress.unfinished(sure=len(depths) * most < length - 1) or (queue and queue.left):
         measure = not rule.exact and len(depths) % MEASURE_EVERY == 0
-        feedback = play(parts, feedback, progress, uniforms, clock, measure)
+        with attention_of_any_length():
+            feedback = play(parts, feedback, progress, uniforms, clock, measure)
         tree, result = feedback.drafted
         # a rule took ratios of these, but the round's tokens have not been yielded yet
         if tree.probs is not None and tree.shape.size > 1:
@@ -277,14 +280,14 @@ def decode_plain(
     """As :func:`decode`, one token at a time on the target's fastest path: the baseline."""
     start = time.perf_counter()
     clock = Clock(sync)
-    with clock("verify"):
+    with attention_of_any_length(), clock("verify"):
         output = target.prefill(prompt, 0)
     token = categorical(output.probs[:, -1], uniforms.draw(1)[:, 0])
     progress = begun(token, length, 0, stop)
     one = torch.ones_like(token)
     steps = 0
     while progress.unfinished(sure=True) and steps < length - 1:
-        with clock("verify"):
+        with attention_of_any_length(), clock("verify"):
             output = target.step(token)
         token = categorical(output.probs[:, 0], uniforms.draw(1)[:, 0])
         progress.take(token[:, None], one)

@@ -66,9 +66,9 @@ class Uniforms:
         self._rest = list(self._block.unbind(0))
 
     @classmethod
-    def from_seeds(cls, seeds: Sequence[int]) -> Uniforms:
-        """Streams of fresh CPU generators with these seeds."""
-        return cls([torch.Generator().manual_seed(s) for s in seeds])
+    def from_seeds(cls, seeds: Sequence[int], device: torch.device | str = "cpu") -> Uniforms:
+        """Streams of fresh generators on ``device`` with these seeds."""
+        return cls([torch.Generator(device).manual_seed(s) for s in seeds])
 
     @property
     def device(self) -> torch.device:

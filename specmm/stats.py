@@ -46,7 +46,7 @@ class Clock:
         self.seconds[name] += self._now() - start
 
     def _now(self) -> float:
-        if self.sync:
+        if self.sync and not torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
         return time.perf_counter()
 

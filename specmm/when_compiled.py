@@ -31,6 +31,7 @@ T = TypeVar("T")
 Compiled: TypeAlias = bool | Literal["auto"]
 # Of this machine's programs until one has been timed on it: half a minute to two (the CPU).
 BUILD = 90.0
+CAPTURE = 1.0  # of a GPU's graphs, which each process captures anew, until that is measured
 LOAD = 0.25  # of the seconds to build: programs that lie in the folder (5.8 of 23.4 CPU seconds)
 TRIES = 3  # batches by which programs are judged: one may run beside other work
 SHARE = 0.35  # of uncompiled seconds saved until both are measured: LlamaGen 0.3 to 0.45
@@ -218,7 +219,9 @@ class Works:
         size = sum(x.numel() for x in network.parameters())
         own = repr((self.name, size, weight.dtype, weight.device, key))
         if own not in self.all:
-            self.all[own] = Work.of(own)
+            work = self.all[own] = Work.of(own)
+            if weight.is_cuda and work.seconds.build is None:  # "loaded" by each process
+                work.seconds.build = CAPTURE / LOAD
         return self.all[own]
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from specmm import program_cache
+from tests.tape import record_on_tape
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -95,3 +96,25 @@ def _traced(monkeypatch, compiler):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def taped(monkeypatch):
+    """Programs are graphs as on a GPU, recorded by what stands in for one there; gives their
+    recorder, which counts.
+    """
+    monkeypatch.setattr("specmm.captured.captures", lambda device: True)
+    monkeypatch.setattr("specmm.captured.record_on_gpu", record_on_tape)
+    # numpy's, which are for processors, are no operators
+    monkeypatch.setattr("specmm.processors.kth_largest", kth_largest)
+    monkeypatch.setattr("specmm.processors.descending", descending)
+    record_on_tape.records = record_on_tape.replays = 0
+    return record_on_tape
+
+
+def kth_largest(x, k):
+    return x.topk(k, dim=-1).values[..., -1:]
+
+
+def descending(x):
+    return x.sort(dim=-1, descending=True).values

@@ -19,10 +19,11 @@ from benchmarks.gpu import published
 from benchmarks.gpu.graphs import VLMGraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled
-from benchmarks.gpu.rounds import Asked, plain_row, round_row
+from benchmarks.gpu.rounds import ROUND, Asked, captured_row, plain_row, round_row
 from specmm import methods
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
+from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kernels.tree_attention.interface import NAME
 from specmm.processors import Processor
@@ -146,7 +147,17 @@ def _cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
         row = round_row(bench, label(method), target, parts, made().asked())
         return [facts | {"mode": "graph"} | row]
 
+    def captured(method: methods.MSD | methods.Block) -> list[Row]:
+        made().target("graph")  # under the kernel
+        target = StaticVLMTarget(made().model, Processor(0.0))
+        parts = assemble(method, target, made().drafter)
+        row = captured_row(bench, label(method), target, parts, made().asked())
+        return [facts | {"mode": ROUND} | row]
+
     for mode in ("graph", "eager"):
         yield Case(f"plain, {mode}", lambda mode=mode: plain(mode))
     for method in sizes.rounds:
         yield Case(label(method), lambda method=method: speculative(method))
+        if not sizes.sees:
+            named = f"{label(method)}, {ROUND}"
+            yield Case(named, lambda method=method: captured(method))

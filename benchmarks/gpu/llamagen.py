@@ -1,7 +1,7 @@
 """pocket/llamagen on a GPU: plain, exact and LANTERN++ decoding by batch size and mode, in fact.
 
-Modes: eager, captured and compiled forwards. Without a GPU captured means eager. Speed-ups are over
-the fastest plain decoding of a case.
+Modes: eager, captured forwards, and whole rounds captured. Without a GPU captured means eager.
+Speed-ups are over the fastest plain decoding of a case.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from benchmarks.common import Row, dtype_name, label, load_pipeline, parse
 from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.gpu.parts import Bench, Case
+from benchmarks.gpu.rounds import ROUND
 from specmm import methods
-from specmm.compiled import CompiledRound, prepare_compiler
+from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
 from specmm.image_ar.tokens.assemble import assemble
@@ -28,22 +29,20 @@ from specmm.stats import Clock
 from specmm.verify import Rule
 
 METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")
-MODES = ("eager", "graph", "compile")
+MODES = ("eager", "graph", ROUND)
 BATCHES = (1, 8, 64)
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """A case for each batch size, then again with what is compiled, which takes minutes."""
+    """A case for each batch size."""
     pipe = cache(lambda: load_pipeline("pocket/llamagen", device=bench.device))
     if bench.tiny:
         yield Case("batch 1", lambda: measure(pipe(), 1, bench, MODES[1:2], METHODS[:2]))
         return
-    for modes in (MODES[:2], MODES[1:]):
-        for batch in BATCHES:
-            yield Case(
-                f"batch {batch}, {' and '.join(modes)}",
-                lambda batch=batch, modes=modes: measure(pipe(), batch, bench, modes, METHODS),
-            )
+    for batch in BATCHES:
+        yield Case(
+            f"batch {batch}", lambda batch=batch: measure(pipe(), batch, bench, MODES, METHODS)
+        )
 
 
 def measure(
@@ -53,8 +52,6 @@ def measure(
 
     Speed-ups are over the fastest plain one of them.
     """
-    if "compile" in modes:
-        prepare_compiler(pipe.device)
     runs = [Run.of(pipe, mode, parse(method)) for mode in modes for method in wanted]
     repeats = max(1, bench.repeats // 3)
     with bench.memory() as memory:
@@ -80,7 +77,7 @@ class Run:
 
     @classmethod
     def of(cls, pipe: LlamaGenPipeline, mode: str, method: methods.Method) -> Run:
-        """``eager``: the pipeline's target; ``graph``: captured; ``compile``: steps and rounds."""
+        """``eager``: the pipeline's target; ``graph``: its forwards captured; else whole rounds."""
         target = pipe.target()
         if mode != "eager":
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
@@ -92,7 +89,7 @@ class Run:
             label(method),
             target,
             (drafter, rule),
-            CompiledRound(target.device) if mode == "compile" else one_round,
+            CapturedRound() if mode == ROUND and pipe.device.type == "cuda" else one_round,
         )
 
     @property

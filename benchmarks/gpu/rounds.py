@@ -18,14 +18,16 @@ import torch
 from benchmarks.common import Row
 from benchmarks.gpu.parts import Bench
 from specmm.autotune import time_round
-from specmm.decode import Progress, decode, decode_plain
+from specmm.captured import CapturedRound
+from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import DeferredDrafter, Drafter
 from specmm.randomness import Uniforms
 from specmm.target import Target
 from specmm.verify.rule import Rule
 
-WARM = 3  # rounds of the loop that do not count: graphs are captured in them
+WARM = 5  # rounds of the loop that do not count: graphs are captured in them
 PLAIN = "plain"
+ROUND = "whole round"  # the mode in which drafting, scoring and acceptance are one graph
 
 
 @dataclass
@@ -86,6 +88,30 @@ def round_row(
         "host_share": max(0.0, 1 - models / seconds),
         **memory,
     }
+
+
+def captured_row(
+    bench: Bench, name: str, target: Target, parts: tuple[Drafter, Rule], asked: Asked
+) -> Row:
+    """A round by ``name`` as one graph, of a ``target`` of static shapes; a CPU merely calls it."""
+    repeats = bench.repeats
+    drafter, rule = parts
+    if isinstance(drafter, DeferredDrafter):
+        drafter = drafter.inner
+    captured = CapturedRound()
+    play: Play = captured if bench.on_gpu else one_round
+    with bench.memory() as memory:
+        given = target, drafter, rule, asked.prompt, asked.length, asked.uniforms
+        seconds = loop_seconds(bench.now, decode(*given, play=play), repeats)
+    if bench.on_gpu and captured.captured.recorded is None:
+        raise ValueError("the round could not be captured")
+    return {
+        "method": name,
+        "nodes": drafter.max_nodes,
+        "depth": drafter.max_depth,
+        "repeats": repeats,
+        "round_ms": 1000 * seconds,
+    } | memory
 
 
 def loop_seconds(now: Callable[[], float], steps: Iterator[Progress], repeats: int) -> float:

@@ -16,12 +16,12 @@ from benchmarks.common import Row, label
 from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled, llamagen, picture_drafters
-from benchmarks.gpu.rounds import Asked, plain_row, round_row
+from benchmarks.gpu.rounds import ROUND, Asked, captured_row, plain_row, round_row
 from specmm import methods
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.processors import Processor
 
 TINY = GPTConfig(64, 2, 2, 128, 64, num_classes=5, multiple_of=16)
@@ -104,7 +104,15 @@ def _of_model(bench: Bench, made: Any, facts: Row) -> Iterable[Case]:
         row = round_row(bench, label(method), target, (parts[0], parts[1]), model.asked(batch))
         return [facts | {"mode": "graph"} | row]
 
+    def captured(method: methods.Method) -> list[Row]:
+        model = made()
+        target, *parts = assemble(method, StaticTarget(model.target(False)), model.parts)
+        given = bench, label(method), target, (parts[0], parts[1]), model.asked(batch)
+        return [facts | {"mode": ROUND} | captured_row(*given)]
+
     for mode in ("graph", "eager"):
         yield Case(f"{where}: plain, {mode}", lambda mode=mode: plain(mode))
     for method in rounds():
-        yield Case(f"{where}: {label(method)}", lambda method=method: speculative(method))
+        named = f"{where}: {label(method)}"
+        yield Case(f"{named}, {ROUND}", lambda method=method: captured(method))
+        yield Case(named, lambda method=method: speculative(method))

@@ -94,7 +94,7 @@ def _exact(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     if not parts.acceptance or "block" not in parts.drafters:
         return _raced(target, parts, batch)
     head = parts.head("block")
-    uniforms = Uniforms.from_seeds(range(batch))
+    uniforms = Uniforms.from_seeds(range(batch), target.device)
 
     def drafter_of(shape: TreeShape) -> BlockDrafter:
         return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
@@ -251,7 +251,7 @@ class Race:
 
     def _draw(self, method: Method, record: Record, i: int) -> None:
         length = self.target.length
-        uniforms = Uniforms.from_seeds(range(i, i + self.batch))
+        uniforms = Uniforms.from_seeds(range(i, i + self.batch), self.target.device)
         steps = None
         if method.drafts:
             own, drafter, rule = assemble(method, self.target, self.parts)

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from specmm import methods
-from specmm.compiled import CompiledChain, CompiledRound, prepare_compiler
+from specmm.captured import round_program
+from specmm.compiled import prepare_compiler
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
@@ -85,12 +86,12 @@ def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
     if not target.static_shapes:
         return one_round
     key = methods.filed(method)
-    kind = CompiledChain if method.batch_dependent else CompiledRound
+    make = partial(round_program, target.device, method.batch_dependent)
     if target.programs is None:
         own = ("round", parts.made.get("static of"), key)
-        return parts.once(own, partial(kind, target.device))
+        return parts.once(own, make)
     if key not in target.programs:
-        target.programs[key] = kind(target.device)
+        target.programs[key] = make()
     return target.programs[key]
 
 
@@ -114,6 +115,7 @@ def static_target(
             f"(rounds all alike), got {method}"
         )
     prepare_compiler(device)
+    round_program(device, method.batch_dependent)  # raises where there is none
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache
         parts.made["static of"] = key
         parts.made.pop("static", None)

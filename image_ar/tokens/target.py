@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
-from specmm.compiled import CompiledRound, DeferredStop, compiled
+from specmm.captured import step_program
+from specmm.compiled import CompiledRound, DeferredStop
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.kernels.tree_attention import Mask
@@ -307,7 +308,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
             )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
         self.kept: Cache | None = None
-        own: Step = partial(compiled(StaticTarget.logits_of, self.device), self)
+        own: Step = partial(step_program(StaticTarget.logits_of, self.device), self)
         self.run = own if transform is None else transform(self.logits_of)
 
     @torch.inference_mode()

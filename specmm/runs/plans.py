@@ -63,7 +63,7 @@ def plan_model(
     if not own:
         auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
         return _trees(pipe, model, batch, target, auto)
-    uniforms = Uniforms.from_seeds(range(batch))
+    uniforms = Uniforms.from_seeds(range(batch), target.device)
     asked = Asked(target, target.any_prompt(batch), target.length, uniforms, target.processor)
     return _made(model, batch, place_of(pipe.transformer), *_own(drafter, asked))
 

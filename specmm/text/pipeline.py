@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
+from specmm.captured import round_program
 from specmm.compiled import CompiledRound, prepare_compiler, uncompiled_calls
 from specmm.decode import Progress, room
 from specmm.drafter import Drafter
@@ -321,7 +322,7 @@ class TextPipeline(Pipeline):
             parts = None
             if method.drafts:
                 parts = assemble(method, target, drafter, self.tokenizer)
-            play = CompiledRound(target.device)
+            play = round_program(target.device)
             made = self.made[key] = CompiledMethod(target, parts, play, drafter)
         return made
 

@@ -1,5 +1,7 @@
 """On a GPU, where there is one: the same promises as on the CPU, on the shipped model."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -33,3 +35,29 @@ def test_relaxed_run_is_bounded(pipe):
         classes=["heart"], method="lantern++", generator=torch.Generator("cuda").manual_seed(0)
     )
     assert out.certificate.kind == "bounded" and out.stats.tau > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "method",
+    [methods.AR(), methods.SJD(), methods.Speculative(), methods.Eagle(), methods.LanternPP()],
+    ids=lambda m: m.name,
+)
+def test_captured_rounds_give_the_tokens_of_uncaptured_ones(pipe, method, temperature):
+    """``compiled=True`` on a GPU is one graph a round: for three pictures in two rows."""
+
+    def drawn(compiled):
+        seeded = [torch.Generator("cuda").manual_seed(i) for i in range(3)]
+        options = {"temperature": temperature, "batch_size": 2, "output_type": "latent"}
+        given = {"method": method, "generator": seeded, "compiled": compiled}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # what cannot be captured is played with a warning
+            return pipe(classes=["heart", "arrow", "time"], **given, **options)
+
+    plain, captured = drawn(False), drawn(True)
+    assert torch.equal(plain.tokens, captured.tokens) and all(captured.compiled)
+
+
+def test_auto_measures_and_draws(pipe):
+    out = pipe(classes=["heart"], method="auto", generator=torch.Generator("cuda").manual_seed(0))
+    assert out.certificate.kind == "exact"

@@ -388,7 +388,7 @@ def measure_acceptance(
     shape = spine((1,) * levels if chains else WIDEST[:levels])
     counter = AcceptanceCounter(FeatureDrafter(network, target, shape), shape)
     for i, prompt in enumerate(prompts):
-        uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)))
+        uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)), target.device)
         stop = EndTokens(ends, target.device)
         length = prompt.max_new_tokens
         for _ in decode(target, counter, Recursive(), prompt, length, uniforms, stop=stop):

@@ -243,7 +243,7 @@ def measure_chains(
     tokens: dict[int, list[int]] = {}  # of each round, by its drafts
     for seed, prompt in enumerate(prompts):
         kept = []
-        uniforms = Uniforms.from_seeds([seed])
+        uniforms = Uniforms.from_seeds([seed], target.device)
         for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
             assert progress.gained is not None
             kept.append(int(progress.gained[1]))
@@ -268,7 +268,8 @@ def measure_taus(
     for name, method in JACOBI.items():
         if parts.serves(method):
             own, drafter, rule = assemble(method, target, parts)
-            *_, end = decode(own, drafter, rule, prompt, own.length, Uniforms.from_seeds(seeds))
+            uniforms = Uniforms.from_seeds(seeds, own.device)
+            *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
             found[name] = round(end.stats.tau, 4)
     return found
 
@@ -281,7 +282,7 @@ def measure_acceptance(
     """
     shape = spine(WIDEST[: head.config.levels])
     counter = AcceptanceCounter(BlockDrafter(head, target, shape), shape)
-    uniforms = Uniforms.from_seeds(seeds)
+    uniforms = Uniforms.from_seeds(seeds, target.device)
     for _ in decode(target, counter, Recursive(), prompt, target.length, uniforms):
         pass
     return counter.table()

@@ -101,7 +101,7 @@ def replaced(
         some = range(first, min(first + AT_ONCE, pictures))
         drafter = JacobiDrafter(target, window, usual.init, usual.coupled)
         noting = ReplacedTokens(drafter, target.sizes.dim)
-        uniforms = Uniforms.from_seeds([1_000_003 * seed + i for i in some])
+        uniforms = Uniforms.from_seeds([1_000_003 * seed + i for i in some], target.device)
         for _ in decode(target, noting, Recursive(), prompt_of(some), target.length, uniforms):
             pass
         # one by one, small tensors among a run's large ones keep memory from being given back

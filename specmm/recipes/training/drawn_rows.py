@@ -116,7 +116,7 @@ def drawn_rows(
             processor = Processor(temperatures[i % len(temperatures)])
             own = VLMTarget(target.model, processor, target.name)
             first = seed * 1_000_003 + ROWS_AT_ONCE * i
-            uniforms = Uniforms.from_seeds(range(first, first + len(part)))
+            uniforms = Uniforms.from_seeds(range(first, first + len(part)), own.device)
             wanted = length - part.shape[1]
             prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
             *_, end = decode_plain(own, prompt, wanted, uniforms)

@@ -1,0 +1,177 @@
+"""Steps and rounds as graphs: the tokens of eager ones, replayed from the same memory."""
+
+import warnings
+
+import pytest
+import torch
+
+from specmm import captured, methods
+from specmm.captured import Captured, Uncapturable, pairs, round_program
+from specmm.decode import decode
+from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
+from specmm.image_ar.tokens.target import Prompt, StaticTarget
+from specmm.randomness import Uniforms
+from tests.cases import some
+from tests.integration import test_compiled_pictures as pictures
+from tests.integration.conftest import tiny_pipeline
+from tests.integration.picture_kinds import KINDS, opened
+from tests.integration.test_compiled import OPTIONS, draw, same
+from tests.integration.test_picture_drafters import save
+from tests.unit.diffusion import test_compiled_text as texts
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def strict():
+    """What is played as it is would be a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("name", some(OPTIONS, ["ar", "guided tree", "eagle", "sjd", "lantern++"]))
+def test_tokens_are_those_of_eager_rounds(name, taped, strict):
+    pipe = tiny_pipeline(tokens=16)
+    for _ in range(2):
+        found = same(pipe, *OPTIONS[name])
+    assert taped.replays > taped.records > 0
+    assert (found.certificate.tv or 0) > 0 or not name.startswith("lantern")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ar", "speculative", "sjd", "lantern++"])
+def test_models_of_transformers_that_draw(name, tmp_path, taped, strict):
+    pipe = opened(save(KINDS["janus"], tmp_path))
+    method = pictures.METHODS[name]
+    for prompts in pictures.BATCHES:
+        eager, found = (
+            pictures.draw(pipe, KINDS["janus"], prompts, method, way) for way in (False, True)
+        )
+        assert torch.equal(found.tokens, eager.tokens)
+    assert taped.replays > taped.records > 0
+
+
+@pytest.mark.parametrize("name", some(["ar", "chain", "tree"], ["chain"]))
+def test_texts(name, taped, strict):
+    eager = texts.Run(texts.WAYS[name], texts.PROCESSORS["drawn"], False)
+    run = texts.Run(texts.WAYS[name], texts.PROCESSORS["drawn"], True)
+    run.options = {"play": round_program(CPU)} if run.parts else {}
+    for rows in (texts.ROWS, texts.ROWS[::-1]):
+        assert run(rows) == eager(rows)
+    assert taped.replays > taped.records > 0
+
+
+def rounds(play=None):
+    """Tokens of two pictures under a relaxed rule, whose rounds use all there is."""
+    pipe = tiny_pipeline(tokens=36)
+    target = StaticTarget(pipe.target())
+    parts = assemble_pictures(methods.Speculative(tree=(2, 1)), target, pipe.parts)
+    prompt, uniforms = Prompt(torch.tensor([1, 2])), Uniforms.from_seeds([0, 1])
+    kept = []
+    for progress in decode(*parts, prompt, 36, uniforms, play=play or round_program(CPU)):
+        kept.append(progress.counts.clone())
+    return progress.tokens[:, :36].clone(), kept
+
+
+def no_copies(old, new):
+    return []
+
+
+def test_a_graph_that_leaves_what_it_replaced_where_it_was_is_noticed(taped, monkeypatch):
+    right, _ = rounds()
+    monkeypatch.setattr(captured, "pairs", no_copies)
+    try:
+        wrong, _ = rounds()
+    except (IndexError, RuntimeError):  # counts that do not grow
+        return
+    assert not torch.equal(right, wrong)
+
+
+def test_what_a_replay_returned_outlives_the_next(taped):
+    function = Captured(lambda kept, x: (kept["n"] + x, kept.update(n=kept["n"] + 1))[0])
+    kept = {"n": torch.zeros(2)}
+    found = [function((kept,), (torch.full((2,), float(i)),)) for i in range(6)]
+    assert [x.tolist() for x in found] == [[2.0 * i] * 2 for i in range(6)]
+    assert kept["n"].tolist() == [6, 6] and taped.replays == 4
+
+
+def test_numbers_that_grow_grow_with_every_replay(taped):
+    def count(kept, x):
+        kept["calls"] += 2
+        return x * 2
+
+    function, kept = Captured(count), {"calls": 0}
+    for i in range(5):
+        assert function((kept,), (torch.tensor(i),)) == 2 * i
+    assert kept["calls"] == 10 and taped.replays == 3
+
+
+def test_another_tensor_in_the_place_of_one_is_read(taped):
+    def add(kept, x):
+        return kept["n"] + x
+
+    function, kept = Captured(add), {"n": torch.zeros(())}
+    for i in range(5):
+        kept["n"] = torch.tensor(float(i))
+        assert function((kept,), (torch.tensor(1.0),)) == i + 1
+    kept["n"] = torch.zeros(3)  # of another shape: another graph
+    for _ in range(3):
+        assert function((kept,), (torch.tensor(1.0),)).tolist() == [1, 1, 1]
+    assert taped.records == 2
+
+
+def test_what_waits_for_the_device_is_played_as_it_is(taped):
+    function = Captured(lambda kept, x: x * 2 if bool(x > 0) else x)
+    with pytest.warns(UserWarning, match="runs uncompiled, since it cannot be captured: aten"):
+        for i in range(12):
+            assert function(({},), (torch.tensor(i),)) == 2 * i
+    assert function.failed and not taped.replays
+
+
+def test_what_grows_is_played_as_it_is(taped):
+    def note(kept, x):
+        kept["all"].append(x)
+        return x
+
+    function, kept = Captured(note), {"all": []}
+    with pytest.warns(UserWarning, match="a call adds to what is kept"):
+        for i in range(9):
+            function((kept,), (torch.tensor(i),))
+    assert [int(x) for x in kept["all"]] == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (torch.zeros(2), torch.zeros(3), r"a tensor of \(2,\) became \(3,\)"),
+        ((1, torch.zeros(2)), (1,), "a sequence became longer or shorter"),
+        (None, (1,), "NoneType became tuple"),
+        ({"a": 1}, {"b": 1}, "a dict has other attributes"),
+        ("a", "b", "'a' became 'b'"),
+    ],
+)
+def test_values_of_other_form_are_not_captured(old, new, why):
+    with pytest.raises(Uncapturable, match=why):
+        pairs(old, new)
+
+
+def test_logits_that_are_not_finite_end_a_run(taped):
+    pipe = tiny_pipeline(tokens=36)
+    target = StaticTarget(pipe.target())
+    parts = assemble_pictures(methods.Speculative(tree=(1,)), target, pipe.parts)
+    prompt, uniforms = Prompt(torch.tensor([1])), Uniforms.from_seeds([0])
+    steps = decode(*parts, prompt, 36, uniforms, play=round_program(CPU))
+    for _ in range(5):
+        next(steps)
+    assert taped.replays
+    with torch.no_grad():
+        pipe.transformer.output.weight[3] = float("nan")
+    with pytest.raises(ValueError, match="must be finite"):
+        next(steps)
+
+
+def test_chains_that_end_early_are_for_processors(taped):
+    method = methods.Speculative(tree="chain(4)", sure=0.23)
+    with pytest.raises(ValueError, match="compiled=True serves chains that end early"):
+        draw(tiny_pipeline(tokens=16), method, 1.0, True, batch_size=1)
