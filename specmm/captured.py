@@ -67,9 +67,9 @@ class Slot(NamedTuple):
 def record_on_gpu(function: Callable[[], None]) -> Callable[[], None]:
     """``function``, which does not run, as what replays it on the GPU.
 
-    Graphs share their memory, which holds nothing between replays but what is copied out at once,
-    and the stream of recording, to which cuBLAS's working memory belongs. (``torch.cuda.graph``
-    also collects garbage and empties PyTorch's cache, which takes longer than a round.)
+    Graphs share the stream of recording, to which cuBLAS's working memory belongs.
+    (``torch.cuda.graph`` also collects garbage and empties PyTorch's cache, which takes longer than
+    a round.)
     """
     graph = torch.cuda.CUDAGraph()
     side = _side(torch.cuda.current_device())
@@ -78,7 +78,7 @@ def record_on_gpu(function: Callable[[], None]) -> Callable[[], None]:
     gc.disable()  # memory must not be freed meanwhile
     try:
         with torch.cuda.stream(side):
-            graph.capture_begin(_pool(), capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="thread_local")
             try:
                 function()
             finally:
@@ -93,11 +93,6 @@ def record_on_gpu(function: Callable[[], None]) -> Callable[[], None]:
 @functools.cache
 def _side(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-@functools.cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
 
 
 def slots_of(roots: tuple[Any, ...]) -> tuple[dict[Place, Slot], set[int]]:
@@ -206,8 +201,10 @@ class Change:
             if type(now) is int and type(slot.value) is int:
                 found.grown[place] = now - slot.value
                 continue
-            found.pairs += pairs(slot.value, now)
-            found.places.append(place)
+            replaced = pairs(slot.value, now)
+            if replaced:  # else they are views of the same memory
+                found.pairs += replaced
+                found.places.append(place)
         return found
 
     @property
@@ -432,10 +429,15 @@ class CapturedRound(CompiledRound):
             done: Feedback = self.captured((parts, progress), (feedback, numbers))
         return done
 
+    def _end(self, target: Any, done: Feedback) -> None:
+        target.check_round()  # the graph has committed what was kept
+
 
 def _round(parts: Parts, progress: Progress, feedback: Feedback, numbers: Tensor) -> Feedback:
     uniforms: Any = PredrawnUniforms(numbers)
-    return one_round(parts, feedback, progress, uniforms, Clock(), not parts[2].exact)
+    done = one_round(parts, feedback, progress, uniforms, Clock(), not parts[2].exact)
+    parts[0].keep_round(done.drafted[1])
+    return done
 
 
 def captures(device: torch.device) -> bool:

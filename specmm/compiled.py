@@ -228,9 +228,12 @@ class DeferredStop:
         if not self.later:
             super().commit(result)  # type: ignore[misc]  # the target's own
 
-    def end_round(self, result: VerifyResult) -> None:
-        """Commit what a program kept; raises ``ValueError`` unless its logits were finite."""
+    def check_round(self) -> None:
+        """Raises ``ValueError`` unless a program's logits were finite."""
         super()._count(self.extremes)  # type: ignore[misc]
+
+    def keep_round(self, result: VerifyResult) -> None:
+        """Commit what a program kept."""
         super().commit(result)  # type: ignore[misc]
 
     def _count(self, logits: Tensor) -> None:
@@ -245,8 +248,8 @@ class CompiledRound:
 
     The first round after a prefill is not compiled, since its feedback has another form. The
     clock's "verify" is the whole program and the round's end. A relaxed rule's excess is measured
-    in every round, so that one program is enough. The target must have ``end_round``, as
-    :class:`DeferredStop` has. ``device`` and what all calls share as in :func:`compiled`.
+    in every round, so that one program is enough. The target must be a :class:`DeferredStop`.
+    ``device`` and what all calls share as in :func:`compiled`.
     """
 
     unread = True  # see Fingerprint
@@ -280,8 +283,13 @@ class CompiledRound:
         finally:
             target.later = False
         with clock("verify"):
-            target.end_round(done.drafted[1])
+            self._end(target, done)
         return done
+
+    def _end(self, target: Any, done: Feedback) -> None:
+        """The target's part of a round's end."""
+        target.check_round()
+        target.keep_round(done.drafted[1])
 
     def _count(self, used: int, tree: DraftTree) -> None:
         """Note the uniforms that a row ``used`` for the round of ``tree``."""

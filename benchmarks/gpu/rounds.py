@@ -25,7 +25,8 @@ from specmm.randomness import Uniforms
 from specmm.target import Target
 from specmm.verify.rule import Rule
 
-WARM = 5  # rounds of the loop that do not count: graphs are captured in them
+WARM = 3  # rounds of the loop that do not count: graphs are captured in them
+WARM_WHOLE = 6  # the same where whole rounds are captured
 PLAIN = "plain"
 ROUND = "whole round"  # the mode in which drafting, scoring and acceptance are one graph
 
@@ -102,7 +103,7 @@ def captured_row(
     play: Play = captured if bench.on_gpu else one_round
     with bench.memory() as memory:
         given = target, drafter, rule, asked.prompt, asked.length, asked.uniforms
-        seconds = loop_seconds(bench.now, decode(*given, play=play), repeats)
+        seconds = loop_seconds(bench.now, decode(*given, play=play), repeats, WARM_WHOLE)
     if bench.on_gpu and captured.captured.recorded is None:
         raise ValueError("the round could not be captured")
     return {
@@ -114,15 +115,17 @@ def captured_row(
     } | memory
 
 
-def loop_seconds(now: Callable[[], float], steps: Iterator[Progress], repeats: int) -> float:
-    """Mean seconds of ``repeats`` of the loop's ``steps``, after those that do not count.
+def loop_seconds(
+    now: Callable[[], float], steps: Iterator[Progress], repeats: int, warm: int = WARM
+) -> float:
+    """Mean seconds of ``repeats`` of the loop's ``steps``, after ``warm`` that do not count.
 
     ``now`` waits for the device, once at each end: in between the host may run ahead.
     """
-    warm = sum(1 for _ in islice(steps, 1 + WARM))  # the first has the prefill
+    gone = sum(1 for _ in islice(steps, 1 + warm))  # the first has the prefill
     start = now()
     count = sum(1 for _ in islice(steps, repeats))
     end = now()
     if not count:
-        raise ValueError(f"the loop must have more than {1 + WARM} rounds, got {warm}")
+        raise ValueError(f"the loop must have more than {1 + warm} rounds, got {gone}")
     return (end - start) / count

@@ -129,8 +129,9 @@ def unsure(parts: PictureParts) -> methods.Speculative:
 
 def candidates(parts: PictureParts) -> list[TreeShape]:
     """The trees to choose from: Sequoia's for the block drafter's acceptance."""
-    levels = parts.head("block").config.levels
-    return [best_tree(parts.acceptance, n, levels)[0] for n in SIZES]
+    head = parts.head("block")
+    device = next(head.parameters()).device
+    return [best_tree(parts.acceptance, n, head.config.levels)[0].to(device) for n in SIZES]
 
 
 def _raced(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:

@@ -294,7 +294,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
     A step attends all slots of the cache under a mask and writes by index; the eager one slices and
     needs no mask. ``transform`` turns the step's function into a faster one, else it is compiled.
     A compiled program cannot stop at logits that are not finite: the caller checks after a round
-    (``end_round``).
+    (``check_round``).
     """
 
     static_shapes: ClassVar[bool] = True

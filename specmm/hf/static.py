@@ -37,7 +37,7 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
     every call.
 
     A compiled round cannot stop at logits that are not finite: the caller checks after it
-    (``end_round``). Raises ``ValueError`` for models whose positions depend on a text's length.
+    (``check_round``). Raises ``ValueError`` for models whose positions depend on a text's length.
     """
 
     def __init__(

@@ -385,7 +385,7 @@ def measure_acceptance(
     Where drafts must be chains K is 1.
     """
     chains = target.family.chains_only
-    shape = spine((1,) * levels if chains else WIDEST[:levels])
+    shape = spine((1,) * levels if chains else WIDEST[:levels], target.device)
     counter = AcceptanceCounter(FeatureDrafter(network, target, shape), shape)
     for i, prompt in enumerate(prompts):
         uniforms = Uniforms.from_seeds(range(i, i + len(prompt.lengths)), target.device)

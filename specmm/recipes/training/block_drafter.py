@@ -280,7 +280,7 @@ def measure_acceptance(
     """How often the block drafter's child of a level and rank is the one kept, over one batch of
     pictures, one seed each, under exact decoding.
     """
-    shape = spine(WIDEST[: head.config.levels])
+    shape = spine(WIDEST[: head.config.levels], target.device)
     counter = AcceptanceCounter(BlockDrafter(head, target, shape), shape)
     uniforms = Uniforms.from_seeds(seeds, target.device)
     for _ in decode(target, counter, Recursive(), prompt, target.length, uniforms):
