@@ -23,14 +23,16 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from specmm.compiled import CPU, CompiledChain, CompiledRound, compiled
+from specmm.compiled import CPU, CompiledChain, CompiledRound, compiled, count_uncompiled
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.randomness import PredrawnUniforms, Uniforms
 from specmm.stats import Clock
+from specmm.tree import DraftTree
 
 Place: TypeAlias = tuple[int, Any]
-TRIES = 4  # calls that may show something else than the one before, until nothing is recorded
+TRIES = 6  # calls that may show something else than the one before, until nothing is recorded
+AHEAD = 1024  # uniforms of a row that are at hand for a round
 NUMBERS = (bool, int, float, str)
 TOLD = {"calls"}  # numbers of which only messages tell: a graph does not depend on them
 
@@ -351,13 +353,14 @@ class Recorded:
 class Captured:
     """``function`` of what is kept and of what is given, recorded once calls are alike.
 
-    What cannot be recorded is played as it is, with a warning.
+    What cannot be recorded is played as it is, with a warning unless it is to be ``quiet``.
     """
 
     unread = True  # by programs: see specmm.fingerprint
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], quiet: bool = False) -> None:
         self.function = function
+        self.quiet = quiet
         self.recorded: Recorded | None = None
         self.usual: Change | None = None
         self.tries = 0
@@ -366,6 +369,7 @@ class Captured:
     def __call__(self, kept: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
         """What the function returns."""
         if self.failed:
+            count_uncompiled()
             return self.function(*kept, *given)
         if self.recorded is not None:
             try:
@@ -408,36 +412,43 @@ class Captured:
         if self.tries >= TRIES:
             self.failed = True
             why = str(error).split("\n")[0]
+        if self.failed and not self.quiet:
             warnings.warn(f"runs uncompiled, since it cannot be captured: {why}", stacklevel=4)
 
 
 class CapturedRound(CompiledRound):
     """Plays rounds as :class:`specmm.compiled.CompiledRound` does, each as one graph.
 
-    The two rounds after a prefill are played as they are.
+    The rounds after a prefill are played as they are until two are alike.
     """
 
-    def __init__(self) -> None:
-        self.captured = Captured(_round)
+    def __init__(self, quiet: bool = False) -> None:
+        self.captured = Captured(self._round, quiet)
         self.uniforms = 0
+
+    def _count(self, used: int, tree: DraftTree) -> None:
+        """Nothing: later rounds may take more than the first, and say so themselves."""
 
     def _played(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
     ) -> Feedback:
-        numbers = uniforms.draw(self.uniforms)
         with clock("verify"):
-            done: Feedback = self.captured((parts, progress), (feedback, numbers))
+            given = feedback, uniforms.ahead(AHEAD)
+            done: Feedback = self.captured((parts, progress), given)
+        uniforms.draw(self.uniforms)
+        return done
+
+    def _round(
+        self, parts: Parts, progress: Progress, feedback: Feedback, numbers: Tensor
+    ) -> Feedback:
+        drawn = PredrawnUniforms(numbers)
+        done = one_round(parts, feedback, progress, drawn, Clock(), not parts[2].exact)
+        parts[0].keep_round(done.drafted[1])
+        self.uniforms = drawn.used  # that a row takes in every replay, too
         return done
 
     def _end(self, target: Any, done: Feedback) -> None:
         target.check_round()  # the graph has committed what was kept
-
-
-def _round(parts: Parts, progress: Progress, feedback: Feedback, numbers: Tensor) -> Feedback:
-    uniforms: Any = PredrawnUniforms(numbers)
-    done = one_round(parts, feedback, progress, uniforms, Clock(), not parts[2].exact)
-    parts[0].keep_round(done.drafted[1])
-    return done
 
 
 def captures(device: torch.device) -> bool:

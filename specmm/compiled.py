@@ -74,6 +74,11 @@ def uncompiled_calls() -> int:
     return _uncompiled.calls
 
 
+def count_uncompiled() -> None:
+    """Count such a call."""
+    _uncompiled.calls += 1
+
+
 def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Program:
     """``function`` as a program for each shape of its arguments.
 
@@ -141,7 +146,7 @@ class Program:
 
     def _run(self, *args: Any) -> Any:
         if self.run is self.function:
-            _uncompiled.calls += 1
+            count_uncompiled()
             return self.run(*args)
         with outside_batch_invariant():  # PyTorch cannot compile its products
             return self._for(args)(*args)
@@ -155,7 +160,7 @@ class Program:
             return self.run
         if len(self.made) < PROGRAMS:
             return self._new(args)
-        _uncompiled.calls += 1
+        count_uncompiled()
         return self.function
 
     def _new(self, args: tuple[Any, ...]) -> Callable[..., Any]:

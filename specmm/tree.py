@@ -50,6 +50,7 @@ class TreeShape:
         self.parents = parents
         self.depth = depth
         self.width = width
+        self.fixed = False
         self._made: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[TreeShape], T]) -> T:
@@ -62,7 +63,11 @@ class TreeShape:
     def to(self, device: torch.device | str) -> TreeShape:
         """This shape on ``device``."""
         parents = self.parents.to(device)
-        return self if parents is self.parents else TreeShape(parents, self.depth, self.width)
+        if parents is self.parents:
+            return self
+        made = TreeShape(parents, self.depth, self.width)
+        made.fixed = self.fixed
+        return made
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
@@ -76,7 +81,9 @@ class TreeShape:
                 raise ValueError(f"parent of node {node} must be in [0, {node}), got {parent}")
             depths.append(depths[parent] + 1)
             counts[parent] += 1
-        return cls(torch.tensor([parents], device=device), max(depths), max(counts))
+        made = cls(torch.tensor([parents], device=device), max(depths), max(counts))
+        made.fixed = True
+        return made
 
     @classmethod
     def from_choices(
@@ -151,8 +158,11 @@ class TreeShape:
 
     @computed_once
     def inner(self) -> Tensor:
-        """Nodes that may have children [P]: those of a shared shape that do, else all N."""
-        if not self.shared:
+        """Nodes that may have children [P]: those of a shared shape that do, else all N; all, too,
+        where they would be counted in every round and the host had to wait for it.
+        """
+        waits = not self.fixed and self.parents.device.type != "cpu"
+        if waits or not self.shared:
             return torch.arange(self.size, device=self.parents.device)
         return self.parents[0, 1:].unique()
 

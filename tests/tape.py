@@ -15,6 +15,7 @@ WAITS = {
     ATEN._unique2.default,
 }
 BY_INDEX = {ATEN.index.Tensor, ATEN.index_put_.default}
+EMPTY = {ATEN.empty.memory_format, ATEN.new_empty.default, ATEN.empty_like.default}
 
 
 class Tape(TorchDispatchMode):
@@ -32,6 +33,8 @@ class Tape(TorchDispatchMode):
         out = function(*args, **kwargs)
         given = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
         fresh = [x for x in tensors(out) if x.untyped_storage().data_ptr() not in given]
+        if function in EMPTY:  # what is in it is nobody's, and others may give it another size
+            return out
         if function._schema.is_mutable or fresh:
             self.operators.append((function, args, kwargs, out))
         return out

@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.hardware import Place, prepack
+from specmm.compiled import uncompiled_calls
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
@@ -38,6 +39,7 @@ from specmm.hf.running import (
     ending,
     stream,
 )
+from specmm.hf.static import CapturedTarget
 from specmm.hf.target import VLMTarget
 from specmm.outside import with_own
 from specmm.registry import named
@@ -53,6 +55,7 @@ class VQAOutput:
     """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
     ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
     chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
+    ``compiled`` says whether rounds were graphs on a GPU.
     """
 
     answers: list[str]
@@ -62,6 +65,7 @@ class VQAOutput:
     method: str
     ruling: Any = None
     pictures: list[list[Image.Image]] = field(default_factory=list)
+    compiled: bool = False
 
 
 class VQAPipeline(Pipeline):
@@ -186,10 +190,12 @@ class VQAPipeline(Pipeline):
                         "another method"
                     )
                 return self._judge(method, images, questions, options, streamer)
+            failed = uncompiled_calls()
             run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
         output = VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
+        output.compiled = run.compiled and uncompiled_calls() == failed
         if given.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
             self.drawn.observe(tokens, self._reader.grammar)
@@ -291,13 +297,14 @@ class VQAPipeline(Pipeline):
     ) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
-        if options.compiled is True:
+        captured = self.captures(options)
+        if options.compiled is True and not captured:
             raise ValueError(
-                "compiled=True serves text (TextPipeline), not questions about pictures; "
-                "leave it out"
+                "compiled=True serves text (TextPipeline), and on a GPU questions about pictures "
+                "without draw; leave it out"
             )
         check_continuous_batching(method, options.batch_size)
-        target = self._target(method, options)
+        target = self._target(method, options, captured)
         given = Questions.of(images, questions, options.chat, videos)
 
         def prepared(some: slice) -> VLMPrompt:
@@ -310,7 +317,8 @@ class VQAPipeline(Pipeline):
         parts = None
         if method.drafts:
             parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(name, target, prompt, options, parts, prompts)
+        play = self.play_of(method, options)
+        return self._run(name, target, prompt, options, parts, prompts, play)
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
         """See :class:`Pipeline`; for answers with pictures ``auto`` races what serves them."""
@@ -326,10 +334,13 @@ class VQAPipeline(Pipeline):
         _check_serving(method)
         self._reader.check(max_new_tokens)
 
-    def _target(self, method: methods.VQAMethod, options: Options) -> VLMTarget:
-        """The model as a target; raises ``ValueError`` for pictures by methods without them."""
+    def _target(self, method: methods.VQAMethod, options: Options, captured: bool) -> VLMTarget:
+        """The model as a target, of rounds to be ``captured`` or not; raises ``ValueError`` for
+        pictures by methods without them.
+        """
         if not options.draw:
-            return VLMTarget(self.model, options.processor, self.name)
+            kind = CapturedTarget if captured else VLMTarget
+            return kind(self.model, options.processor, self.name)
         _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 

@@ -23,7 +23,7 @@ from benchmarks.gpu.rounds import ROUND, Asked, captured_row, plain_row, round_r
 from specmm import methods
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.static import StaticVLMTarget
+from specmm.hf.static import CapturedTarget
 from specmm.hf.target import VLMTarget
 from specmm.kernels.tree_attention.interface import NAME
 from specmm.processors import Processor
@@ -149,7 +149,7 @@ def _cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
 
     def captured(method: methods.MSD | methods.Block) -> list[Row]:
         made().target("graph")  # under the kernel
-        target = StaticVLMTarget(made().model, Processor(0.0))
+        target = CapturedTarget(made().model, Processor(0.0))
         parts = assemble(method, target, made().drafter)
         row = captured_row(bench, label(method), target, parts, made().asked())
         return [facts | {"mode": ROUND} | row]
@@ -157,7 +157,7 @@ def _cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
     for mode in ("graph", "eager"):
         yield Case(f"plain, {mode}", lambda mode=mode: plain(mode))
     for method in sizes.rounds:
-        yield Case(label(method), lambda method=method: speculative(method))
-        if not sizes.sees:
+        if method.captured:
             named = f"{label(method)}, {ROUND}"
             yield Case(named, lambda method=method: captured(method))
+        yield Case(label(method), lambda method=method: speculative(method))

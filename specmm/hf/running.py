@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
+from specmm.captured import CapturedRound, captures
 from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
@@ -403,6 +404,29 @@ class Pipeline:
         found, why = chosen_of(kinds, self.drafters, target, prompt, self.plans, self.tokenizer)
         return found, f"auto: {found} ({why})"
 
+    def captures(self, options: Options) -> bool:
+        """Whether ``options`` ask for graphs, or let us choose, and the model is on a GPU.
+
+        Answers with pictures are not captured: what may come depends on what came.
+        """
+        return bool(options.compiled) and not options.draw and captures(self.model.device)
+
+    def play_of(self, method: Method, options: Options) -> Play:
+        """What plays rounds of ``method``: graphs where these are wanted.
+
+        Raises ``ValueError`` for a method whose rounds cannot be captured, if that is asked for.
+        """
+        if not self.captures(options):
+            return one_round
+        if method.captured:
+            return CapturedRound(quiet=options.compiled == "auto")
+        if options.compiled is True:
+            raise ValueError(
+                "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
+                f"trees (nothing in a round is decided by the host), got {method}"
+            )
+        return one_round
+
     def ends(self) -> list[int]:
         """The model's end tokens."""
         generation = self.model.generation_config
@@ -433,9 +457,10 @@ class Pipeline:
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
         settings = options.processor.settings
-        if parts is None and queue is None:
+        compiled = play is not one_round
+        if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, steps, None, text, stops, settings)
+            return Run(name, steps, None, text, stops, settings, compiled=compiled)
         drafter, rule = parts or (NoDrafts(), Recursive())
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not options.processor.greedy
@@ -445,4 +470,4 @@ class Pipeline:
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
         ran = (rule, drafter) if parts else (None, None)
-        return Run(name, steps, ran[0], text, stops, settings, queue, ran[1])
+        return Run(name, steps, ran[0], text, stops, settings, queue, ran[1], compiled)

@@ -32,7 +32,16 @@ from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
 
-class StaticVLMTarget(DeferredStop, VLMTarget):
+class CapturedTarget(DeferredStop, VLMTarget):
+    """A model whose rounds are graphs on a GPU (:mod:`specmm.captured`); plain decoding is rounds
+    without drafts.
+    """
+
+    def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
+        return self.processor.probs(logits, self.history, tree)  # in memory of the round's own
+
+
+class StaticVLMTarget(CapturedTarget):
     """A text model whose plain steps, and rounds on trees of one shape, have the same shapes at
     every call.
 
@@ -97,9 +106,6 @@ class StaticVLMTarget(DeferredStop, VLMTarget):
         self._count(logits)
         self.positions += 1
         return output
-
-    def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
-        return self.processor.probs(logits, self.history, tree)
 
 
 class StaticPictureTarget(StaticVLMTarget, PictureTarget):

@@ -111,6 +111,11 @@ class Declared(metaclass=_OldNames):
         return False
 
     @property
+    def captured(self) -> bool:
+        """Whether a round can be one graph of a GPU: nothing in it is decided by the host."""
+        return self.static_shapes
+
+    @property
     def ignored(self) -> tuple[str, ...]:
         """Options that nothing reads as the others are."""
         return ()

@@ -76,6 +76,7 @@ class MSD(DrawnIfSampled):
     """
 
     name: ClassVar[str] = "msd"
+    captured: ClassVar[bool] = True
     can_refill: ClassVar[bool] = True
     total: int = 59
     depth: int = 5
@@ -114,6 +115,7 @@ class Eagle3(DrawnIfSampled):
     """
 
     name: ClassVar[str] = "eagle3"
+    captured: ClassVar[bool] = True
     can_refill: ClassVar[bool] = True
     total: int = 59
     depth: int = 5

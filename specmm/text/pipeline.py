@@ -39,7 +39,7 @@ from specmm.hf.running import (
     check_continuous_batching,
     ending,
 )
-from specmm.hf.static import StaticVLMTarget
+from specmm.hf.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kinds import texts_of
 from specmm.outside import with_own
@@ -274,7 +274,9 @@ class TextPipeline(Pipeline):
     def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Drafter | None]:
         """Prepare a batch, of which nothing runs yet, with its drafter."""
         method = options.chosen(methods.TEXT, self.method)
-        target = VLMTarget(self.model, options.processor, self.name)
+        captured = self.captures(options)
+        kind = CapturedTarget if captured else VLMTarget
+        target = kind(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
         ids = self.encode(prompts, options.chat)
 
@@ -284,20 +286,22 @@ class TextPipeline(Pipeline):
         batch = PromptBatch(prepared, len(ids), options.batch_size)
         prompt = batch.first(target)
         method, name = self.chosen(method, target, prompt)
-        if options.compiled is True:
+        if options.compiled is True and not captured:
             made = self._compiled(method, options)
             if not made.busy:
                 run = self._run(name, made.target, prompt, options, made.parts, batch, made.play)
-                return replace(run, steps=made.alone(run.steps), compiled=True), None
+                return replace(run, steps=made.alone(run.steps)), None
+        given = (name, target, prompt, options)
+        play = self.play_of(method, options)
         if not method.drafts:
-            return self._run(name, target, prompt, options, None, batch), None
+            return self._run(*given, None, batch, play), None
         parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(name, target, prompt, options, parts, batch), parts.drafter
+        return self._run(*given, parts, batch, play), parts.drafter
 
     def _work(self, prompts: str | Sequence[str], options: Options) -> Work | None:
         """What is known of the seconds of such a call, where they decide whether it is compiled."""
-        if options.compiled != "auto":
-            return None
+        if options.compiled != "auto" or self.captures(options):
+            return None  # a graph pays within a few rounds
         method = options.chosen(methods.TEXT, self.method)
         rows = len(texts_of("prompt", prompts))
         rest = (options.batch_size, bool(options.stops))
