@@ -32,7 +32,6 @@ from specmm.tree import DraftTree
 
 Place: TypeAlias = tuple[int, Any]
 TRIES = 6  # calls that may show something else than the one before, until nothing is recorded
-AHEAD = 1024  # uniforms of a row that are at hand for a round
 NUMBERS = (bool, int, float, str)
 TOLD = {"calls"}  # numbers of which only messages tell: a graph does not depend on them
 
@@ -432,8 +431,9 @@ class CapturedRound(CompiledRound):
     def _played(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
     ) -> Feedback:
+        self.stream = uniforms
         with clock("verify"):
-            given = feedback, uniforms.ahead(AHEAD)
+            given = feedback, uniforms.ahead(self.uniforms)
             done: Feedback = self.captured((parts, progress), given)
         uniforms.draw(self.uniforms)
         return done
@@ -441,7 +441,7 @@ class CapturedRound(CompiledRound):
     def _round(
         self, parts: Parts, progress: Progress, feedback: Feedback, numbers: Tensor
     ) -> Feedback:
-        drawn = PredrawnUniforms(numbers)
+        drawn = _Ahead(numbers, self.stream)
         done = one_round(parts, feedback, progress, drawn, Clock(), not parts[2].exact)
         parts[0].keep_round(done.drafted[1])
         self.uniforms = drawn.used  # that a row takes in every replay, too
@@ -449,6 +449,22 @@ class CapturedRound(CompiledRound):
 
     def _end(self, target: Any, done: Feedback) -> None:
         target.check_round()  # the graph has committed what was kept
+
+
+class _Ahead(PredrawnUniforms):
+    """``numbers`` [B, L] and, of a round that takes more than the one before, the next ones of
+    their ``stream``.
+    """
+
+    def __init__(self, numbers: Tensor, stream: Uniforms) -> None:
+        super().__init__(numbers)
+        self.stream = stream
+
+    def draw(self, count: int) -> Tensor:
+        """See :class:`specmm.randomness.UniformSource`."""
+        if self.used + count > self.numbers.shape[1]:
+            self.numbers = self.stream.ahead(self.used + count)
+        return super().draw(count)
 
 
 def captures(device: torch.device) -> bool:

@@ -103,7 +103,8 @@ def taped(monkeypatch):
     """Programs are graphs as on a GPU, recorded by what stands in for one there; gives their
     recorder, which counts.
     """
-    monkeypatch.setattr("specmm.captured.captures", lambda device: True)
+    for module in ("specmm.captured", "specmm.hf.running"):
+        monkeypatch.setattr(f"{module}.captures", lambda device: True)
     monkeypatch.setattr("specmm.captured.record_on_gpu", record_on_tape)
     # numpy's, which are for processors, are no operators
     monkeypatch.setattr("specmm.processors.kth_largest", kth_largest)

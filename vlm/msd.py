@@ -234,7 +234,9 @@ class MSDHead(nn.Module):
         """
         if positions is None:
             positions = torch.arange(slots.shape[1], device=slots.device)[None]
-        angles = positions[..., None] * self.frequencies.to(positions.device)
+        if self.frequencies.device != positions.device:  # once: no graph can copy from the host
+            self.frequencies = self.frequencies.to(positions.device)
+        angles = positions[..., None] * self.frequencies
         angles = torch.cat([angles, angles], dim=-1)  # [R or 1, T, D]
         turns = (angles.cos().to(slots.dtype), angles.sin().to(slots.dtype))
         for layer, room in zip(self.layers, memory or [None] * len(self.layers), strict=True):

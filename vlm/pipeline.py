@@ -20,8 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.hardware import Place, prepack
 from specmm.compiled import uncompiled_calls
+from specmm.hardware import Place, prepack
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader

@@ -109,6 +109,8 @@ def use_tree_attention(model: ModelT) -> ModelT:
     if backend(model.device) != "triton":
         return model
     text = model.config.get_text_config()
+    if text._attn_implementation == NAME:
+        return model
     if reason := _unsuited(text):
         kind = type(model).__name__
         LOGGER.warning("%s: trees are scored with dense masks, because %s", kind, reason)

@@ -41,6 +41,9 @@ from specmm.turns import in_its_turn
 from specmm.verify import Recursive, Rule
 from specmm.verify.claims import run_claim
 
+USUAL = 4  # tokens a round of drafts, by which "auto" counts rounds
+WORTH = 24  # rounds for which a graph is captured where "auto" decides: capturing takes some
+
 
 def check_continuous_batching(method: Method, batch_size: int) -> None:
     """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot begin anew."""
@@ -197,8 +200,8 @@ class RoundText:
 @dataclass
 class Run:
     """One batch being answered: ``text`` decodes ids, ``stops`` end answers, rows that end take the
-    next of the ``queue``, ``settings`` are those the certificate is about, ``compiled`` says
-    whether programs play the rounds.
+    next of the ``queue``, ``settings`` are those the certificate is about, ``play`` plays
+    the rounds.
     """
 
     method: str
@@ -209,7 +212,14 @@ class Run:
     settings: Mapping[str, float]
     queue: Queue | None = None
     drafter: Drafter | None = None
-    compiled: bool = False
+    play: Play = one_round
+
+    @property
+    def compiled(self) -> bool:
+        """Whether programs have played rounds: graphs only once some were alike."""
+        if isinstance(self.play, CapturedRound):
+            return self.play.captured.recorded is not None
+        return self.play is not one_round
 
     def finish(
         self, streamer: BaseStreamer | None = None
@@ -418,9 +428,11 @@ class Pipeline:
         """
         if not self.captures(options):
             return one_round
-        if method.captured:
-            return CapturedRound(quiet=options.compiled == "auto")
-        if options.compiled is True:
+        asked = options.compiled is True
+        rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
+        if method.captured and (asked or rounds >= WORTH):
+            return CapturedRound(quiet=not asked)
+        if asked:
             raise ValueError(
                 "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
                 f"trees (nothing in a round is decided by the host), got {method}"
@@ -457,10 +469,9 @@ class Pipeline:
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
         settings = options.processor.settings
-        compiled = play is not one_round
         if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, steps, None, text, stops, settings, compiled=compiled)
+            return Run(name, steps, None, text, stops, settings, play=play)
         drafter, rule = parts or (NoDrafts(), Recursive())
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not options.processor.greedy
@@ -470,4 +481,4 @@ class Pipeline:
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
         ran = (rule, drafter) if parts else (None, None)
-        return Run(name, steps, ran[0], text, stops, settings, queue, ran[1], compiled)
+        return Run(name, steps, ran[0], text, stops, settings, queue, ran[1], play)

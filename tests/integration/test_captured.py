@@ -5,12 +5,15 @@ import warnings
 import pytest
 import torch
 
+from benchmarks.gpu.pocket import squares
 from specmm import captured, methods
 from specmm.captured import Captured, Uncapturable, pairs, round_program
 from specmm.decode import decode
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
 from specmm.randomness import Uniforms
+from specmm.text.pipeline import TextPipeline
+from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some
 from tests.integration import test_compiled_pictures as pictures
 from tests.integration.conftest import tiny_pipeline
@@ -60,6 +63,33 @@ def test_texts(name, taped, strict):
     for rows in (texts.ROWS, texts.ROWS[::-1]):
         assert run(rows) == eager(rows)
     assert taped.replays > taped.records > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"), some([("ar", 0), ("msd", 0), ("msd", 0.8)], [("msd", 0)])
+)
+def test_questions_about_pictures(method, temperature, taped):
+    pipe = VQAPipeline.from_pretrained("pocket/llava")
+    given = [squares(seed) for seed in range(2)], ["Describe the picture."] * 2
+    options = dict(method=method, temperature=temperature, seed=3, max_new_tokens=40)
+    plain, found = (pipe(*given, compiled=way, **options) for way in (False, True))
+    assert found.answers == plain.answers and found.stats.rounds == plain.stats.rounds
+    assert found.compiled and taped.replays and not plain.compiled
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_the_text_pipeline(temperature, taped):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    prompts = ["def add(a, b):\n", "class Stack:\n"]
+    options = dict(method="block", temperature=temperature, seed=3)
+    plain, found, short = (
+        pipe(prompts, compiled=way, max_new_tokens=tokens, **options)
+        for way, tokens in ((False, 96), ("auto", 96), ("auto", 40))
+    )
+    assert found.texts == plain.texts and found.compiled and taped.replays
+    assert not short.compiled, "too few rounds"
+    with pytest.raises(ValueError, match="compiled=True on a GPU needs ar, msd, eagle3"):
+        pipe(prompts, compiled=True, method="diffuspec")
 
 
 def rounds(play=None):
