@@ -415,6 +415,32 @@ class Captured:
             warnings.warn(f"runs uncompiled, since it cannot be captured: {why}", stacklevel=4)
 
 
+class Graph:
+    """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
+
+    Where nothing is captured it is just called. Results are copies.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+        self.function = function
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The function's results for ``inputs``."""
+        if not captures(inputs[0].device):
+            return self.function(*inputs)
+        if self.replay is None:
+            self.inputs = [x.clone() for x in inputs]
+            self.function(*self.inputs)  # what is made once is made
+            self.replay = record_on_gpu(self._run)
+        copy_all(self.inputs, list(inputs))
+        self.replay()
+        return tuple(x.clone() for x in self.outputs)
+
+    def _run(self) -> None:
+        self.outputs = self.function(*self.inputs)
+
+
 class CapturedRound(CompiledRound):
     """Plays rounds as :class:`specmm.compiled.CompiledRound` does, each as one graph.
 

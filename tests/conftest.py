@@ -103,7 +103,7 @@ def taped(monkeypatch):
     """Programs are graphs as on a GPU, recorded by what stands in for one there; gives their
     recorder, which counts.
     """
-    for module in ("specmm.captured", "specmm.hf.running"):
+    for module in ("specmm.captured", "specmm.hf.running", "specmm.image_ar.scales.pipeline"):
         monkeypatch.setattr(f"{module}.captures", lambda device: True)
     monkeypatch.setattr("specmm.captured.record_on_gpu", record_on_tape)
     # numpy's, which are for processors, are no operators

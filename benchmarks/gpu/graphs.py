@@ -1,68 +1,25 @@
 """Targets whose forwards are captured CUDA graphs: plain steps and tree scoring.
 
 Trees of one size share a graph, whatever their shape, for words and depths are inputs of it. The
-finiteness check, which waits for the GPU, is left out. A next-scale model's pictures are one graph
-from the label to the sum of codes. Shape letters: B batch, R rows, N tree nodes, W words, C width,
-V vocabulary, L tokens of a picture, E code width.
+finiteness check, which waits for the GPU, is left out. Shape letters: B batch, R rows, N tree
+nodes, W words, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specmm.cache import Cache
+from specmm.captured import Graph
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.target import VLMTarget
-from specmm.image_ar.scales.collaborative import alternate, code_turns
-from specmm.image_ar.scales.next_scale import FeatureMap
-from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
-from specmm.randomness import PredrawnUniforms
-from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
-
-
-class Graph:
-    """``function`` of tensors, captured at its first call and replayed for the same shapes.
-
-    Without a GPU it just calls ``function``. Results are copies: the next replay overwrites the
-    originals.
-    """
-
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self.function = function
-        self.captured: Any = None
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The function's results for ``inputs``."""
-        if not inputs[0].is_cuda:
-            return self.function(*inputs)
-        if self.captured is None:
-            self._capture(inputs)
-        for memory, value in zip(self.inputs, inputs, strict=True):
-            memory.copy_(value)
-        self.captured.replay()
-        return tuple(x.clone() for x in self.outputs)
-
-    def _capture(self, inputs: tuple[Tensor, ...]) -> None:
-        self.inputs = [x.clone() for x in inputs]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.function(*self.inputs)
-        torch.cuda.current_stream().wait_stream(side)
-        self.captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.captured):
-            self.outputs = self.function(*self.inputs)
 
 
 class TreeGraphs:
@@ -200,31 +157,3 @@ class VLMGraphTarget(VLMTarget):
             self.graphs.by_size = {}
         self.memory.lengths.zero_()
         return self.memory
-
-
-class PictureGraph:
-    """VAR alone, or CoDe, as one captured graph: scales have fixed sizes, nothing is decided.
-
-    The first ``n`` scales are the large model's, the others the small one's.
-    """
-
-    def __init__(self, pipe: VARPipeline, n: int, sampling: Sampling) -> None:
-        self.pipe = pipe
-        self.n = n
-        self.sampling = sampling
-        self.graph = Graph(self.eager)
-
-    @torch.inference_mode()
-    def __call__(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, ...]:
-        """Tokens [B, L] and sums of codes [B, E, P, P] of ``labels`` [B], with uniforms [B, L]."""
-        return self.graph(labels, numbers)
-
-    @torch.inference_mode()
-    def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The same without a graph."""
-        feature_map = FeatureMap(self.pipe.vae.quantize, len(labels))
-        uniforms = InverseCDF(self.sampling, PredrawnUniforms(numbers), len(feature_map.schedule))
-        models = self.pipe.transformer, self.pipe.small
-        given = code_turns(*models, self.n), feature_map, labels, self.sampling
-        deque(alternate(*given, lambda _: uniforms, Clock()), maxlen=0)
-        return torch.cat(feature_map.tokens, dim=1), feature_map.f_hats[-1]

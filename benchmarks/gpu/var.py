@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row, dtype_name, load_pipeline
-from benchmarks.gpu.graphs import PictureGraph
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled
+from specmm.image_ar.scales.captured_picture import PictureGraph
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.tuning import random_vqvae
@@ -38,6 +38,7 @@ class Run:
 
     mode: str
     n: int
+    pipe: VARPipeline
     picture: PictureGraph
     tokens: list[float] = field(default_factory=list)
     pixels: list[float] = field(default_factory=list)
@@ -49,13 +50,12 @@ class Run:
 
     def once(self, labels: Tensor, numbers: Tensor) -> None:
         """Draw one batch and note the seconds."""
-        pipe = self.picture.pipe
         clock = Clock(labels.is_cuda)
         draw = self.picture if self.mode == "graph" else self.picture.eager
         with clock("tokens"):
             _, sums = draw(labels, numbers)
         with clock("pixels"):
-            pipe.decode(sums)
+            self.pipe.decode(sums)
         self.tokens.append(clock.seconds["tokens"])
         self.pixels.append(clock.seconds["pixels"])
 
@@ -93,7 +93,13 @@ def measure(bench: Bench, pipe: VARPipeline, model: str, batch: int) -> list[Row
     """Rows of every mode and N at ``batch``, interleaved; speed-ups over the fastest plain."""
     scales = len(pipe.transformer.config.schedule)
     shares = [scales, *(n for n in SHARES if n < scales)]
-    runs = [Run(mode, n, PictureGraph(pipe, n, pipe.target())) for mode in MODES for n in shares]
+    models = pipe.transformer, pipe.small or pipe.transformer, pipe.vae.quantize
+    pictures = [PictureGraph(*models, n, pipe.target()) for n in shares]
+    runs = [
+        Run(mode, n, pipe, picture)
+        for mode in MODES
+        for n, picture in zip(shares, pictures, strict=True)
+    ]
     labels = torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
     repeats = max(1, bench.repeats // 3)
     with bench.memory() as memory:

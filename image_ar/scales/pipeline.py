@@ -16,11 +16,13 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
+from specmm.captured import captures
 from specmm.compiled import prepare_compiler
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, told
+from specmm.image_ar.scales.captured_picture import PictureGraph
 from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
 from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
 from specmm.image_ar.scales.loading import (
@@ -119,6 +121,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.method = methods.resolve_scales(method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
         self.programs: dict[VAR, CompiledVAR] = {}
+        self.graphs: dict[tuple[int, int, Sampling], PictureGraph] = {}
 
     @classmethod
     def from_pretrained(
@@ -222,6 +225,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.vae.quantize.float()
         self.chooser.clear()
         self.programs.clear()
+        self.graphs.clear()
         self.works.clear()
         return self
 
@@ -320,7 +324,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
 
         def programs() -> bool:
             check_method(method)
-            prepare_compiler(self.device)
+            if not captures(self.device):
+                prepare_compiler(self.device)
             return True
 
         key = (method, target, batch)
@@ -394,10 +399,11 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
                 return speculation.rounds(clock), SPECULATION
             case methods.CoDe():
                 n = method.n
-            case _:
+            case _:  # there may be no small model
                 n = scales
+        if batch.compiled and batch.state is None and captures(self.device):
+            return self._captured(method, n, feature_map, batch, clock)
         large = self._quick(self.transformer, batch)
-        # with all scales by the large model there may be no small one
         small = large if n == scales else self._quick(needed(self.small, method.name), batch)
         sampler = self._sampler(batch, feature_map)
         turns = code_turns(large, small, n)
@@ -407,6 +413,29 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         elif batch.state is not None and sampling.top_p < 1:
             claim = TIES
         return alternate(turns, feature_map, labels, sampling, sampler, clock), claim
+
+    def _captured(
+        self,
+        method: methods.ScalesMethod,
+        n: int,
+        feature_map: FeatureMap,
+        batch: VARBatch,
+        clock: Clock,
+    ) -> tuple[Iterator[int], Certificate]:
+        """All rounds at once, of which the large model's are the first ``n``, and their claim."""
+        schedule = feature_map.schedule
+        large = self.transformer
+        small = large if n == len(schedule) else needed(self.small, method.name)
+        key = n, len(batch.labels), batch.sampling
+        if key not in self.graphs:
+            self.graphs[key] = PictureGraph(large, small, self.vae.quantize, n, batch.sampling)
+        with clock("verify"):
+            numbers = batch.uniforms.draw(schedule.length)
+            tokens, sums = self.graphs[key](batch.labels, numbers)
+        feature_map.tokens = list(tokens.split([side**2 for side in schedule.sides], dim=1))
+        feature_map.f_hats = [sums]
+        claim = certificate(code_turns(large, small, n), LARGE)
+        return iter(range(len(schedule))), claim
 
     def _sampler(self, batch: VARBatch, feature_map: FeatureMap) -> Callable[[range], ScaleSampler]:
         """What samples in a turn: one sampler for both models, or the release's for each."""

@@ -6,9 +6,10 @@ import torch
 import transformers as tf
 
 from benchmarks.gpu import kernels, language
-from benchmarks.gpu.graphs import Graph, GraphTarget, VLMGraphTarget
+from benchmarks.gpu.graphs import GraphTarget, VLMGraphTarget
 from benchmarks.gpu.parts import Bench
 from specmm import methods
+from specmm.captured import Graph
 from specmm.decode import decode
 from specmm.guidance import Guidance
 from specmm.hf.drafting import assemble

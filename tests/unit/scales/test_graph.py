@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.graphs import PictureGraph
 from specmm import methods
+from specmm.image_ar.scales.captured_picture import PictureGraph
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.randomness import Uniforms
 
@@ -34,17 +34,18 @@ def uniforms(count):
     return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
+OPTIONS = [{}, dict(cfg=2.0, top_k=5, top_p=0.9, temperature=0.8)]
+
+
 @pytest.mark.parametrize("n", [0, 2, 5])
-@pytest.mark.parametrize("options", [{}, dict(cfg=2.0, top_k=5, top_p=0.9, temperature=0.8)])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
-    monkeypatch.setattr(
-        "specmm.image_ar.scales.next_scale.check_finite", lambda *_: None
-    )  # as while capturing
-    graph = PictureGraph(pipe, n, pipe.target(**options))
+    models = pipe.transformer, pipe.small, pipe.vae.quantize
+    graph = PictureGraph(*models, n, pipe.target(**options))
     labels, length = torch.tensor([1, 4, 7]), pipe.transformer.config.schedule.length
     numbers = Uniforms(uniforms(3)).draw(length)
     with NoWaiting():
-        tokens, sums = graph(labels, numbers)
+        tokens, sums, _ = graph._checked(labels, numbers)
     method = methods.CoDe(n) if n < 5 else methods.AR()
     wanted = pipe(
         classes=labels.tolist(),
@@ -60,3 +61,30 @@ def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
 def test_what_waits_is_seen():
     with NoWaiting(), pytest.raises(AssertionError, match="_local_scalar_dense waits"):
         torch.ones(1).item()
+
+
+@pytest.mark.parametrize("method", [methods.AR(), methods.CoDe(2)], ids=lambda m: m.name)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_compiled_pictures_of_a_gpu_are_replayed(pipe, method, options, taped):
+    given = {"classes": [1, 4, 2, 0], "method": method, "batch_size": 2, **options}
+    plain, found = (
+        pipe(generator=uniforms(4), compiled=way, output_type="uint8", **given)
+        for way in (False, True)
+    )
+    assert torch.equal(found.tokens, plain.tokens) and (found.images == plain.images).all()
+    assert all(found.compiled) and (taped.records, taped.replays) == (1, 1)
+    assert found.certificate == plain.certificate and found.stats.rounds == plain.stats.rounds
+
+
+def test_logits_that_are_not_finite_are_noticed_after_a_replay(pipe, taped):
+    given = {"classes": [1], "method": "ar", "compiled": True, "output_type": "latent"}
+    pipe(**given)
+    weight = next(pipe.transformer.head.parameters())
+    before = weight.detach().clone()
+    try:
+        weight.data.fill_(float("nan"))
+        with pytest.raises(ValueError, match="must be finite"):
+            pipe(**given)
+    finally:
+        weight.data.copy_(before)
+    assert taped.replays
