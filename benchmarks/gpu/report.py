@@ -18,7 +18,7 @@ from benchmarks.common import Row, read_results
 from benchmarks.gpu.claims import claims_of
 from benchmarks.gpu.kernels import bars, table, times_of
 from benchmarks.gpu.parts import PARTS
-from benchmarks.gpu.rounds import PLAIN
+from benchmarks.gpu.rounds import PLAIN, ROUND
 from benchmarks.pages import markdown
 from benchmarks.plots import new_axes, save_figure
 
@@ -178,7 +178,8 @@ def _draw_gain(title: str, model: str, rows: Sequence[Row], plain: Row, file: Pa
     figure, axes = new_axes(title, "τ, tokens a round", "speed-up over the fastest plain step")
     for i, row in enumerate(lines):
         taus = [1 + row["depth"] * step / 40 for step in range(41)]
-        name = f"{row['method']}: {row['nodes']} nodes, {row['round_ms']:.2f} ms"
+        whole = f", {ROUND}" if row["mode"] == ROUND else ""
+        name = f"{row['method']}{whole}: {row['nodes']} nodes, {row['round_ms']:.2f} ms"
         style = ("-", "--", ":", "-.")[i // 10 % 4]
         axes.plot(taus, [gain(row, plain, tau) for tau in taus], linestyle=style, label=name)
     axes.axhline(1, color="black", linewidth=0.8)
