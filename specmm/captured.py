@@ -6,8 +6,9 @@ there, the graph ends with a copy into the old one; where it counts, the same is
 replay. What is *given* to a call is copied to memory of the graph, and what it returns is copied
 out of it, since the next replay overwrites it.
 
-The first call is played as it is and shows what a call replaces, the second is recorded. When
-anything kept becomes another object (a new run has a cache of its own), it all begins anew.
+The first call is played as it is and shows what a call replaces, the second is recorded. A new run
+has objects of its own: where they are of the same form, their tensors are copied to the graph's
+memory, which takes their place, and else it all begins anew.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -138,7 +140,7 @@ def _holder(value: Any) -> Any:
     return getattr(value, "__dict__", None)
 
 
-def tensors_of(value: Any, known: set[int]) -> Iterator[Tensor]:
+def tensors_of(value: Any, known: Container[int]) -> Iterator[Tensor]:
     """The tensors in ``value``, but for those of objects whose ids are ``known``."""
     if isinstance(value, Tensor):
         yield value
@@ -152,12 +154,14 @@ def tensors_of(value: Any, known: set[int]) -> Iterator[Tensor]:
             yield from tensors_of(item, known)
 
 
-def remade(value: Any, others: Iterator[Tensor], known: set[int]) -> Any:
-    """``value`` with the next of ``others`` in place of each of :func:`tensors_of`."""
+def remade(value: Any, others: Iterator[Tensor], known: Mapping[int, Any]) -> Any:
+    """``value`` with the next of ``others`` in place of each of :func:`tensors_of`, and of objects
+    that are ``known`` what is known by their ids.
+    """
     if isinstance(value, Tensor):
         return next(others)
     if id(value) in known:
-        return value
+        return known[id(value)]
     if isinstance(value, tuple):
         items = [remade(item, others, known) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
@@ -179,6 +183,21 @@ def _same(now: Any, before: Any) -> bool:
     if now is before:
         return True
     return type(now) in NUMBERS and type(now) is type(before) and bool(now == before)
+
+
+def _equal(now: Any, before: Any) -> bool:
+    """Whether values of no tensors are the same setting."""
+    if isinstance(now, torch.device | torch.dtype | torch.Size | Enum | range | slice):
+        return bool(now == before)
+    return now is before
+
+
+def _one_to_one(moves: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether tensors that were one are one, and others are not."""
+    forward = {id(there): id(value) for there, value in moves}
+    return len(forward) == len(set(forward.values())) and all(
+        forward[id(there)] == id(value) for there, value in moves
+    )
 
 
 @dataclass
@@ -282,6 +301,8 @@ class Recorded:
             raise
         self._restore()
         self.grown = usual.grown
+        self.whole = list(slots_of(kept)[0].values())  # as it was recorded, in order
+        self.watched = self.slots
 
     def _own_what_is_replaced(self, usual: Change) -> None:
         """Where tensors are replaced, the memory is nobody else's, and a whole one."""
@@ -292,7 +313,8 @@ class Recorded:
         for slot in replaced:
             slot.put(None)
         self.slots, _ = slots_of(self.kept)
-        self.known = {id(x) for x in (*self.kept, *(slot.value for slot in self.slots.values()))}
+        values = (*self.kept, *(slot.value for slot in self.slots.values()))
+        self.known = {id(x): x for x in values}
         for slot in replaced:
             fresh = [x.clone() for x in tensors_of(slot.value, self.known)]
             own = slot._replace(value=remade(slot.value, iter(fresh), self.known))
@@ -334,6 +356,69 @@ class Recorded:
             slot.put(slot.value)
         return True
 
+    def adopt(self, kept: tuple[Any, ...]) -> bool:
+        """Whether ``kept`` is of the same form as what it was recorded on; then its tensors have
+        moved to the graph's memory.
+        """
+        found = list(slots_of(kept)[0].values())
+        if [slot.key for slot in found] != [slot.key for slot in self.whole]:
+            return False
+        pairs = [(self.watched[a.place], b) for a, b in self._alike(found)]
+        try:
+            moves = [move for memory, slot in pairs for move in self._moves(memory, slot)]
+        except Uncapturable:
+            return False
+        if not _one_to_one(moves):
+            return False
+        moved = [(there, value) for there, value in moves if there is not value]
+        copy_all([there for there, _ in moved], [value for _, value in moved])
+        self.slots = {}
+        for memory, slot in pairs:
+            held = memory.value if self._is_memory(memory) else slot.value
+            self.slots[slot.place] = slot._replace(value=held)
+            slot.put(held)
+        grown = {place: more for place, more in self.usual.grown.items()}
+        self.grown = {b.place: grown[a.place] for a, b in self._alike(found) if a.place in grown}
+        self.known |= {id(slot.value): slot.value for slot in found}
+        self.known |= {id(a.value): b.value for a, b in self._alike(found)}
+        self.kept = kept
+        return True
+
+    def _alike(self, found: list[Slot]) -> list[tuple[Slot, Slot]]:
+        """The slots of recording that are watched (not those within what a call replaces) with
+        those that were ``found`` in their place.
+        """
+        both = zip(self.whole, found, strict=True)
+        return [(a, b) for a, b in both if a.place in self.watched]
+
+    def _is_memory(self, slot: Slot) -> bool:
+        """Whether the graph's own tensors are in ``slot``, as a whole."""
+        if isinstance(slot.value, Tensor) or slot.place in self.usual.places:
+            return True
+        return isinstance(slot.value, tuple) and any(True for _ in tensors_of(slot.value, ()))
+
+    def _moves(self, memory: Slot, slot: Slot) -> list[tuple[Tensor, Tensor]]:
+        """The graph's tensors at ``memory`` with those at ``slot``; raises :class:`Uncapturable` if
+        these do not fit.
+        """
+        old, new = memory.value, slot.value
+        if slot.key in TOLD or memory.place in self.usual.grown:
+            return []
+        if type(new) is not type(old):
+            raise Uncapturable(f"{type(old).__name__} became {type(new).__name__}")
+        if self._is_memory(memory):
+            ours, theirs = list(tensors_of(old, ())), list(tensors_of(new, ()))
+            forms = [[(x.shape, x.dtype, x.device) for x in some] for some in (ours, theirs)]
+            if forms[0] != forms[1]:
+                raise Uncapturable("tensors became others")
+            return list(zip(ours, theirs, strict=True))
+        walked = _holder(new) is not None or isinstance(new, tuple)
+        if not (
+            walked or getattr(type(new), "unread", False) or _same(new, old) or _equal(new, old)
+        ):
+            raise Uncapturable(f"{old!r} became {new!r}")
+        return []
+
     def __call__(self, given: tuple[Any, ...]) -> Any:
         """What the function returns for ``given``."""
         values = list(tensors_of(given, self.known))
@@ -372,11 +457,11 @@ class Captured:
             return self.function(*kept, *given)
         if self.recorded is not None:
             try:
-                if self.recorded.fits(kept):
+                if self.recorded.fits(kept) or self.recorded.adopt(kept):
+                    self.usual = None
                     return self.recorded(given)
             except Uncapturable as error:
                 self._missed(error)
-            self.recorded = self.usual = None
         if self.usual is None:
             return self._observed(kept, given)
         return self._recorded(kept, given)
