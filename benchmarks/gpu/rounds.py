@@ -78,12 +78,7 @@ def round_row(
         steps = decode(target, drafter, rule, asked.prompt, asked.length, asked.uniforms)
         seconds = loop_seconds(bench.now, steps, repeats)
     models = alone.draft + alone.verify
-    return {
-        "method": name,
-        "nodes": drafter.max_nodes,
-        "depth": drafter.max_depth,
-        "repeats": repeats,
-        "round_ms": 1000 * seconds,
+    return _row(name, drafter, repeats, seconds) | {
         "draft_ms": 1000 * alone.draft,
         "verify_ms": 1000 * alone.verify,
         "host_share": max(0.0, 1 - models / seconds),
@@ -106,13 +101,13 @@ def captured_row(
         seconds = loop_seconds(bench.now, decode(*given, play=play), repeats, WARM_WHOLE)
     if bench.on_gpu and captured.captured.recorded is None:
         raise ValueError("the round could not be captured")
-    return {
-        "method": name,
-        "nodes": drafter.max_nodes,
-        "depth": drafter.max_depth,
-        "repeats": repeats,
-        "round_ms": 1000 * seconds,
-    } | memory
+    return _row(name, drafter, repeats, seconds) | memory
+
+
+def _row(name: str, drafter: Drafter, repeats: int, seconds: float) -> Row:
+    """What is known of every round."""
+    sizes = {"nodes": drafter.max_nodes, "depth": drafter.max_depth}
+    return {"method": name, **sizes, "repeats": repeats, "round_ms": 1000 * seconds}
 
 
 def loop_seconds(

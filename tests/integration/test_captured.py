@@ -249,3 +249,25 @@ def test_chains_that_end_early_are_for_processors(taped):
     method = methods.Speculative(tree="chain(4)", sure=0.23)
     with pytest.raises(ValueError, match="compiled=True serves chains that end early"):
         draw(tiny_pipeline(tokens=16), method, 1.0, True, batch_size=1)
+
+
+class Scaled:
+    """A run's object: a setting, and a tensor of its own."""
+
+    def __init__(self, scale, start):
+        self.scale = scale
+        self.total = torch.full((2,), start)
+
+
+def test_another_setting_is_another_graph(taped):
+    def add(run, x):
+        run.total = run.total + run.scale * x
+        return run.total
+
+    function, one = Captured(add), torch.ones(2)
+    for scale, start in ((1.0, 0.0), (1.0, 10.0), (3.0, 20.0)):
+        run = Scaled(scale, start)
+        for i in range(1, 6):
+            assert function((run,), (one,)).tolist() == [start + scale * i] * 2
+        assert run.total.tolist() == [start + 5 * scale] * 2
+    assert taped.records == 2, "the first two runs share one"
