@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from benchmarks.gpu.pocket import squares
-from specmm import captured, methods
-from specmm.captured import Captured, Recorded, Uncapturable, pairs, round_program
+from specmm import graph_memory, methods
+from specmm.captured import Captured, Recorded, round_program
 from specmm.decode import decode
+from specmm.graph_memory import Uncapturable, pairs
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
 from specmm.randomness import Uniforms
@@ -154,7 +155,7 @@ def no_copies(old, new):
 
 def test_a_graph_that_leaves_what_it_replaced_where_it_was_is_noticed(taped, monkeypatch):
     right, _ = rounds()
-    monkeypatch.setattr(captured, "pairs", no_copies)
+    monkeypatch.setattr(graph_memory, "pairs", no_copies)
     try:
         wrong, _ = rounds()
     except (IndexError, RuntimeError):  # counts that do not grow
