@@ -11,6 +11,7 @@ Shape letters: N outputs, K inputs of a linear layer.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,20 +180,34 @@ def _packs(dtype: torch.dtype, long: bool) -> bool:
     return dtype == torch.bfloat16 and bfloat16_products()
 
 
+class _CuDNN:
+    """How many blocks want attention without cuDNN's, and whether it was on before the first."""
+
+    lock = threading.Lock()
+    unwanted = 0
+    before = True
+
+
 @contextmanager
 def attention_of_any_length() -> Iterator[None]:
-    """PyTorch's attention without cuDNN's within the block.
+    """PyTorch's attention without cuDNN's within the block, and in others that run meanwhile.
 
     PyTorch prefers that on Hopper GPUs. It plans for each new length, which takes 40 ms of an H200
     where a step of a model of 8 B parameters takes 9, and decoding has a new length every step; and
     a mask that begins at an odd address is an error in it.
     """
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _CuDNN.lock:
+        if not _CuDNN.unwanted:
+            _CuDNN.before = torch.backends.cuda.cudnn_sdp_enabled()
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        _CuDNN.unwanted += 1
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        with _CuDNN.lock:
+            _CuDNN.unwanted -= 1
+            if not _CuDNN.unwanted:
+                torch.backends.cuda.enable_cudnn_sdp(_CuDNN.before)
 
 
 def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
