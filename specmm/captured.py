@@ -104,8 +104,10 @@ class Recorded:
             raise
         self._restore()
         self.grown = usual.grown
-        self.whole = list(slots_of(kept)[0].values())  # as it was recorded, in order
+        # as it was recorded: all of it in order, what is watched of that, and what was known
+        self.whole = list(slots_of(kept)[0].values())
         self.watched = self.slots
+        self.own = self.known
 
     def _own_what_is_replaced(self, usual: Change) -> None:
         """Where tensors are replaced, the memory is nobody else's, and a whole one."""
@@ -180,11 +182,12 @@ class Recorded:
             held = memory.value if self._is_memory(memory) else slot.value
             self.slots[slot.place] = slot._replace(value=held)
             slot.put(held)
-        grown = {place: more for place, more in self.usual.grown.items()}
+        grown = self.usual.grown
         self.grown = {b.place: grown[a.place] for a, b in self._alike(found) if a.place in grown}
-        self.known |= {id(slot.value): slot.value for slot in found}
-        self.known |= {id(a.value): b.value for a, b in self._alike(found)}
         self.kept = kept
+        values = (*kept, *(slot.value for slot in self.slots.values()))  # no others: ids come again
+        now = {id(a.value): self.slots[b.place].value for a, b in self._alike(found)}
+        self.known = self.own | {id(x): x for x in values} | now
         return True
 
     def _alike(self, found: list[Slot]) -> list[tuple[Slot, Slot]]:
@@ -260,6 +263,7 @@ class Captured:
             try:
                 if self.recorded.fits(kept) or self.recorded.adopt(kept):
                     self.usual = None
+                    self.tries = 0
                     return self.recorded(given)
             except Uncapturable as error:
                 self._missed(error)

@@ -1,5 +1,6 @@
 """Steps and rounds as graphs: the tokens of eager ones, replayed from the same memory."""
 
+import gc
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from specmm.captured import Captured, Recorded, round_program
 from specmm.decode import decode
 from specmm.graph_memory import Uncapturable, pairs
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
+from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
 from specmm.randomness import Uniforms
 from specmm.text.pipeline import TextPipeline
@@ -122,8 +124,9 @@ def test_calls_share_a_graph(name, taped, strict):
     pipe = tiny_pipeline(tokens=36)
     method, cfg, top_k = OPTIONS[name]
     options = {"method": method, "cfg": cfg, "top_k": top_k}
-    plain, found = (pictures_of(pipe, way, **options) for way in (False, True))
-    assert torch.equal(plain, found) and len(plain.flatten(1).unique(dim=0)) == 3
+    calls = 8  # more than a graph has tries
+    plain, found = (pictures_of(pipe, way, calls, **options) for way in (False, True))
+    assert torch.equal(plain, found) and len(plain.flatten(1).unique(dim=0)) == calls
     assert taped.records == 1
     warm = {**options, "temperature": 0.7}  # another setting is another graph
     assert torch.equal(*(pictures_of(pipe, way, calls=2, **warm) for way in (False, True)))
@@ -272,3 +275,14 @@ def test_another_setting_is_another_graph(taped):
             assert function((run,), (one,)).tolist() == [start + scale * i] * 2
         assert run.total.tolist() == [start + 5 * scale] * 2
     assert taped.records == 2, "the first two runs share one"
+
+
+def test_runs_of_the_past_are_not_held(taped):
+    """A million pictures do not hold a million drafters."""
+    pipe, alive = tiny_pipeline(tokens=16), []
+
+    for _ in range(6):
+        pictures_of(pipe, True, 1, method="sjd")
+        gc.collect()
+        alive.append(sum(isinstance(x, JacobiDrafter) for x in gc.get_objects()))
+    assert alive[-1] == alive[2]
