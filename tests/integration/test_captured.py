@@ -286,3 +286,24 @@ def test_runs_of_the_past_are_not_held(taped):
         gc.collect()
         alive.append(sum(isinstance(x, JacobiDrafter) for x in gc.get_objects()))
     assert alive[-1] == alive[2]
+
+
+class Beginning:
+    """A run's object that has nothing at first."""
+
+    def __init__(self):
+        self.last = None
+
+
+def test_how_runs_begin_is_no_try(taped, strict):
+    def note(run, x):
+        run.last = (x + 1,)
+        return x * 2
+
+    function = Captured(note)
+    for _ in range(9):
+        run = Beginning()
+        for i in range(5):
+            assert int(function((run,), (torch.tensor(i),))) == 2 * i
+            assert int(run.last[0]) == i + 1
+    assert taped.records == 1 and not function.failed
