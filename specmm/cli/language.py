@@ -88,6 +88,8 @@ def ask(
         Path | None,
         typer.Option(help="Folder for the pictures in the answer of a model that draws some."),
     ] = None,
+    compile_all: Compile = False,
+    compiled: Compiled = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = None,
@@ -102,6 +104,7 @@ def ask(
     options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
     if draw is not None:
         options["draw"] = bool(writable(draw, "--draw"))
+    options["compiled"] = compiled_as(compiled, compile_all)
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
@@ -117,6 +120,8 @@ def ask(
         "seed": options["seed"],
         "sampling": _sampled(sampling, out),
         **found,
+        "compiled": options["compiled"],
+        "ran_compiled": out.compiled,
         "outputs": out.answers,
     }
     if out.ruling is not None:

@@ -34,7 +34,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, al
 Compile = Annotated[
     bool,
     typer.Option(
-        "--compile", help="Compile rounds: about twice as fast, after a minute; --compiled true."
+        "--compile",
+        help="Compile rounds: about twice as fast, after a minute (a GPU: at once, more); "
+        "--compiled true.",
     ),
 ]
 Compiled = Annotated[

@@ -5,10 +5,12 @@ import warnings
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.gpu.pocket import squares
 from specmm import graph_memory, methods
 from specmm.captured import Captured, Recorded, round_program
+from specmm.cli import app
 from specmm.decode import decode
 from specmm.graph_memory import Uncapturable, pairs
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
@@ -307,3 +309,9 @@ def test_how_runs_begin_is_no_try(taped, strict):
             assert int(function((run,), (torch.tensor(i),))) == 2 * i
             assert int(run.last[0]) == i + 1
     assert taped.records == 1 and not function.failed
+
+
+def test_asking_for_compiled_rounds_where_there_is_no_gpu_is_a_sentence():
+    result = CliRunner().invoke(app, ["ask", "pocket/llava", "-q", "What is it?", "--compile"])
+    assert result.exit_code == 2 and "compiled=True serves text" in result.stderr
+    assert result.stderr.strip().count("\n") == 0
