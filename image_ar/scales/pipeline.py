@@ -428,6 +428,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         small = large if n == len(schedule) else needed(self.small, method.name)
         key = n, len(batch.labels), batch.sampling
         if key not in self.graphs:
+            self.graphs.clear()  # one at a time: it keeps its memory
             self.graphs[key] = PictureGraph(large, small, self.vae.quantize, n, batch.sampling)
         with clock("verify"):
             numbers = batch.uniforms.draw(schedule.length)
