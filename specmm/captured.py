@@ -30,9 +30,12 @@ from specmm.graph_memory import (
     Change,
     Slot,
     Uncapturable,
+    addresses,
     copy_all,
     equal,
     holder_of,
+    known_of,
+    networks_of,
     one_to_one,
     remade,
     same,
@@ -108,6 +111,8 @@ class Recorded:
         self.whole = list(slots_of(kept)[0].values())
         self.watched = self.slots
         self.own = self.known
+        self.networks = networks_of(kept)
+        self.weights = addresses(self.networks)
 
     def _own_what_is_replaced(self, usual: Change) -> None:
         """Where tensors are replaced, the memory is nobody else's, and a whole one."""
@@ -119,7 +124,7 @@ class Recorded:
             slot.put(None)
         self.slots, _ = slots_of(self.kept)
         values = (*self.kept, *(slot.value for slot in self.slots.values()))
-        self.known = {id(x): x for x in values}
+        self.known = known_of(values)
         for slot in replaced:
             fresh = [x.clone() for x in tensors_of(slot.value, self.known)]
             own = slot._replace(value=remade(slot.value, iter(fresh), self.known))
@@ -141,6 +146,11 @@ class Recorded:
     def _restore(self) -> None:
         for slot in self.slots.values():
             slot.put(slot.value)
+
+    @property
+    def moved(self) -> bool:
+        """Whether weights lie elsewhere than when it was recorded."""
+        return addresses(self.networks) != self.weights
 
     def fits(self, kept: tuple[Any, ...]) -> bool:
         """Whether ``kept`` is what it was recorded on; its tensors may have become others."""
@@ -186,8 +196,9 @@ class Recorded:
         self.grown = {b.place: grown[a.place] for a, b in self._alike(found) if a.place in grown}
         self.kept = kept
         values = (*kept, *(slot.value for slot in self.slots.values()))  # no others: ids come again
-        now = {id(a.value): self.slots[b.place].value for a, b in self._alike(found)}
-        self.known = self.own | {id(x): x for x in values} | now
+        both = [(a.value, self.slots[b.place].value) for a, b in self._alike(found)]
+        now = {id(a): b for a, b in both if holder_of(a) is not None}
+        self.known = self.own | known_of(values) | now
         return True
 
     def _alike(self, found: list[Slot]) -> list[tuple[Slot, Slot]]:
@@ -253,6 +264,12 @@ class Captured:
         self.usual: Change | None = None
         self.tries = 0
         self.failed = False
+        self.recording = False
+
+    def begin(self) -> None:
+        """A run begins: what was recorded serves it if weights lie where they did."""
+        if self.recorded is not None and self.recorded.moved:
+            self.recorded = self.usual = None
 
     def __call__(self, kept: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
         """What the function returns."""
@@ -262,10 +279,12 @@ class Captured:
         if self.recorded is not None:
             try:
                 if self.recorded.fits(kept) or self.recorded.adopt(kept):
+                    result = self.recorded(given)
                     self.usual = None
                     self.tries = 0
-                    return self.recorded(given)
+                    return result
             except Uncapturable as error:
+                self.recorded = self.usual = None
                 self._missed(error)
         if self.usual is None:
             return self._observed(kept, given)
@@ -287,11 +306,15 @@ class Captured:
 
     def _recorded(self, kept: tuple[Any, ...], given: tuple[Any, ...]) -> Any:
         assert self.usual is not None
+        self.recording = True
         try:
             self.recorded = Recorded(self.function, kept, given, self.usual)
         except (Uncapturable, RuntimeError) as error:
             self.usual = None
             self._missed(error)
+        finally:
+            self.recording = False
+        if self.usual is None or self.recorded is None:
             return self.function(*kept, *given)
         self.tries = 0
         return self.recorded(given)
@@ -334,7 +357,8 @@ class Graph:
 class CapturedRound(CompiledRound):
     """Plays rounds as :class:`specmm.compiled.CompiledRound` does, each as one graph.
 
-    The rounds after a prefill are played as they are until two are alike.
+    The rounds after a prefill are played as they are until two are alike. Runs share the graph's
+    memory, a progress's tokens and counts, too: what is to outlast the next run must be copied.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -343,6 +367,7 @@ class CapturedRound(CompiledRound):
 
     def _count(self, used: int, tree: DraftTree) -> None:
         """Nothing: later rounds may take more than the first, and say so themselves."""
+        self.captured.begin()
 
     def _played(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
@@ -357,7 +382,7 @@ class CapturedRound(CompiledRound):
     def _round(
         self, parts: Parts, progress: Progress, feedback: Feedback, numbers: Tensor
     ) -> Feedback:
-        drawn = _Ahead(numbers, self.stream)
+        drawn = _Ahead(numbers, None if self.captured.recording else self.stream)
         done = one_round(parts, feedback, progress, drawn, Clock(), not parts[2].exact)
         parts[0].keep_round(done.drafted[1])
         self.uniforms = drawn.used  # that a row takes in every replay, too
@@ -369,16 +394,18 @@ class CapturedRound(CompiledRound):
 
 class _Ahead(PredrawnUniforms):
     """``numbers`` [B, L] and, of a round that takes more than the one before, the next ones of
-    their ``stream``.
+    their ``stream``. Without one, as while recording, such a round is :class:`Uncapturable`.
     """
 
-    def __init__(self, numbers: Tensor, stream: Uniforms) -> None:
+    def __init__(self, numbers: Tensor, stream: Uniforms | None) -> None:
         super().__init__(numbers)
         self.stream = stream
 
     def draw(self, count: int) -> Tensor:
         """See :class:`specmm.randomness.UniformSource`."""
         if self.used + count > self.numbers.shape[1]:
+            if self.stream is None:
+                raise Uncapturable("a round takes more uniforms than the one before")
             self.numbers = self.stream.ahead(self.used + count)
         return super().draw(count)
 
@@ -406,5 +433,18 @@ def step_program(
     """``function`` of a target and tokens [B] as a program on ``device``."""
     if not captures(device):
         return compiled(function, device)
-    captured = Captured(function)
-    return lambda target, tokens: captured((target,), (tokens,))
+    return _Steps(function)
+
+
+class _Steps:
+    """``function`` of a target and tokens as graphs; a run begins where calls are counted anew."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        self.captured = Captured(function)
+        self.calls = 0
+
+    def __call__(self, target: Any, tokens: Tensor) -> Any:
+        if target.calls <= self.calls:
+            self.captured.begin()
+        self.calls = target.calls
+        return self.captured((target,), (tokens,))

@@ -7,7 +7,7 @@ attributes, dicts and lists.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
@@ -89,6 +89,23 @@ def holder_of(value: Any) -> Any:
     if not ours or isinstance(value, type) or getattr(type(value), "unread", False):
         return None
     return getattr(value, "__dict__", None)
+
+
+def networks_of(roots: tuple[Any, ...]) -> list[nn.Module]:
+    """The networks that ``roots`` lead to."""
+    values = (slot.value for slot in slots_of(roots)[0].values())
+    return list({id(x): x for x in (*roots, *values) if isinstance(x, nn.Module)}.values())
+
+
+def addresses(networks: list[nn.Module]) -> list[int]:
+    """Where the weights of ``networks`` lie: a graph reads them there."""
+    tensors = (x for network in networks for x in (*network.parameters(), *network.buffers()))
+    return [x.data_ptr() for x in tensors]
+
+
+def known_of(values: Iterable[Any]) -> dict[int, Any]:
+    """The objects among ``values``, in which things are kept, by their ids."""
+    return {id(x): x for x in values if holder_of(x) is not None}
 
 
 def tensors_of(value: Any, known: Container[int]) -> Iterator[Tensor]:

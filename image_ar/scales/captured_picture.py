@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specmm.captured import Graph
+from specmm.graph_memory import addresses
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
@@ -33,6 +34,7 @@ class PictureGraph:
         self.n = n
         self.sampling = sampling
         self.graph = Graph(self._checked)
+        self.weights = addresses([large, small, quantize])
 
     @torch.inference_mode()
     def __call__(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,6 +42,9 @@ class PictureGraph:
 
         Raises ``ValueError`` for logits that are not finite.
         """
+        weights = addresses([*self.models, self.quantize])
+        if weights != self.weights:
+            self.graph, self.weights = Graph(self._checked), weights
         tokens, sums, checks = self.graph(labels, numbers)
         if not bool(checks.isfinite().all()):
             self.eager(labels, numbers)  # which says where

@@ -121,7 +121,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.method = methods.resolve_scales(method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
         self.programs: dict[VAR, CompiledVAR] = {}
-        self.graphs: dict[tuple[int, int, Sampling], PictureGraph] = {}
+        self.graphs: dict[tuple[Any, ...], PictureGraph] = {}
 
     @classmethod
     def from_pretrained(
@@ -426,17 +426,22 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         schedule = feature_map.schedule
         large = self.transformer
         small = large if n == len(schedule) else needed(self.small, method.name)
-        key = n, len(batch.labels), batch.sampling
+        key = n, len(batch.labels), batch.sampling, large, small
         if key not in self.graphs:
             self.graphs.clear()  # one at a time: it keeps its memory
             self.graphs[key] = PictureGraph(large, small, self.vae.quantize, n, batch.sampling)
         with clock("verify"):
             numbers = batch.uniforms.draw(schedule.length)
             tokens, sums = self.graphs[key](batch.labels, numbers)
-        feature_map.tokens = list(tokens.split([side**2 for side in schedule.sides], dim=1))
         feature_map.f_hats = [sums]
-        claim = certificate(code_turns(large, small, n), LARGE)
-        return iter(range(len(schedule))), claim
+
+        def scales() -> Iterator[int]:
+            parts = tokens.split([side**2 for side in schedule.sides], dim=1)
+            for k, part in enumerate(parts):
+                feature_map.tokens.append(part)
+                yield k
+
+        return scales(), certificate(code_turns(large, small, n), LARGE)
 
     def _sampler(self, batch: VARBatch, feature_map: FeatureMap) -> Callable[[range], ScaleSampler]:
         """What samples in a turn: one sampler for both models, or the release's for each."""

@@ -56,7 +56,9 @@ def draw_tokens(
         if tell is not None:
             tell(i, int(progress.counts.min()), {"tokens": progress.tokens})
     queue = batch.queue
-    tokens = progress.tokens[:, : target.length] if queue is None else torch.stack(queue.tokens)
+    # copies: the next batch's rounds may be played in the same memory
+    rows = queue.tokens if queue is not None else progress.tokens[:, : target.length].unbind()
+    tokens = torch.stack(list(rows))
     window = method.row_window
     made = run_claim(rule, progress, drafter)
     said = made if window is None else rows_certificate(target, window)

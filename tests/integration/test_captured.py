@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.gpu.pocket import squares
-from specmm import graph_memory, methods
+from specmm import captured, graph_memory, methods
 from specmm.captured import Captured, Recorded, round_program
 from specmm.cli import app
 from specmm.decode import decode
@@ -315,3 +315,78 @@ def test_asking_for_compiled_rounds_where_there_is_no_gpu_is_a_sentence():
     result = CliRunner().invoke(app, ["ask", "pocket/llava", "-q", "What is it?", "--compile"])
     assert result.exit_code == 2 and "compiled=True serves text" in result.stderr
     assert result.stderr.strip().count("\n") == 0
+
+
+def test_batches_of_a_call_keep_their_own_tokens(taped):
+    pipe = tiny_pipeline(tokens=16)
+    method, cfg, top_k = OPTIONS["eagle"]  # whose rows do not begin anew
+    options = {"method": method, "cfg": cfg, "top_k": top_k, "batch_size": 2}
+    plain, found = (
+        pipe(
+            classes=[0, 1, 2, 3, 4, 0],
+            generator=[torch.Generator().manual_seed(i) for i in range(6)],
+            compiled=way,
+            output_type="latent",
+            **options,
+        )
+        for way in (False, True)
+    )
+    assert torch.equal(plain.tokens, found.tokens) and taped.records == 1
+
+
+@pytest.mark.parametrize("method", ["ar", "sjd"])
+def test_other_weights_are_another_graph(method, taped):
+    pipe = tiny_pipeline(tokens=16)
+    before = pictures_of(pipe, True, 2, method=method)
+    output = pipe.transformer.output
+    output.weight = torch.nn.Parameter(-output.weight.detach())
+    plain, found = (pictures_of(pipe, way, 2, method=method) for way in (False, True))
+    assert torch.equal(plain, found) and not torch.equal(before, found)
+    assert taped.records == 2
+
+
+def test_what_is_given_in_another_form_is_another_graph(taped):
+    function = Captured(lambda kept, x: x * 2)
+    for size in (2, 3):
+        for _ in range(5):
+            assert function(({},), (torch.ones(size),)).tolist() == [2.0] * size
+    assert taped.records == 2 and not function.failed
+
+
+class Counted:
+    """A run's object with a number that only messages tell of."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+
+class Shaped:
+    """What a call returns, with a number that is none of the run's."""
+
+    def __init__(self, x):
+        self.x = x
+        self.depth = 4
+
+
+def test_numbers_of_results_stay_what_they_are(taped):
+    def shaped(run, x):
+        run.calls += 1
+        return Shaped(x + 1)
+
+    function = Captured(shaped)
+    for calls in (2, 1, 3):
+        run = Counted(calls)
+        for _ in range(4):
+            assert function((run,), (torch.zeros(1),)).depth == 4
+    assert taped.records == 1
+
+
+def test_a_recording_takes_no_uniforms_that_it_was_not_given():
+    stream = Uniforms.from_seeds([0])
+    drawn = captured._Ahead(stream.ahead(3), None)
+    assert drawn.draw(3).shape == (1, 3)
+    with pytest.raises(Uncapturable, match="takes more uniforms"):
+        drawn.draw(1)
+    more = captured._Ahead(stream.ahead(3), stream)
+    wanted = stream.ahead(5)
+    assert torch.equal(torch.cat([more.draw(2), more.draw(3)], 1), wanted)

@@ -88,3 +88,12 @@ def test_logits_that_are_not_finite_are_noticed_after_a_replay(pipe, taped):
     finally:
         weight.data.copy_(before)
     assert taped.replays
+
+
+def test_another_model_is_another_graph(pipe, small, taped):
+    given = {"classes": [1, 2], "method": "ar", "output_type": "latent"}
+    first = pipe(generator=uniforms(2), compiled=True, **given)
+    pipe.transformer = small
+    plain, found = (pipe(generator=uniforms(2), compiled=way, **given) for way in (False, True))
+    assert torch.equal(plain.tokens, found.tokens)
+    assert not torch.equal(first.tokens, found.tokens) and taped.records == 2
