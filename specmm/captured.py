@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.compiled import CPU, CompiledChain, CompiledRound, compiled, count_uncompiled
+from specmm.compiled import (
+    CPU,
+    CompiledChain,
+    CompiledRound,
+    compiled,
+    count_uncompiled,
+    prepare_compiler,
+)
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.graph_memory import (
@@ -415,16 +422,22 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def round_program(device: torch.device = CPU, ends_early: bool = False) -> CompiledRound:
-    """What plays rounds as programs on ``device``; ``ends_early``: of chains that may.
+def prepare_programs(device: torch.device, ends_early: bool = False) -> None:
+    """What must be before there are programs on ``device``; ``ends_early``: of chains that may.
 
-    Raises ``ValueError`` for such chains on a GPU.
+    Raises ``ValueError`` for such chains on a GPU, and as :func:`specmm.compiled.prepare_compiler`.
     """
     if not captures(device):
-        return CompiledChain(device) if ends_early else CompiledRound(device)
-    if ends_early:
+        prepare_compiler(device)
+    elif ends_early:
         raise ValueError("compiled=True serves chains that end early (sure) on processors only")
-    return CapturedRound()
+
+
+def round_program(device: torch.device = CPU, ends_early: bool = False) -> CompiledRound:
+    """What plays rounds as programs on ``device``; ``ends_early``: of chains that may."""
+    if captures(device):
+        return CapturedRound()
+    return CompiledChain(device) if ends_early else CompiledRound(device)
 
 
 def step_program(

@@ -235,11 +235,11 @@ def decode(
     check_rule(drafter, rule)
     start = time.perf_counter()
     clock = Clock(sync)
-    with attention_of_any_length(), clock("verify"):
-        output = target.prefill(prompt, drafter.max_nodes)
-    token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
-    feedback = Feedback(output, token)
     with attention_of_any_length():
+        with clock("verify"):
+            output = target.prefill(prompt, drafter.max_nodes)
+        token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
+        feedback = Feedback(output, token)
         drafter.begin(feedback, clock)
     progress = begun(token, length, drafter.max_depth + 1, stop)
     histogram = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)

@@ -97,7 +97,7 @@ def networks_of(roots: tuple[Any, ...]) -> list[nn.Module]:
     return list({id(x): x for x in (*roots, *values) if isinstance(x, nn.Module)}.values())
 
 
-def addresses(networks: list[nn.Module]) -> list[int]:
+def addresses(networks: Iterable[nn.Module]) -> list[int]:
     """Where the weights of ``networks`` lie: a graph reads them there."""
     tensors = (x for network in networks for x in (*network.parameters(), *network.buffers()))
     return [x.data_ptr() for x in tensors]

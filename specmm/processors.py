@@ -199,9 +199,14 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+def by_numpy(x: Tensor) -> bool:
+    """Whether numpy, faster on a CPU, sorts ``x``: it is no operator that programs know."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def kth_largest(x: Tensor, k: int) -> Tensor:
     """The ``k``-th largest of ``x`` [..., V], [..., 1]; on a CPU numpy is ten times faster."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not by_numpy(x):
         return x.topk(k, dim=-1).values[..., -1:]
     place = x.shape[-1] - k
     return torch.from_numpy(np.partition(x.numpy(), place, axis=-1)[..., place : place + 1])
@@ -209,7 +214,7 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 
 def descending(x: Tensor) -> Tensor:
     """``x`` [..., V], largest first; numpy sorts far faster on a CPU."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not by_numpy(x):
         return x.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from specmm.captured import Graph
-from specmm.graph_memory import addresses
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
@@ -24,7 +23,9 @@ from specmm.stats import Clock
 
 
 class PictureGraph:
-    """Pictures of ``large``, of which ``small`` draws all scales but the first ``n``."""
+    """Pictures of ``large``, of which ``small`` draws all scales but the first ``n``, as long as
+    their weights lie where they do.
+    """
 
     def __init__(
         self, large: VAR, small: VAR, quantize: MultiScaleQuantizer, n: int, sampling: Sampling
@@ -34,7 +35,6 @@ class PictureGraph:
         self.n = n
         self.sampling = sampling
         self.graph = Graph(self._checked)
-        self.weights = addresses([large, small, quantize])
 
     @torch.inference_mode()
     def __call__(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,9 +42,6 @@ class PictureGraph:
 
         Raises ``ValueError`` for logits that are not finite.
         """
-        weights = addresses([*self.models, self.quantize])
-        if weights != self.weights:
-            self.graph, self.weights = Graph(self._checked), weights
         tokens, sums, checks = self.graph(labels, numbers)
         if not bool(checks.isfinite().all()):
             self.eager(labels, numbers)  # which says where

@@ -16,8 +16,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.captured import captures
-from specmm.compiled import prepare_compiler
+from specmm.captured import captures, prepare_programs
+from specmm.graph_memory import addresses
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
@@ -121,7 +121,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.method = methods.resolve_scales(method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
         self.programs: dict[VAR, CompiledVAR] = {}
-        self.graphs: dict[tuple[Any, ...], PictureGraph] = {}
+        self.graph: tuple[object, PictureGraph] | None = None  # the last, and what it is of
 
     @classmethod
     def from_pretrained(
@@ -225,7 +225,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         self.vae.quantize.float()
         self.chooser.clear()
         self.programs.clear()
-        self.graphs.clear()
+        self.graph = None
         self.works.clear()
         return self
 
@@ -324,8 +324,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
 
         def programs() -> bool:
             check_method(method)
-            if not captures(self.device):
-                prepare_compiler(self.device)
+            prepare_programs(self.device)
             return True
 
         key = (method, target, batch)
@@ -399,49 +398,37 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
                 return speculation.rounds(clock), SPECULATION
             case methods.CoDe():
                 n = method.n
-            case _:  # there may be no small model
+            case _:
                 n = scales
+        large = self.transformer
+        # with all scales by the large model there may be no small one
+        small = large if n == scales else needed(self.small, method.name)
+        claim = certificate(code_turns(large, small, n), LARGE)
         if batch.compiled and batch.state is None and captures(self.device):
-            return self._captured(method, n, feature_map, batch, clock)
-        large = self._quick(self.transformer, batch)
-        small = large if n == scales else self._quick(needed(self.small, method.name), batch)
+            return self._replayed(large, small, n, feature_map, batch, clock), claim
+        turns = code_turns(self._quick(large, batch), self._quick(small, batch), n)
         sampler = self._sampler(batch, feature_map)
-        turns = code_turns(large, small, n)
-        claim = certificate(turns, LARGE)
         if batch.state is not None and sampling.more_smooth:
             claim = SOFT_CODES
         elif batch.state is not None and sampling.top_p < 1:
             claim = TIES
         return alternate(turns, feature_map, labels, sampling, sampler, clock), claim
 
-    def _captured(
-        self,
-        method: methods.ScalesMethod,
-        n: int,
-        feature_map: FeatureMap,
-        batch: VARBatch,
-        clock: Clock,
-    ) -> tuple[Iterator[int], Certificate]:
-        """All rounds at once, of which the large model's are the first ``n``, and their claim."""
+    def _replayed(
+        self, large: VAR, small: VAR, n: int, feature_map: FeatureMap, batch: VARBatch, clock: Clock
+    ) -> Iterator[int]:
+        """All rounds at once, as one graph of a GPU: the first ``n`` by ``large``."""
+        networks = large, small, self.vae.quantize
+        key = n, len(batch.labels), batch.sampling, addresses(networks)
+        if self.graph is None or self.graph[0] != key:  # one at a time: it keeps its memory
+            self.graph = key, PictureGraph(*networks, n, batch.sampling)
         schedule = feature_map.schedule
-        large = self.transformer
-        small = large if n == len(schedule) else needed(self.small, method.name)
-        key = n, len(batch.labels), batch.sampling, large, small
-        if key not in self.graphs:
-            self.graphs.clear()  # one at a time: it keeps its memory
-            self.graphs[key] = PictureGraph(large, small, self.vae.quantize, n, batch.sampling)
         with clock("verify"):
-            numbers = batch.uniforms.draw(schedule.length)
-            tokens, sums = self.graphs[key](batch.labels, numbers)
+            tokens, sums = self.graph[1](batch.labels, batch.uniforms.draw(schedule.length))
         feature_map.f_hats = [sums]
-
-        def scales() -> Iterator[int]:
-            parts = tokens.split([side**2 for side in schedule.sides], dim=1)
-            for k, part in enumerate(parts):
-                feature_map.tokens.append(part)
-                yield k
-
-        return scales(), certificate(code_turns(large, small, n), LARGE)
+        for k, part in enumerate(tokens.split([side**2 for side in schedule.sides], dim=1)):
+            feature_map.tokens.append(part)
+            yield k
 
     def _sampler(self, batch: VARBatch, feature_map: FeatureMap) -> Callable[[range], ScaleSampler]:
         """What samples in a turn: one sampler for both models, or the release's for each."""

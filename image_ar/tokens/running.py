@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from specmm import methods
-from specmm.captured import round_program
-from specmm.compiled import prepare_compiler
+from specmm.captured import prepare_programs, round_program
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
 from specmm.drafter import Drafter
@@ -116,8 +115,7 @@ def static_target(
             "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
             f"(rounds all alike), got {method}"
         )
-    prepare_compiler(device)
-    round_program(device, method.batch_dependent)  # raises where there is none
+    prepare_programs(device, method.batch_dependent)
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache
         parts.made["static of"] = key
         parts.made.pop("static", None)
