@@ -1,4 +1,5 @@
-"""A round or a step as one CUDA graph: what compiling is on a processor, without a compiler.
+"""A round as one CUDA graph: what compiling is on a processor, without a compiler. Plain decoding
+is rounds without drafts.
 
 A graph runs no Python, and reads and writes the memory it was recorded on. What is *kept* between
 calls (target, drafter, progress) is that memory. Where a call puts a new tensor in place of one
@@ -17,19 +18,12 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from specmm.compiled import (
-    CPU,
-    CompiledChain,
-    CompiledRound,
-    compiled,
-    count_uncompiled,
-    prepare_compiler,
-)
+from specmm.compiled import CPU, CompiledChain, CompiledRound, count_uncompiled, prepare_compiler
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.graph_memory import (
@@ -53,11 +47,12 @@ from specmm.randomness import PredrawnUniforms, Uniforms
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 
+Pool: TypeAlias = Any  # a handle of PyTorch
 TRIES = 6  # calls that may show something else than the one before, until nothing is recorded
 
 
-def record_on_gpu(function: Callable[[], None]) -> Callable[[], None]:
-    """``function``, which does not run, as what replays it on the GPU.
+def record_on_gpu(function: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
+    """``function``, which does not run, as what replays it on the GPU; see :func:`shared_pool`.
 
     Graphs share the stream of recording, to which cuBLAS's working memory belongs.
     (``torch.cuda.graph`` also collects garbage and empties PyTorch's cache, which takes longer than
@@ -70,7 +65,7 @@ def record_on_gpu(function: Callable[[], None]) -> Callable[[], None]:
     gc.disable()  # memory must not be freed meanwhile
     try:
         with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 function()
             finally:
@@ -80,6 +75,11 @@ def record_on_gpu(function: Callable[[], None]) -> Callable[[], None]:
             gc.enable()
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+def shared_pool(device: torch.device) -> Pool | None:
+    """Memory for what graphs compute on the way, if they are replayed one after another only."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 @functools.cache
@@ -338,11 +338,14 @@ class Captured:
 class Graph:
     """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
 
-    Where nothing is captured it is just called. Results are copies.
+    Where nothing is captured it is just called. Results are copies. ``pool`` is another's memory.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
+    ) -> None:
         self.function = function
+        self.pool = pool
         self.replay: Callable[[], None] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -352,13 +355,31 @@ class Graph:
         if self.replay is None:
             self.inputs = [x.clone() for x in inputs]
             self.function(*self.inputs)  # what is made once is made
-            self.replay = record_on_gpu(self._run)
+            self.replay = record_on_gpu(self._run, self.pool)
         copy_all(self.inputs, list(inputs))
         self.replay()
         return tuple(x.clone() for x in self.outputs)
 
     def _run(self) -> None:
         self.outputs = self.function(*self.inputs)
+
+
+class Graphs:
+    """``function`` of tensors alone, as a :class:`Graph` for each form of them."""
+
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
+    ) -> None:
+        self.function = function
+        self.pool = pool
+        self.by_form: dict[tuple[Any, ...], Graph] = {}
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The function's results for ``inputs``."""
+        form = tuple((x.shape, x.dtype) for x in inputs)
+        if form not in self.by_form:
+            self.by_form[form] = Graph(self.function, self.pool)
+        return self.by_form[form](*inputs)
 
 
 class CapturedRound(CompiledRound):
@@ -438,26 +459,3 @@ def round_program(device: torch.device = CPU, ends_early: bool = False) -> Compi
     if captures(device):
         return CapturedRound()
     return CompiledChain(device) if ends_early else CompiledRound(device)
-
-
-def step_program(
-    function: Callable[[Any, Tensor], Any], device: torch.device
-) -> Callable[[Any, Tensor], Any]:
-    """``function`` of a target and tokens [B] as a program on ``device``."""
-    if not captures(device):
-        return compiled(function, device)
-    return _Steps(function)
-
-
-class _Steps:
-    """``function`` of a target and tokens as graphs; a run begins where calls are counted anew."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
-        self.captured = Captured(function)
-        self.calls = 0
-
-    def __call__(self, target: Any, tokens: Tensor) -> Any:
-        if target.calls <= self.calls:
-            self.captured.begin()
-        self.calls = target.calls
-        return self.captured((target,), (tokens,))

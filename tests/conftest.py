@@ -103,8 +103,9 @@ def taped(monkeypatch):
     """Programs are graphs as on a GPU, recorded by what stands in for one there; gives their
     recorder, which counts.
     """
-    for module in ("specmm.captured", "specmm.hf.running", "specmm.image_ar.scales.pipeline"):
-        monkeypatch.setattr(f"{module}.captures", lambda device: True)
+    families = ("continuous.running", "scales.pipeline", "tokens.running")
+    for module in ("captured", "hf.running", *(f"image_ar.{name}" for name in families)):
+        monkeypatch.setattr(f"specmm.{module}.captures", lambda device: True)
     monkeypatch.setattr("specmm.captured.record_on_gpu", record_on_tape)
     monkeypatch.setattr("specmm.processors.by_numpy", lambda x: False)
     record_on_tape.records = record_on_tape.replays = 0

@@ -52,8 +52,10 @@ def tensors(value):
     return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
 
 
-def record_on_tape(function):
-    """As :func:`specmm.captured.record_on_gpu`; the first replay is the recording."""
+def record_on_tape(function, pool=None):
+    """As :func:`specmm.captured.record_on_gpu`; the first replay is the recording. Nothing of what
+    is computed on the way is freed: a ``pool`` has no part in it.
+    """
     tape = Tape()
     with tape:
         function()

@@ -1,5 +1,7 @@
 """MAR-L: a picture's transformer passes, and head calls by the steps that a call speculates.
 
+As graphs (``compiled=True``), of which rounds of speculation are only those of one token a picture;
+without them plain sampling alone is measured, last, since it takes a minute a picture.
 A round is a call of the diffusion head for the tokens of an iteration: over one step in plain
 sampling, over a window of steps in exact CSpD, of which a token keeps tau on the average. All times
 come from whole pictures; what is not the head, the transformer's passes, is the same for all
@@ -9,6 +11,7 @@ come from whole pictures; what is not the head, the transformer's passes, is the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -46,30 +49,39 @@ def pipeline(bench: Bench) -> MARPipeline:
     return pipe
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """Of ``iterations``, in a ``mode``."""
+
+    iterations: int
+    mode: str
+
+
 def seconds_of(
-    bench: Bench, pipe: MARPipeline, method: Any, iterations: int, steps: int
+    bench: Bench, pipe: MARPipeline, method: Any, what: Pictures, steps: int
 ) -> tuple[float, float]:
     """Seconds of a picture of ``steps`` head steps, and the head calls that a token waited for,
     summed over iterations. The least of some calls: other work only adds, and steps are told from
     differences.
     """
-    options = {"num_iter": iterations, "head_steps": str(steps), "method": method}
+    options = {"num_iter": what.iterations, "head_steps": str(steps), "method": method}
+    options["compiled"] = what.mode == "graph" and bench.on_gpu
+    repeats = bench.repeats // 5 if what.mode == "graph" else 1
     seconds = []
-    for _ in range(1 + max(TINY_CALLS if bench.tiny else 1, bench.repeats // 5)):  # one warms up
+    for _ in range(1 + max(TINY_CALLS if bench.tiny else 1, repeats)):  # one warms up
         start = bench.now()
         generator = torch.Generator().manual_seed(0)
         stats = pipe(classes=[0], generator=generator, output_type="latent", **options).stats
         seconds.append(bench.now() - start)
-    return min(seconds[1:]), stats.head_calls / stats.tokens * iterations
+    return min(seconds[1:]), stats.head_calls / stats.tokens * what.iterations
 
 
-def plain_row(bench: Bench, pipe: MARPipeline, iterations: int) -> Row:
+def plain_row(bench: Bench, pipe: MARPipeline, what: Pictures) -> Row:
     """A step of the head is what half of the steps saves."""
     steps = TINY_STEPS if bench.tiny else STEPS
     with bench.memory() as memory:
         whole, half = (
-            seconds_of(bench, pipe, methods.AR(), iterations, count)
-            for count in (steps, steps // 2)
+            seconds_of(bench, pipe, methods.AR(), what, count) for count in (steps, steps // 2)
         )
     step = (whole[0] - half[0]) / (whole[1] - half[1])
     return {
@@ -84,14 +96,14 @@ def plain_row(bench: Bench, pipe: MARPipeline, iterations: int) -> Row:
     }
 
 
-def round_row(bench: Bench, pipe: MARPipeline, iterations: int, window: int, plain: Row) -> Row:
+def round_row(bench: Bench, pipe: MARPipeline, what: Pictures, window: int, plain: Row) -> Row:
     """A call of the head over ``window`` steps; what is not the head takes what it took
     ``plain``.
     """
     method = methods.CSpD(window=window)
     with bench.memory() as memory:
         steps = TINY_STEPS if bench.tiny else STEPS
-        seconds, calls = seconds_of(bench, pipe, method, iterations, steps)
+        seconds, calls = seconds_of(bench, pipe, method, what, steps)
     return {
         "method": f"cspd(window={window})",
         "nodes": window,
@@ -105,18 +117,20 @@ def round_row(bench: Bench, pipe: MARPipeline, iterations: int, window: int, pla
 
 
 def cases(bench: Bench) -> Iterator[Case]:
-    """Plain sampling and windows, with few and with all iterations."""
+    """Plain sampling and windows, with few and with all iterations, then without graphs."""
     made = cache(lambda: pipeline(bench))
-    plain = cache(lambda iterations: plain_row(bench, made(), iterations))
+    plain = cache(lambda what: plain_row(bench, made(), what))
 
-    def measure(iterations: int, window: int) -> list[Row]:
-        facts = {"model": f"MAR-L, {iterations} iterations", "batch": 1, "mode": "eager"}
-        found = plain(iterations)
+    def measure(what: Pictures, window: int) -> list[Row]:
+        facts = {"model": f"MAR-L, {what.iterations} iterations", "batch": 1, "mode": what.mode}
+        found = plain(what)
         if window > 1:
-            found = round_row(bench, made(), iterations, window, found)
+            found = round_row(bench, made(), what, window, found)
         return [facts | found]
 
     for iterations in (4,) if bench.tiny else ITERATIONS:
         for window in (1, *(WINDOWS[:1] if bench.tiny else WINDOWS)):
-            given = iterations, window
+            given = Pictures(iterations, "graph"), window
             yield Case(f"{iterations} iterations, window {window}", lambda g=given: measure(*g))
+    alone = Pictures(4 if bench.tiny else ITERATIONS[0], "eager"), 1
+    yield Case(f"{alone[0].iterations} iterations, eager", lambda: measure(*alone))

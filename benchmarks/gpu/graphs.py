@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specmm.cache import Cache
-from specmm.captured import Graph
+from specmm.captured import Graphs
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
@@ -26,15 +26,13 @@ class TreeGraphs:
     """``function`` of (tokens [B, N], depths [B, N], words [B, N, W], …), one graph for each N."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self.function = function
-        self.by_size: dict[int, Graph] = {}
+        self.graphs = Graphs(function)
 
     def __call__(self, tree: DraftTree, *others: Tensor) -> tuple[Tensor, ...]:
         """The function's results for ``tree`` and ``others``."""
-        batch, nodes = tree.tokens.shape
-        graph = self.by_size.setdefault(nodes, Graph(self.function))
+        batch = len(tree.tokens)
         words = tree.shape.ancestor_words.expand(batch, -1, -1).contiguous()
-        return graph(tree.tokens, tree.shape.depths.expand(batch, -1), words, *others)
+        return self.graphs(tree.tokens, tree.shape.depths.expand(batch, -1), words, *others)
 
 
 def mask_of(cache: Cache, words: Tensor) -> TreeMask:
@@ -50,7 +48,7 @@ class GraphTarget(StaticTarget):
     """
 
     def __init__(self, plain: LlamaGenTarget) -> None:
-        super().__init__(plain, Graph)
+        super().__init__(plain)
         self.graphs = TreeGraphs(self._tree_forward)
         self.alone = TreeShape.chain(0, self.device)
 
@@ -60,7 +58,7 @@ class GraphTarget(StaticTarget):
         before = self.kept
         output = super().prefill(prompt, max(scratch, 1))
         if self.kept is not before:
-            self.graphs.by_size = {}
+            self.graphs = TreeGraphs(self._tree_forward)
         return output
 
     @torch.inference_mode()
@@ -154,6 +152,6 @@ class VLMGraphTarget(VLMTarget):
         wanted = super()._new_cache(batch, capacity, max(scratch, 1))
         if self.memory is None or self.memory.size != wanted.size:
             self.memory = wanted
-            self.graphs.by_size = {}
+            self.graphs = TreeGraphs(self._tree_forward)
         self.memory.lengths.zero_()
         return self.memory

@@ -19,7 +19,14 @@ from benchmarks.gpu import published
 from benchmarks.gpu.graphs import VLMGraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled
-from benchmarks.gpu.rounds import ROUND, Asked, captured_row, plain_row, round_row
+from benchmarks.gpu.rounds import (
+    ROUND,
+    Asked,
+    captured_plain_row,
+    captured_row,
+    plain_row,
+    round_row,
+)
 from specmm import methods
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
@@ -137,8 +144,15 @@ def _cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
     made = cache(lambda: Model(bench, sizes))
     facts = {"model": sizes.name, "batch": 1}
 
+    def static() -> CapturedTarget:
+        made().target("graph")  # under the kernel
+        return CapturedTarget(made().model, Processor(0.0))
+
     def plain(mode: str) -> list[Row]:
-        row = plain_row(bench, made().target(mode), made().asked())
+        if mode == ROUND:
+            row = captured_plain_row(bench, static(), made().asked())
+        else:
+            row = plain_row(bench, made().target(mode), made().asked())
         return [facts | {"mode": mode} | row]
 
     def speculative(method: methods.MSD | methods.Block) -> list[Row]:
@@ -148,13 +162,12 @@ def _cases(bench: Bench, sizes: Sizes) -> Iterator[Case]:
         return [facts | {"mode": "graph"} | row]
 
     def captured(method: methods.MSD | methods.Block) -> list[Row]:
-        made().target("graph")  # under the kernel
-        target = CapturedTarget(made().model, Processor(0.0))
+        target = static()
         parts = assemble(method, target, made().drafter)
         row = captured_row(bench, label(method), target, parts, made().asked())
         return [facts | {"mode": ROUND} | row]
 
-    for mode in ("graph", "eager"):
+    for mode in (ROUND, "graph", "eager"):
         yield Case(f"plain, {mode}", lambda mode=mode: plain(mode))
     for method in sizes.rounds:
         if method.captured:

@@ -20,13 +20,13 @@ from benchmarks.gpu.rounds import ROUND
 from specmm import methods
 from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress, decode, decode_plain, one_round
-from specmm.drafter import Drafter
+from specmm.drafter import Drafter, NoDrafts
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
-from specmm.verify import Rule
+from specmm.verify import Recursive, Rule
 
 METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")
 MODES = ("eager", "graph", ROUND)
@@ -58,7 +58,7 @@ def measure(
         for repeat in range(repeats + 1):  # the first warms up
             for run in runs:
                 run.once(pipe, batch, repeat)
-    plain = min(run.median for run in runs if run.parts is None)
+    plain = min(run.median for run in runs if run.name == label(methods.AR()))
     facts = {"repeats": repeats, "dtype": dtype_name(pipe), **memory}
     return [_row(batch, run, plain) | facts for run in runs]
 
@@ -81,16 +81,12 @@ class Run:
         target = pipe.target()
         if mode != "eager":
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
+        play = CapturedRound() if mode == ROUND and pipe.device.type == "cuda" else one_round
         if isinstance(method, methods.AR):
-            return cls(mode, label(method), target, None)
+            alone = (NoDrafts(), Recursive()) if mode == ROUND else None
+            return cls(mode, label(method), target, alone, play)
         target, drafter, rule = assemble(method, target, pipe.parts)
-        return cls(
-            mode,
-            label(method),
-            target,
-            (drafter, rule),
-            CapturedRound() if mode == ROUND and pipe.device.type == "cuda" else one_round,
-        )
+        return cls(mode, label(method), target, (drafter, rule), play)
 
     @property
     def median(self) -> float:

@@ -3,7 +3,7 @@
 A round that keeps tau tokens takes the place of tau plain steps, so the speed-up is
 (F + R·s) / (F + R·r / tau) for R plain steps of s and rounds of r milliseconds, and F of all else
 that a picture takes (0 for models of tokens, where R falls out). The plain step is the
-fastest of the modes that were measured: eager and captured (MAR: eager alone).
+fastest of the modes that were measured: eager and captured.
 """
 
 from __future__ import annotations

@@ -16,7 +16,14 @@ from benchmarks.common import Row, label
 from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled, llamagen, picture_drafters
-from benchmarks.gpu.rounds import ROUND, Asked, captured_row, plain_row, round_row
+from benchmarks.gpu.rounds import (
+    ROUND,
+    Asked,
+    captured_plain_row,
+    captured_row,
+    plain_row,
+    round_row,
+)
 from specmm import methods
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
@@ -95,7 +102,11 @@ def _of_model(bench: Bench, made: Any, facts: Row) -> Iterable[Case]:
     batch = int(facts["batch"])
 
     def plain(mode: str) -> list[Row]:
-        row = plain_row(bench, made().target(mode == "graph"), made().asked(batch))
+        model = made()
+        if mode == ROUND:
+            row = captured_plain_row(bench, StaticTarget(model.target(False)), model.asked(batch))
+        else:
+            row = plain_row(bench, model.target(mode == "graph"), model.asked(batch))
         return [facts | {"mode": mode} | row]
 
     def speculative(method: methods.Method) -> list[Row]:
@@ -110,7 +121,7 @@ def _of_model(bench: Bench, made: Any, facts: Row) -> Iterable[Case]:
         given = bench, label(method), target, (parts[0], parts[1]), model.asked(batch)
         return [facts | {"mode": ROUND} | captured_row(*given)]
 
-    for mode in ("graph", "eager"):
+    for mode in (ROUND, "graph", "eager"):
         yield Case(f"{where}: plain, {mode}", lambda mode=mode: plain(mode))
     for method in rounds():
         named = f"{where}: {label(method)}"

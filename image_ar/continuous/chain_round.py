@@ -1,23 +1,22 @@
 """What a round of speculation along a denoising chain computes: drafts, the target's distributions,
 which drafts are kept, and what is drawn in the place of a rejected one.
 
-Functions of arrays, of which a program can be made; see
+Functions of numpy's arrays on the host, and of tensors in a program; see
 :mod:`specmm.image_ar.continuous.chain_speculation` for the parameter η and shape letters.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from specmm.image_ar.continuous.chain_windows import Columns, Response
+from specmm.image_ar.continuous.chain_windows import Array, Columns, Response, library
 from specmm.image_ar.continuous.orders import Stream
 
-Array = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
+Mask: TypeAlias = Any  # flags, of numpy or torch
 Predictor = Literal["gaussian", "frozen", "small"]
 
 WIDEST = 80.0  # beyond this float32 has no such variance
@@ -38,11 +37,11 @@ class Normal:
     def energy(self, y: Array) -> Array:
         """-2 log density [..., C] by coordinate, without the constant."""
         off = y - self.mean
-        return off * off * np.exp(-self.log_var) + self.log_var
+        return off * off * library(off).exp(-self.log_var) + self.log_var
 
     def sample(self, noise: Array) -> Array:
         """A draw from standard normal ``noise`` [..., C]."""
-        return self.mean + np.exp(0.5 * self.log_var) * noise
+        return self.mean + library(noise).exp(0.5 * self.log_var) * noise
 
 
 def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
@@ -103,16 +102,17 @@ def draft(
     ``log_temperature`` is that of variances.
     """
     eta, own_mean, own_var = state
+    lib = library(eta)
     var = own_var * shares
     snr = columns.snr[:, :-1]
-    clean = own_mean + np.sqrt(var) * noise[:, 0]
+    clean = own_mean + lib.sqrt(var) * noise[:, 0]
     steps = clean[:, None] + columns.root[:, 1:-1] * noise[:, 1:]
-    moved = np.zeros_like(noise)
-    np.cumsum(columns.gain[:, 1:-1] * steps, axis=1, out=moved[:, 1:])
+    sums = lib.cumsum(columns.gain[:, 1:-1] * steps, axis=1)
+    moved = lib.concatenate([lib.zeros_like(noise[:, :1]), sums], axis=1)
     surer = 1 + var[:, None] * (snr - snr[:, :1])  # [R, W, C]
     mean = (own_mean[:, None] + var[:, None] * moved[:, :-1]) / surer[:, :-1]
     log_gain = columns.log_gain[:, 1:-1] + log_temperature
-    log_var = np.log(surer[:, 1:] / surer[:, :-1]) + log_gain
+    log_var = lib.log(surer[:, 1:] / surer[:, :-1]) + log_gain
     return Drafts(eta[:, None] + moved, steps, Normal(mean, log_var))
 
 

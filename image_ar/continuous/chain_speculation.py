@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,6 @@ from torch import Tensor
 from specmm.image_ar.continuous.chain_program import ChainProgram
 from specmm.image_ar.continuous.chain_round import (
     WIDEST,
-    Array,
     ChainOptions,
     ChainRows,
     Drafts,
@@ -51,11 +51,20 @@ from specmm.image_ar.continuous.chain_round import (
     take,
     target_probs,
 )
-from specmm.image_ar.continuous.chain_windows import Columns, Response, WindowTables
-from specmm.image_ar.continuous.compiled_head import HeadPrograms
+from specmm.image_ar.continuous.chain_windows import Array, Columns, Response, WindowTables
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
 from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import PictureStreams, Stream
+
+
+class RoundPrograms(Protocol):
+    """What plays many rounds at once, where it can."""
+
+    def speculation(
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+    ) -> ChainProgram | None:
+        """For the tokens of ``bound``, one a picture; None where rounds are played one by one."""
+        ...
 
 
 @dataclass
@@ -76,7 +85,7 @@ def speculate(
     log_uniform: PictureStreams,
     options: ChainOptions | None = None,
     small: BoundHead | None = None,
-    programs: HeadPrograms | None = None,
+    programs: RoundPrograms | None = None,
 ) -> Speculated:
     """Tokens [R, C] with the distribution of ``ancestral``, in fewer sequential head calls.
 
@@ -111,7 +120,7 @@ class _ChainRun:
     log_uniform: PictureStreams
     options: ChainOptions
     small: BoundHead | None
-    programs: HeadPrograms | None
+    programs: RoundPrograms | None
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -314,7 +323,7 @@ class ChainSpeculation:
     window: int = 16
     options: ChainOptions = field(default_factory=ChainOptions)
     small: Callable[[View, float | Tensor], BoundHead] | None = None
-    programs: HeadPrograms | None = None
+    programs: RoundPrograms | None = None
     tables: WindowTables = field(init=False)
 
     def __post_init__(self) -> None:

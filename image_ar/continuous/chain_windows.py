@@ -6,17 +6,33 @@ rows (tokens), S steps, W points of a window, C token width.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 
-Array = npt.NDArray[np.float32]
+Array: TypeAlias = Any  # float32 numbers: numpy's on the host, tensors in a program
 
 FORGET = 0.5  # what a window counts in a response after another one
 STRONGEST = 2.0  # response that is believed
+
+
+def library(x: Array) -> Any:
+    """The module with the functions of ``x``: numpy, or torch."""
+    return torch if isinstance(x, Tensor) else np
+
+
+def clamped(x: Array, low: float, high: float = math.inf) -> Array:
+    """``x`` not below ``low`` nor above ``high``."""
+    if isinstance(x, Tensor):
+        return x.clamp(low, high)
+    x = np.maximum(x, low)  # np.clip takes four times as long
+    return x if high == math.inf else np.minimum(x, high)
 
 
 @dataclass
@@ -106,9 +122,7 @@ class Response:
 
     def shares(self) -> Array:
         """[R, 1], at most ``STRONGEST``."""
-        # np.clip takes four times as long
-        share: Array = np.minimum(np.maximum(self.seen / self.implied, 0), STRONGEST)
-        return share[:, None]
+        return clamped(self.seen / self.implied, 0.0, STRONGEST)[:, None]
 
     def keep(self, rows: list[int]) -> None:
         """Go on with some ``rows`` only."""

@@ -6,6 +6,8 @@ For iterations of few tokens, where operators cost more to call than to run. Sha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,15 +16,8 @@ from specmm.compiled import compiled, looped, prepare_compiler
 from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_windows import WindowTables
-from specmm.image_ar.continuous.diffusion import ChainSteps
-from specmm.image_ar.continuous.diffusion_head import (
-    BoundHead,
-    ChainHead,
-    HeadWeights,
-    ancestral,
-    finite,
-    guided,
-)
+from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadWeights, guided
+from specmm.image_ar.continuous.masked_decode import Ancestral, PlainSampler
 from specmm.image_ar.continuous.orders import MARSettings
 
 FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
@@ -39,17 +34,24 @@ class HeadPrograms:
         self.chain = compiled(run_chain, device)
         self.rounds = compiled(run_rounds, device)
 
-    def ancestral(
-        self, bound: BoundHead, steps: ChainSteps, noise: Tensor, temperature: float
-    ) -> Tensor:
-        """As :func:`ancestral`, which runs as it is for iterations of many tokens."""
-        if not _served(bound):
-            return ancestral(bound, steps, noise, temperature)
+    def chains(self, sampler: PlainSampler) -> Callable[[BoundHead, Tensor], Tensor]:
+        """What runs the chains of ``sampler``, by DDPM, and as they are for iterations of many
+        tokens.
+        """
+        assert isinstance(sampler, Ancestral), "see check_compiled"
+        steps = sampler.steps
         table = torch.tensor([steps.keep, steps.noise, steps.mid, steps.half]).T.contiguous()
-        scale = torch.as_tensor(bound.scale, dtype=torch.float32)
-        noise = noise.clone(memory_format=torch.contiguous_format)
-        noise[1:] *= temperature  # not of the start
-        return finite(self.chain(bound.head.weights, bound.table, table, noise, scale))
+
+        def chains(bound: BoundHead, noise: Tensor) -> Tensor:
+            if not _served(bound):
+                return sampler.chains(bound, noise)
+            scale = torch.as_tensor(bound.scale, dtype=torch.float32)
+            noise = noise.clone(memory_format=torch.contiguous_format)
+            noise[1:] *= sampler.temperature  # not of the start
+            made: Tensor = self.chain(bound.head.weights, bound.table, table, noise, scale)
+            return made
+
+        return chains
 
     def speculation(
         self, bound: BoundHead, tables: WindowTables, options: ChainOptions
@@ -86,12 +88,12 @@ def _served(bound: BoundHead) -> bool:
     return bound.table is not None and len(bound) <= FEW
 
 
-def check_compiled(method: methods.ContinuousMethod, settings: MARSettings, place: str) -> None:
-    """Raise ``ValueError`` for what has no programs on a ``place``, a kind of device."""
-    if not method.static_shapes or settings.solver != "ddpm" or place != "cpu":
+def check_compiled(method: methods.ContinuousMethod, settings: MARSettings) -> None:
+    """Raise ``ValueError`` for what has no programs."""
+    if not method.static_shapes or settings.solver != "ddpm":
         raise ValueError(
-            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd without a "
-            f"small model, got {place}, {settings.solver!r} and {method}"
+            "compiled=True of MAR on a CPU needs solver 'ddpm', and ar or an exact cspd without a "
+            f"small model, got {settings.solver!r} and {method}"
         )
 
 

@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, ancestral
+from specmm.image_ar.continuous.diffusion_head import (
+    BoundHead,
+    ChainHead,
+    HeadCondition,
+    ancestral,
+    finite,
+)
 from specmm.image_ar.continuous.mar import MAR, pick
 from specmm.image_ar.continuous.masked_decode import (
     ChainStats,
@@ -231,7 +237,7 @@ class CSpDModel:
         """Tokens [R, C] of ``noise`` [S + 1, R, C] under ``z``, and the ends of their chains."""
         trace: list[Tensor] = []
         bound = self.head.bind(HeadCondition(z, scale))
-        tokens = ancestral(bound, self.steps, noise, self.settings.temperature, trace)
+        tokens = finite(ancestral(bound, self.steps, noise, self.settings.temperature, trace))
         before = torch.stack(trace[:-1]).sum(0) if len(trace) > 1 else torch.zeros_like(tokens)
         ends = (tokens, trace[-1].exp() * self.settings.temperature, before)
         return tokens, ChainEnd(*(t.double().cpu().numpy() for t in ends))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -26,6 +27,7 @@ EPS = 1e-6
 FREQUENCIES = 256
 PERIOD = 10_000.0
 TABLE_LIMIT = 2**24  # modulations kept at a time (64 MiB); beyond, they are made call by call
+GPU_LIMIT = 2**27  # on a GPU, which reads them faster than it makes them
 
 
 def sinusoid(t: Tensor, width: int = FREQUENCIES) -> Tensor:
@@ -209,31 +211,39 @@ class ChainHead:
 
     def bind(self, condition: HeadCondition) -> BoundHead:
         """The head for the tokens of ``condition``."""
-        return BoundHead(self, condition)
+        z = condition.z.to(self.dtype)
+        return BoundHead(self, self.net.cond_embed(z), condition.scale)
 
     def keeps(self, rows: int, branches: int) -> bool:
         """Whether the modulations of all steps of ``rows`` are kept."""
-        return len(self.times) * rows * branches * len(self.bias) <= TABLE_LIMIT
+        limit = GPU_LIMIT if self.device.type == "cuda" else TABLE_LIMIT
+        return len(self.times) * rows * branches * len(self.bias) <= limit
 
 
 class BoundHead:
-    """A head bound to R tokens' conditions: predictions at any step, guided."""
+    """A head bound to R tokens' embedded conditions ``cond`` [R, G, w]: predictions at any step,
+    guided by ``scale``.
+    """
 
-    def __init__(self, head: ChainHead, condition: HeadCondition) -> None:
+    def __init__(self, head: ChainHead, cond: Tensor, scale: float | Tensor) -> None:
         self.head = head
-        self.scale = condition.scale
-        self.cond = head.net.cond_embed(condition.z.to(head.dtype))  # [R, G, w]
-        self.table: Tensor | None = None  # [S, R, G, F]
-        if head.keeps(*self.cond.shape[:2]):
-            self.table = self._modulate(head.times[:, None, None])
+        self.cond = cond
+        self.scale = scale
+
+    @cached_property
+    def table(self) -> Tensor | None:
+        """The modulations of all steps [S, R, G, F], where they are kept."""
+        if not self.head.keeps(*self.cond.shape[:2]):
+            return None
+        return self._modulate(self.head.times[:, None, None])
 
     def __len__(self) -> int:
         return len(self.cond)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with some ``rows`` [R'] only."""
-        self.cond = self.cond[rows]
         self.table = None if self.table is None else self.table[:, rows]
+        self.cond = self.cond[rows]
 
     def at(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Guided noise and variance (eps, v) [R, C] of ``x`` [R, C] at step ``k``, float32."""
@@ -305,7 +315,7 @@ def ancestral(
                 trace.append(log_std)
             if k < last:
                 x = torch.addcmul(x, log_std.exp(), noise[k + 1])
-    return finite(x)
+    return x
 
 
 def deterministic(bound: BoundHead, steps: ChainSteps, start: Tensor) -> Tensor:
@@ -314,7 +324,7 @@ def deterministic(bound: BoundHead, steps: ChainSteps, start: Tensor) -> Tensor:
     for k, keep in enumerate(steps.keep):
         eps, _ = bound.at(k, x)
         x = torch.add(x * keep, eps, alpha=steps.noise[k])
-    return finite(x)
+    return x
 
 
 def finite(tokens: Tensor) -> Tensor:

@@ -8,20 +8,23 @@ transformer.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
+    BoundHead,
     ChainHead,
     HeadCondition,
     ancestral,
     deterministic,
+    finite,
 )
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.orders import MARSettings, Stream
@@ -88,46 +91,66 @@ class MARSampler(Protocol):
         ...
 
 
-@dataclass
-class Ancestral:
-    """DDPM as published: one head call a step, or whole chains as ``programs``."""
+class PlainSampler(ABC):
+    """Runs whole chains, one head call a step; ``temperature`` is that of the noise steps add.
 
-    head: ChainHead
-    normal: Stream
-    temperature: float = 1.0
-    programs: HeadPrograms | None = None
-    steps: ChainSteps = field(init=False)
+    ``run`` may be a faster way than ``chains`` to the same.
+    """
 
-    def __post_init__(self) -> None:
-        self.steps = ChainSteps.ddpm(self.head.schedule)
+    temperature = 0.0
+
+    def __init__(self, head: ChainHead, normal: Stream) -> None:
+        self.head = head
+        self.normal = normal
+        self.run: Callable[[BoundHead, Tensor], Tensor] = self.chains
 
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
-        """See ``MARSampler``."""
-        count = len(self.head.times)
-        width = self.head.channels
-        drawn = self.normal.draw(view.rows, (count + 1) * width)
-        noise = drawn.view(-1, count + 1, width).transpose(0, 1)
-        run = ancestral if self.programs is None else self.programs.ancestral
-        tokens = run(self.head.bind(condition), self.steps, noise, self.temperature)
-        return tokens, count * len(tokens)
+        """See ``MARSampler``; raises ``ValueError`` when a chain leaves the finite numbers."""
+        tokens = finite(self.run(self.head.bind(condition), self.noise(view.rows)))
+        return tokens, len(self.head.times) * len(tokens)
+
+    @abstractmethod
+    def noise(self, rows: list[int]) -> Tensor:
+        """The numbers of the chains of ``rows[b]`` tokens of picture b."""
+
+    @abstractmethod
+    def chains(self, bound: BoundHead, noise: Tensor) -> Tensor:
+        """Tokens [R, C] of ``noise``."""
 
 
-@dataclass
-class Deterministic:
+class Ancestral(PlainSampler):
+    """DDPM as published."""
+
+    def __init__(self, head: ChainHead, normal: Stream, temperature: float = 1.0) -> None:
+        super().__init__(head, normal)
+        self.temperature = temperature
+        self.steps = ChainSteps.ddpm(head.schedule)
+
+    def noise(self, rows: list[int]) -> Tensor:
+        """[S + 1, R, C]: the start, then one for each step."""
+        count = len(self.head.times) + 1
+        drawn = self.normal.draw(rows, count * self.head.channels)
+        return drawn.view(-1, count, self.head.channels).transpose(0, 1)
+
+    def chains(self, bound: BoundHead, noise: Tensor) -> Tensor:
+        """See :func:`specmm.image_ar.continuous.diffusion_head.ancestral`."""
+        return ancestral(bound, self.steps, noise, self.temperature)
+
+
+class Deterministic(PlainSampler):
     """DDIM: noise at the start only, so fewer steps are enough; not the distribution of DDPM."""
 
-    head: ChainHead
-    normal: Stream
-    steps: ChainSteps = field(init=False)
+    def __init__(self, head: ChainHead, normal: Stream) -> None:
+        super().__init__(head, normal)
+        self.steps = ChainSteps.ddim(head.schedule)
 
-    def __post_init__(self) -> None:
-        self.steps = ChainSteps.ddim(self.head.schedule)
+    def noise(self, rows: list[int]) -> Tensor:
+        """The start [R, C]."""
+        return self.normal.draw(rows, self.head.channels)
 
-    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
-        """See ``MARSampler``."""
-        start = self.normal.draw(view.rows, self.head.channels)
-        tokens = deterministic(self.head.bind(condition), self.steps, start)
-        return tokens, len(self.head.times) * len(tokens)
+    def chains(self, bound: BoundHead, noise: Tensor) -> Tensor:
+        """See :func:`specmm.image_ar.continuous.diffusion_head.deterministic`."""
+        return deterministic(bound, self.steps, noise)
 
 
 class HeadCalls(NamedTuple):
@@ -151,12 +174,18 @@ class MARProgress:
 
 @torch.inference_mode()
 def decode_mar(
-    model: MAR, labels: Tensor | None, orders: Tensor, sampler: MARSampler, settings: MARSettings
+    model: MAR,
+    labels: Tensor | None,
+    orders: Tensor,
+    sampler: MARSampler,
+    settings: MARSettings,
+    conditions: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Iterator[MARProgress]:
     """Make pictures of classes ``labels`` [B] (None: no class) in their ``orders`` [B, L].
 
-    Yields after each iteration; the stats of the last yield are those of the run. Raises
-    ``ValueError`` for guidance without ``fake_latent``.
+    ``conditions`` may be a faster way than :func:`head_conditions` to the same. Yields after each
+    iteration; the stats of the last yield are those of the run. Raises ``ValueError`` for guidance
+    without ``fake_latent``.
     """
     start = time.perf_counter()
     clock = Clock()
@@ -164,12 +193,13 @@ def decode_mar(
     batch, length = orders.shape
     classes = class_conditions(model, labels, batch, settings.cfg)
     tokens = torch.zeros(batch, length, model.config.token_dim, device=orders.device)
+    conditions = conditions or partial(head_conditions, model)
     progress = MARProgress(tokens, 0)
     for part in settings.iterations(length):
         wanted = orders[:, part.first : part.last].sort(-1).values
         known = orders[:, part.last :]
         with clock("verify"):
-            z = head_conditions(model, tokens, known, classes, wanted)
+            z = conditions(tokens, known, classes, wanted)
         with clock("head"):
             made, calls = sampler.sample(HeadCondition(z, part.scale), View(tokens, known, wanted))
         write_tokens(tokens, wanted, made)

@@ -19,7 +19,8 @@ from specmm import methods, zoo
 from specmm.hardware import Place, choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
-from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled, check_tokens
+from specmm.image_ar.continuous.captured_mar import MARGraphs
+from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -193,8 +194,8 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         def draw(rows: slice) -> Drawn:
             own = generators[rows]
             fits = len(own) == at_once  # the last batch may be smaller: other programs
-            with turn.batch(len(own), count - rows.start, fits) as programs:
-                batch = MARBatch(labels[rows], own, settings, programs)
+            with turn.batch(len(own), count - rows.start, fits) as quick:
+                batch = MARBatch(labels[rows], own, settings, quick)
                 steps, claim = steps_of(chosen, self.models, batch)
                 for i, progress in enumerate(steps):
                     if tell is not None:
@@ -215,18 +216,13 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
 
     def turn(
         self, compiled: Compiled, target: MARSettings, method: methods.ContinuousMethod, batch: int
-    ) -> Turn[HeadPrograms | None]:
+    ) -> Turn[HeadPrograms | MARGraphs | None]:
         """See :class:`PicturePipeline`."""
 
-        def programs() -> HeadPrograms | None:
-            check_compiled(method, target, self.device.type)
-            parts = target.iterations(self.transformer.config.seq_len)
-            sizes = [part.last - part.first for part in parts]
-            head = self.models.head(target.head_steps)
-            check_tokens(method, head, sizes, batch, 1 if target.cfg == 1.0 else 2)
-            return self.models.programs
+        def quick() -> HeadPrograms | MARGraphs | None:
+            return self.models.quick(method, target, batch)
 
-        return self.works.begin(compiled, None, programs, self.transformer, (method, target, batch))
+        return self.works.begin(compiled, None, quick, self.transformer, (method, target, batch))
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""

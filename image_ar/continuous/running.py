@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.captured import captures
+from specmm.image_ar.continuous.captured_mar import MARGraphs, check_captured
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
-from specmm.image_ar.continuous.compiled_head import HeadPrograms
+from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled, check_tokens
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
     CSpDModel,
@@ -33,6 +35,7 @@ from specmm.image_ar.continuous.masked_decode import (
     Deterministic,
     MARProgress,
     MARSampler,
+    PlainSampler,
     decode_mar,
 )
 from specmm.image_ar.continuous.orders import MARSettings, log_uniforms, normals, random_orders
@@ -70,17 +73,37 @@ ALIGNED = Certificate(
 @dataclass
 class MARModels:
     """The target and perhaps a smaller model, with the target's heads made so far, by schedule, and
-    their programs.
+    what runs for a compiled target.
     """
 
     target: MAR
     small: MAR | None = None
     heads: dict[str, ChainHead] = field(default_factory=dict)
+    graphs: MARGraphs | None = None
 
     @cached_property
     def programs(self) -> HeadPrograms:
         """Of the target's heads; raises ``ValueError`` where there is no compiler."""
         return HeadPrograms(self.target.mask_token.device)
+
+    def quick(
+        self, method: methods.ContinuousMethod, settings: MARSettings, batch: int
+    ) -> HeadPrograms | MARGraphs:
+        """What runs for ``batch`` compiled pictures: graphs on a GPU, else ``programs``.
+
+        Raises ``ValueError`` for what has neither, and as ``programs``.
+        """
+        if captures(self.target.mask_token.device):
+            check_captured(method)
+            if self.graphs is None or self.graphs.moved:
+                self.graphs = MARGraphs(self.target)
+            return self.graphs
+        check_compiled(method, settings)
+        parts = settings.iterations(self.target.config.seq_len)
+        sizes = [part.last - part.first for part in parts]
+        branches = 1 if settings.cfg == 1.0 else 2
+        check_tokens(method, self.head(settings.head_steps), sizes, batch, branches)
+        return self.programs
 
     @torch.inference_mode()
     def head(self, spec: str) -> ChainHead:
@@ -100,12 +123,12 @@ class MARModels:
 
 @dataclass
 class MARBatch:
-    """What is to be drawn: ``labels`` [B], one generator each, how, and by which ``programs``."""
+    """What is to be drawn: ``labels`` [B], one generator each, how, and ``quick`` if compiled."""
 
     labels: Tensor
     generators: Sequence[torch.Generator]
     settings: MARSettings
-    programs: HeadPrograms | None = None
+    quick: HeadPrograms | MARGraphs | None = None
 
 
 def steps_of(
@@ -131,9 +154,14 @@ def steps_of(
                 sampler = Deterministic(head, normal)
                 claim = DDIM
             else:
-                sampler = Ancestral(head, normal, settings.temperature, batch.programs)
+                sampler = Ancestral(head, normal, settings.temperature)
                 claim = PLAIN
-    return decode_mar(models.target, batch.labels, orders, sampler, settings), claim
+    conditions = None
+    if batch.quick is not None and isinstance(sampler, PlainSampler):
+        sampler.run = batch.quick.chains(sampler)
+    if isinstance(batch.quick, MARGraphs):
+        conditions = batch.quick.conditions
+    return decode_mar(models.target, batch.labels, orders, sampler, settings, conditions), claim
 
 
 def _check_solver(settings: MARSettings) -> None:
@@ -154,7 +182,7 @@ def _speculation(
     head = models.head(settings.head_steps)
     normal = normals(batch.generators)
     if settings.temperature == 0:  # a chain without noise has nothing to couple
-        return Ancestral(head, normal, 0.0, batch.programs), PLAIN
+        return Ancestral(head, normal, 0.0), PLAIN
     small = None
     if method.predictor == "small":
         model = models.needed("predictor 'small'")
@@ -163,7 +191,7 @@ def _speculation(
     options = ChainOptions(settings.temperature, method.predictor)
     window = method.window or HEAD_STEPS
     numbers = (normal, log_uniforms(batch.generators))
-    return ChainSpeculation(head, *numbers, window, options, small, batch.programs), EXACT
+    return ChainSpeculation(head, *numbers, window, options, small, batch.quick), EXACT
 
 
 def _between_models(

@@ -7,17 +7,16 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
-from specmm.captured import step_program
-from specmm.compiled import CompiledRound, DeferredStop
+from specmm.compiled import CompiledRound, DeferredStop, compiled
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.kernels.tree_attention import Mask
@@ -284,32 +283,25 @@ class LlamaGenTarget:
         return bias.masked_fill_(~seen, float("-inf"))[:, None]
 
 
-Step: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
-
-
 class StaticTarget(DeferredStop, LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at
     every call.
 
     A step attends all slots of the cache under a mask and writes by index; the eager one slices and
-    needs no mask. ``transform`` turns the step's function into a faster one, else it is compiled.
-    A compiled program cannot stop at logits that are not finite: the caller checks after a round
-    (``check_round``).
+    needs no mask. A compiled program cannot stop at logits that are not finite: the caller checks
+    after a round (``check_round``).
     """
 
     static_shapes: ClassVar[bool] = True
 
-    def __init__(
-        self, plain: LlamaGenTarget, transform: Callable[[Step], Step] | None = None
-    ) -> None:
+    def __init__(self, plain: LlamaGenTarget) -> None:
         if plain.model.config.model_type != "c2i":
             raise ValueError(
                 "steps and rounds of static shapes serve class-conditional models only"
             )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
         self.kept: Cache | None = None
-        own: Step = partial(step_program(StaticTarget.logits_of, self.device), self)
-        self.run = own if transform is None else transform(self.logits_of)
+        self.run = partial(compiled(StaticTarget.logits_of, self.device), self)
 
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:

@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.cache import StaticMemory, branched
-from specmm.captured import step_program
-from specmm.compiled import DeferredStop
+from specmm.compiled import DeferredStop, compiled
 from specmm.decode import room
 from specmm.guidance import Guidance
 from specmm.hf.aux_states import AuxStates
@@ -63,7 +62,7 @@ class StaticVLMTarget(CapturedTarget):
                 f"compiled=True needs full attention and one set of positions, {self.name} has "
                 "others"
             )
-        self.program = step_program(_next, self.device)
+        self.program = compiled(_next, self.device)
         self.stepped = False
 
     @torch.inference_mode()

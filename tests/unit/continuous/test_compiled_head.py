@@ -15,6 +15,7 @@ from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
+from specmm.image_ar.continuous.masked_decode import Ancestral
 from tests.cases import some
 from tests.unit.continuous.test_chain_speculation import plain, pvalues, streams
 
@@ -30,10 +31,11 @@ def test_plain_chains_are_those_of_single_steps(bind, rows, scale, traced):
     spec = "ddim20"
     steps = ChainSteps.ddpm(NoiseSchedule.of(spec))
     noise = torch.randn(21, rows, 4, generator=torch.Generator().manual_seed(0))
-    run = HeadPrograms(CPU).ancestral
+    programs = HeadPrograms(CPU)
     for temperature in (1.0, 0.7):  # one program
         wanted = ancestral(bind(rows, scale, spec), steps, noise, temperature)
-        made = run(bind(rows, scale, spec), steps, noise, temperature)
+        head = bind(rows, scale, spec)
+        made = programs.chains(Ancestral(head.head, None, temperature))(head, noise)
         torch.testing.assert_close(made, wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -117,8 +119,8 @@ def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
     monkeypatch.setattr(programs, "chain", None)
     monkeypatch.setattr(programs, "rounds", None)
     same(bind, 3, programs)
-    steps, noise = ChainSteps.ddpm(NoiseSchedule.of("8")), torch.zeros(9, 3, 4)
-    assert programs.ancestral(bind(3, spec="8"), steps, noise, 1.0).isfinite().all()
+    bound, noise = bind(3, spec="8"), torch.zeros(9, 3, 4)
+    assert programs.chains(Ancestral(bound.head, None))(bound, noise).isfinite().all()
 
 
 @pytest.mark.slow

@@ -1,0 +1,103 @@
+"""MAR on a GPU as graphs: passes of the transformer and denoising chains, which decide nothing on
+the way. Shape letters as in :mod:`specmm.image_ar.continuous.masked_decode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specmm import methods
+from specmm.captured import Graphs, shared_pool
+from specmm.graph_memory import addresses
+from specmm.image_ar.continuous.chain_program import ChainProgram, ChainState, Fixed, play_round
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_windows import WindowTables
+from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead
+from specmm.image_ar.continuous.mar import MAR
+from specmm.image_ar.continuous.masked_decode import PlainSampler, head_conditions
+
+AHEAD = 4  # rounds of a graph: those of rows that are finished do nothing
+
+
+class MARGraphs:
+    """Graphs of a ``model``, one for each number of tokens, as long as its weights lie where they
+    do. They share memory: one runs at a time.
+    """
+
+    def __init__(self, model: MAR) -> None:
+        self.model = model
+        self.weights = addresses([model])
+        self.pool = shared_pool(model.mask_token.device)
+        self.passes = Graphs(self._pass, self.pool)
+        self.plain: dict[tuple[type, ChainHead, float], Graphs] = {}
+        self.rounds: dict[tuple[ChainHead, bool, bool], Graphs] = {}
+
+    @property
+    def moved(self) -> bool:
+        """Whether weights lie elsewhere than when the first graph was recorded."""
+        return addresses([self.model]) != self.weights
+
+    def conditions(self, tokens: Tensor, known: Tensor, classes: Tensor, wanted: Tensor) -> Tensor:
+        """As :func:`specmm.image_ar.continuous.masked_decode.head_conditions` of the model."""
+        return self.passes(tokens, known, classes, wanted)[0]
+
+    def _pass(self, *given: Tensor) -> tuple[Tensor]:
+        return (head_conditions(self.model, *given),)
+
+    def chains(self, sampler: PlainSampler) -> Callable[[BoundHead, Tensor], Tensor]:
+        """What runs the chains of ``sampler``."""
+        head = sampler.head
+        key = type(sampler), head, sampler.temperature
+        if key not in self.plain:
+
+            def run(cond: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor]:
+                return (sampler.chains(BoundHead(head, cond, scale), noise),)
+
+            self.plain[key] = Graphs(run, self.pool)
+        graphs = self.plain[key]
+
+        def chains(bound: BoundHead, noise: Tensor) -> Tensor:
+            scale = torch.as_tensor(bound.scale, dtype=torch.float32, device=noise.device)
+            return graphs(bound.cond, scale, noise)[0]
+
+        return chains
+
+    def speculation(
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+    ) -> ChainProgram | None:
+        """Speculation of the tokens of ``bound``, one a picture; None where it runs as it is."""
+        if bound.table is None:
+            return None
+        return ChainProgram(partial(self._rounds, bound.head), bound, tables, options)
+
+    def _rounds(
+        self, head: ChainHead, fixed: Fixed, state: ChainState, gaussian: bool, residual: bool
+    ) -> tuple[Tensor, ...]:
+        """As :func:`specmm.image_ar.continuous.chain_program.run_rounds`, ``AHEAD`` a graph."""
+        key = head, gaussian, residual
+        if key not in self.rounds:
+            sizes = len(Fixed._fields) - 1  # all but the weights
+
+            def run(*given: Tensor) -> tuple[Tensor, ...]:
+                own, now = Fixed(head.weights, *given[:sizes]), ChainState(*given[sizes:])
+                for _ in range(AHEAD):
+                    now = play_round(own, now, gaussian, residual)
+                return now
+
+            self.rounds[key] = Graphs(run, self.pool)
+        while bool(state.going.any()):
+            state = ChainState(*self.rounds[key](*fixed[1:], *state))
+        return state
+
+
+def check_captured(method: methods.ContinuousMethod) -> None:
+    """Raise ``ValueError`` for what has no graphs."""
+    if not method.static_shapes:
+        raise ValueError(
+            "compiled=True of MAR on a GPU needs ar, or an exact cspd without a small model, got "
+            f"{method}"
+        )

@@ -1,0 +1,115 @@
+"""MAR as graphs of a GPU, by the stand-in of one: the vectors of single operators."""
+
+import pytest
+import torch
+
+from specmm import methods, when_compiled
+from specmm.image_ar.continuous.chain_speculation import _ChainRun
+from tests.integration.test_mar_compiled import draw, pipe, trained  # noqa: F401
+from tests.integration.test_mar_pipeline import pipeline, seeds
+
+WAYS = {
+    "ar": (methods.AR(), 2, dict(num_iter=9)),
+    "ar, guided": (methods.AR(), 1, dict(cfg=2.0, num_iter=9)),
+    "ar, ddim": (methods.AR(), 2, dict(cfg=2.0, num_iter=9, solver="ddim")),
+    "cold": (methods.CSpD(), 1, dict(temperature=0.0, num_iter=9)),
+    "exact": (methods.CSpD(), 1, {}),
+    "exact, two, guided": (methods.CSpD(window=6), 2, dict(cfg=2.0)),
+    "frozen, several at a time": (methods.CSpD(predictor="frozen"), 2, dict(num_iter=20)),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_vectors_are_those_of_single_operators(trained, name, taped):  # noqa: F811
+    method, count, options = WAYS[name]
+    options = dict(head_steps="ddim10") | options  # the noisiest steps of others enlarge rounding
+    plain, quick = (draw(trained, method, way, count, **options) for way in (False, True))
+    assert (plain.compiled, quick.compiled) == ([False] * count, [True] * count)
+    torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-4, rtol=1e-4)
+    assert quick.stats.head_calls == plain.stats.head_calls
+    assert quick.certificate == plain.certificate and quick.method == plain.method
+    assert taped.records
+
+
+@pytest.mark.parametrize("method", [methods.AR(), methods.CSpD()], ids=lambda m: m.name)
+def test_calls_share_graphs(pipe, method, taped):  # noqa: F811
+    made = [draw(pipe, method, True, head_steps="ddim5", generator=seeds(k)) for k in (0, 1)]
+    records, replays = taped.records, taped.replays
+    again = draw(pipe, method, True, head_steps="ddim5", generator=seeds(0))
+    assert torch.equal(again.tokens, made[0].tokens)
+    assert not torch.equal(made[0].tokens, made[1].tokens)
+    assert taped.records == records and taped.replays > replays
+
+
+def test_another_temperature_solver_or_schedule_is_another_graph(pipe, taped):  # noqa: F811
+    for options in ({}, dict(temperature=0.5), dict(solver="ddim"), dict(head_steps="ddim4")):
+        options = dict(head_steps="ddim5") | options
+        plain, quick = (draw(pipe, methods.AR(), way, **options) for way in (False, True))
+        torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-4, rtol=1e-4)
+
+
+def test_most_rounds_are_graphs(trained, taped, monkeypatch):  # noqa: F811
+    """Others are left to the host, where numbers end that are drawn ahead."""
+    alone = []
+    monkeypatch.setattr(_ChainRun, "round", counted(_ChainRun.round, alone))
+    calls = draw(trained, methods.CSpD(), True, head_steps="ddim10").stats.head_calls
+    assert 0 < len(alone) < 0.2 * calls
+
+
+def counted(function, calls):
+    def call(*given):
+        calls.append(given)
+        return function(*given)
+
+    return call
+
+
+def test_predictors_have_graphs_of_their_own(trained, taped):  # noqa: F811
+    options = dict(head_steps="ddim10")
+    for predictor in ("gaussian", "frozen"):
+        method = methods.CSpD(predictor=predictor)
+        plain, quick = (draw(trained, method, way, **options) for way in (False, True))
+        torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-3, rtol=1e-3)
+        assert quick.stats.head_calls == plain.stats.head_calls
+
+
+def test_weights_that_move_get_graphs_of_their_own(taped):
+    made = pipeline()
+    draw(made, methods.AR(), True, head_steps="ddim5")
+    before = made.models.graphs
+    layer = made.transformer.decoder_embed
+    layer.weight.data = 2 * layer.weight.data
+    plain, quick = (draw(made, methods.AR(), way, head_steps="ddim5") for way in (False, True))
+    torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-4, rtol=1e-4)
+    assert made.models.graphs is not before
+
+
+@pytest.mark.parametrize("method", [methods.AR(), methods.CSpD()], ids=lambda m: m.name)
+def test_a_head_that_is_not_finite_is_noticed_after_a_replay(method, taped):
+    made = pipeline()
+    draw(made, method, True, head_steps="ddim5")
+    made.transformer.head.final_layer.linear.bias.data[:] = float("nan")
+    with pytest.raises(ValueError, match="finite"):
+        draw(made, method, True, head_steps="ddim5")
+    assert taped.replays
+
+
+def test_tokens_whose_modulations_are_not_kept(pipe, taped, monkeypatch):  # noqa: F811
+    """Plain chains are graphs all the same; rounds of speculation run as they are."""
+    monkeypatch.setattr("specmm.image_ar.continuous.diffusion_head.TABLE_LIMIT", 100)
+    for method in (methods.AR(), methods.CSpD()):
+        plain, quick = (draw(pipe, method, way, head_steps="ddim5") for way in (False, True))
+        torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-4, rtol=1e-4)
+
+
+def test_auto_captures_once_it_pays(pipe, taped, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
+    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    out = draw(pipe, methods.AR(), "auto", 3, batch_size=1, head_steps=5)
+    assert out.compiled == [False, True, True]
+
+
+def test_what_has_no_graphs(pipe, taped):  # noqa: F811
+    for method in (methods.CSpD("paper"), methods.CSpD(predictor="small")):
+        with pytest.raises(ValueError, match="MAR on a GPU needs ar, or an exact cspd without"):
+            draw(pipe, method, True)
