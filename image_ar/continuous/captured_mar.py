@@ -98,6 +98,6 @@ def check_captured(method: methods.ContinuousMethod) -> None:
     """Raise ``ValueError`` for what has no graphs."""
     if not method.static_shapes:
         raise ValueError(
-            "compiled=True of MAR on a GPU needs ar, or an exact cspd without a small model, got "
+            "compiled=True of MAR needs, on a GPU, ar or an exact cspd without a small model, got "
             f"{method}"
         )

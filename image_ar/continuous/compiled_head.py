@@ -92,8 +92,8 @@ def check_compiled(method: methods.ContinuousMethod, settings: MARSettings) -> N
     """Raise ``ValueError`` for what has no programs."""
     if not method.static_shapes or settings.solver != "ddpm":
         raise ValueError(
-            "compiled=True of MAR on a CPU needs solver 'ddpm', and ar or an exact cspd without a "
-            f"small model, got {settings.solver!r} and {method}"
+            "compiled=True of MAR needs, on a CPU, solver 'ddpm', and ar or an exact cspd without "
+            f"a small model, got {settings.solver!r} and {method}"
         )
 
 

@@ -111,5 +111,5 @@ def test_auto_captures_once_it_pays(pipe, taped, tmp_path, monkeypatch):  # noqa
 
 def test_what_has_no_graphs(pipe, taped):  # noqa: F811
     for method in (methods.CSpD("paper"), methods.CSpD(predictor="small")):
-        with pytest.raises(ValueError, match="MAR on a GPU needs ar, or an exact cspd without"):
+        with pytest.raises(ValueError, match="MAR needs, on a GPU, ar or an exact cspd without a"):
             draw(pipe, method, True)

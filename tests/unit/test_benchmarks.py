@@ -185,7 +185,8 @@ def test_static_step_gives_the_plain_tokens(model):
     plain = pipe(
         classes=[1], generator=[torch.Generator().manual_seed(3)], method="ar", output_type="latent"
     )
-    target = StaticTarget(pipe.target(), lambda step: step)
+    target = StaticTarget(pipe.target())
+    target.run = target.logits_of  # as it is
     for _ in range(2):
         uniforms = Uniforms([torch.Generator().manual_seed(3)])
         *_, found = decode_plain(target, Prompt(torch.tensor([1])), target.length, uniforms)
