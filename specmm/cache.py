@@ -207,6 +207,12 @@ class Cache:
         self._bias: TreeBias | None = None  # of the last tree
         self._biases = TreeBiases()
 
+    def forget(self) -> None:
+        """As it was made: zeros, since masked slots must at least be finite."""
+        for array in (*self.arrays, self.lengths):
+            array.zero_()
+        self.hidden_prefix = None
+
     def aim(self, first: int, stop: int, places: Tensor | None = None) -> None:
         """The next forward writes from slot ``first`` on, or to slots ``places`` [T], and attends
         the slots before ``stop``.

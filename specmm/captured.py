@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specmm.compiled import CPU, CompiledChain, CompiledRound, count_uncompiled, prepare_compiler
 from specmm.decode import Parts, Progress, one_round
@@ -40,6 +40,7 @@ from specmm.graph_memory import (
     one_to_one,
     remade,
     same,
+    same_network,
     slots_of,
     tensors_of,
 )
@@ -207,13 +208,17 @@ class Recorded:
         if [slot.key for slot in found] != [slot.key for slot in self.whole]:
             return False
         pairs = [(self.watched[a.place], b) for a, b in self._alike(found)]
+        moves: list[tuple[Tensor, Tensor]] = []
+        passing: list[tuple[Tensor, Tensor]] = []
         try:
-            moves = [move for memory, slot in pairs for move in self._moves(memory, slot)]
+            for memory, slot in pairs:
+                kind = passing if memory.place in self.usual.places else moves
+                kind += self._moves(memory, slot)
         except Uncapturable:
             return False
-        if not one_to_one(moves):
+        if not one_to_one(moves, passing):
             return False
-        moved = [(there, value) for there, value in moves if there is not value]
+        moved = [(there, value) for there, value in moves + passing if there is not value]
         copy_all([there for there, _ in moved], [value for _, value in moved])
         self.slots = {}
         for memory, slot in pairs:
@@ -252,6 +257,8 @@ class Recorded:
             return []
         if type(new) is not type(old):
             raise Uncapturable(f"{type(old).__name__} became {type(new).__name__}")
+        if isinstance(new, nn.Module) and not same_network(new, old):
+            raise Uncapturable(f"another {type(new).__name__}")
         if self._is_memory(memory):
             ours, theirs = list(tensors_of(old, ())), list(tensors_of(new, ()))
             forms = [[(x.shape, x.dtype, x.device) for x in some] for some in (ours, theirs)]
@@ -296,8 +303,11 @@ class Captured:
         self.recording = False
 
     def begin(self) -> None:
-        """A run begins: what was recorded serves it if weights lie where they did."""
-        if self.recorded is not None and self.recorded.moved:
+        """A run begins: what was recorded serves it if weights lie where they did; what was seen
+        of another run's calls does not.
+        """
+        self.tries = 0
+        if self.recorded is None or self.recorded.moved:
             self.recorded = self.usual = None
 
     def __call__(self, kept: tuple[Any, ...], given: tuple[Any, ...]) -> Any:

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 Place: TypeAlias = tuple[int, Any]
 NUMBERS = (bool, int, float, str)
+# and the caches of transformers, whose layers are ours
+OURS = ("specmm.", "benchmarks.", "tests.", "transformers.cache_utils")
+PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network
 TOLD = {"calls"}  # numbers of which only messages tell: a graph does not depend on them
 
 
@@ -53,14 +56,16 @@ def slots_of(roots: tuple[Any, ...]) -> tuple[dict[Place, Slot], set[int]]:
     """All places in our own objects, dicts and lists that ``roots`` lead to, in order, and the ids
     of what holds them.
 
-    Networks are not looked into, nor what says that it is ``unread``, nor tuples: they are values.
+    Of networks only what our own ones keep beside weights and parts is looked into. What says that
+    it is ``unread`` is not, nor are tuples: they are values. What a class keeps ``aside`` a graph
+    does not read.
     """
     found: dict[Place, Slot] = {}
     holders: set[int] = set()
     seen: set[int] = set()
 
     def look(value: Any) -> None:
-        if id(value) in seen or isinstance(value, Tensor | nn.Module):
+        if id(value) in seen or isinstance(value, Tensor):
             return
         seen.add(id(value))
         if isinstance(value, tuple):
@@ -71,8 +76,11 @@ def slots_of(roots: tuple[Any, ...]) -> tuple[dict[Place, Slot], set[int]]:
         if holder is None:
             return
         holders.add(id(holder))
+        aside = PARTS if isinstance(value, nn.Module) else getattr(type(value), "aside", ())
         keys = range(len(holder)) if isinstance(holder, list) else list(holder)
         for key in keys:
+            if key in aside:
+                continue
             slot = Slot(holder, key, holder[key])
             found[slot.place] = slot
             look(holder[key])
@@ -85,7 +93,7 @@ def holder_of(value: Any) -> Any:
     """The dict or list in which ``value`` keeps things, None if it is not for us to look into."""
     if isinstance(value, dict | list):
         return value
-    ours = type(value).__module__.startswith(("specmm.", "benchmarks.", "tests."))
+    ours = type(value).__module__.startswith(OURS)
     if not ours or isinstance(value, type) or getattr(type(value), "unread", False):
         return None
     return getattr(value, "__dict__", None)
@@ -101,6 +109,20 @@ def addresses(networks: Iterable[nn.Module]) -> list[int]:
     """Where the weights of ``networks`` lie: a graph reads them there."""
     tensors = (x for network in networks for x in (*network.parameters(), *network.buffers()))
     return [x.data_ptr() for x in tensors]
+
+
+def same_network(new: nn.Module, old: nn.Module) -> bool:
+    """Whether a graph of ``old`` does for ``new``: the weights are the same, or there are none, as
+    in a table of angles that each run makes.
+    """
+    if addresses([new]) == addresses([old]):
+        return True
+    if any(True for network in (new, old) for _ in network.parameters()):
+        return False
+    tables = [dict(network.named_buffers()) for network in (new, old)]
+    return tables[0].keys() == tables[1].keys() and all(
+        torch.equal(value, tables[1][name]) for name, value in tables[0].items()
+    )
 
 
 def known_of(values: Iterable[Any]) -> dict[int, Any]:
@@ -160,11 +182,18 @@ def equal(now: Any, before: Any) -> bool:
     return now is before
 
 
-def one_to_one(moves: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether tensors that were one are one, and others are not."""
-    forward = {id(there): id(value) for there, value in moves}
-    return len(forward) == len(set(forward.values())) and all(
-        forward[id(there)] == id(value) for there, value in moves
+def one_to_one(moves: list[tuple[Tensor, Tensor]], passing: list[tuple[Tensor, Tensor]]) -> bool:
+    """Whether tensors that were one are one, and others are not; where each call puts other ones,
+    ``passing``, those may be one that were not.
+    """
+    forward = {id(there): id(value) for there, value in moves + passing}
+    lasting = {id(there) for there, _ in moves}
+    values = [value for there, value in forward.items() if there in lasting]
+    passed = {value for there, value in forward.items() if there not in lasting}
+    return (
+        len(values) == len(set(values))
+        and passed.isdisjoint(values)
+        and all(forward[id(there)] == id(value) for there, value in moves + passing)
     )
 
 

@@ -23,7 +23,7 @@ from specmm.autotune import Plan
 from specmm.compiled import uncompiled_calls
 from specmm.hardware import Place, prepack
 from specmm.hf.choosing_drawn import DrawnAnswers
-from specmm.hf.drafting import KINDS, Drafters, assemble, load_drafter
+from specmm.hf.drafting import KINDS, Drafters, load_drafter
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.own_settings import warn_of_unapplied
@@ -314,11 +314,7 @@ class VQAPipeline(Pipeline):
         prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
         prompt = prompts.first(target)
         method, name = self.chosen(method, target, prompt)
-        parts = None
-        if method.drafts:
-            parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        play = self.play_of(method, options)
-        return self._run(name, target, prompt, options, parts, prompts, play)
+        return self._run(name, self.rounds_of(method, target, options), prompt, options, prompts)
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
         """See :class:`Pipeline`; for answers with pictures ``auto`` races what serves them."""

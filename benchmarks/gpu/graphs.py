@@ -7,12 +7,13 @@ nodes, W words, C width, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from specmm.cache import Cache
+from specmm.cache import Cache, CacheSize
 from specmm.captured import Graphs
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.target import VLMTarget
@@ -147,11 +148,11 @@ class VLMGraphTarget(VLMTarget):
         probs = self.processor.probs(self.head(states).float(), self.history, None)
         return probs, self._drafters_states(states), *[x for x in heard.seen if x is not None]
 
-    def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
+    def _new_cache(self, size: CacheSize) -> Cache:
         """The memory of the first call, which graphs go on using; a larger one forgets them."""
-        wanted = super()._new_cache(batch, capacity, max(scratch, 1))
-        if self.memory is None or self.memory.size != wanted.size:
-            self.memory = wanted
+        size = dataclasses.replace(size, scratch=max(size.scratch, 1))
+        if self.memory is None or self.memory.size != size:
+            self.memory = super()._new_cache(size)
             self.graphs = TreeGraphs(self._tree_forward)
         self.memory.lengths.zero_()
         return self.memory

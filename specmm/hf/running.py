@@ -25,12 +25,13 @@ from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plai
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
 from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
-from specmm.hf.drafting import KINDS, Drafters, Method, method_of, preset_of
+from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, method_of, preset_of
 from specmm.hf.options import Options
 from specmm.hf.own_settings import own_penalty
 from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
+from specmm.hf.shared_rounds import SharedRounds
 from specmm.hf.target import VLMTarget
 from specmm.kinds import shown
 from specmm.outside import of_others
@@ -306,6 +307,7 @@ class Pipeline:
     tokenizer: Any
     drafters: Drafters
     plans: dict[Any, Plan]
+    graphs: tuple[object, SharedRounds] | None = None  # of the last call, and what they are of
     registry: ClassVar[Registry]
     usual: ClassVar[Mapping[str, Any]] = {}
 
@@ -334,6 +336,7 @@ class Pipeline:
         use_tree_attention(self.model)
         self.drafters.to(device, dtype)
         self.plans.clear()
+        self.graphs = None
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -446,19 +449,40 @@ class Pipeline:
         found = self.model.config.get_text_config().eos_token_id if found is None else found
         return [found] if isinstance(found, int) else list(found or [])
 
+    def parts_of(self, method: Method, target: VLMTarget) -> Assembly | None:
+        """What ``method`` drafts with and its rule; None for plain decoding."""
+        if not method.drafts:
+            return None
+        return assemble(method, target, self.drafter(method.name), self.tokenizer)
+
+    def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
+        """Rounds of ``method`` on ``target``; graphs are the last call's, on its own target, if it
+        was of the same method and options.
+        """
+        play = self.play_of(method, options)
+        drafter = self.drafter(method.name) if method.drafts else None
+        key = methods.filed(method), options.processor, options.compiled
+        if isinstance(play, CapturedRound) and self.graphs is not None and self.graphs[0] == key:
+            last = self.graphs[1]
+            if last.fits(self.model, drafter) and not last.busy:
+                return last
+        made = SharedRounds(target, self.parts_of(method, target), play, drafter)
+        if isinstance(play, CapturedRound):
+            self.graphs = key, made  # one at a time: it keeps its memory
+        return made
+
     def _run(
         self,
         name: str,
-        target: VLMTarget,
+        shared: SharedRounds,
         prompt: VLMPrompt,
         options: Options,
-        parts: tuple[Drafter, Rule] | None,
         prompts: PromptBatch,
-        play: Play = one_round,
     ) -> Run:
-        """``prompts``, beginning with ``prompt``, to be answered with a drafter and a rule, or
-        plainly without ``parts``; nothing runs yet. ``play`` is what plays a round.
+        """``prompts``, beginning with ``prompt``, to be answered by ``shared`` rounds; nothing runs
+        yet.
         """
+        target, parts, play = shared.target, shared.parts, shared.play
         length = options.max_new_tokens
         device = self.model.device
         generators = options.generators(prompts.count, device)
@@ -471,7 +495,7 @@ class Pipeline:
         settings = options.processor.settings
         if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, steps, None, text, stops, settings, play=play)
+            return Run(name, shared.alone(steps), None, text, stops, settings, play=play)
         drafter, rule = parts or (NoDrafts(), Recursive())
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not options.processor.greedy
@@ -481,4 +505,5 @@ class Pipeline:
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
         ran = (rule, drafter) if parts else (None, None)
-        return Run(name, steps, ran[0], text, stops, settings, queue, ran[1], play)
+        rest = (queue, ran[1], play)
+        return Run(name, shared.alone(steps), ran[0], text, stops, settings, *rest)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.cache import StaticMemory, branched
+from specmm.cache import Cache, CacheSize, StaticMemory, branched
 from specmm.compiled import DeferredStop, compiled
 from specmm.decode import room
 from specmm.guidance import Guidance
@@ -25,7 +25,7 @@ from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS
 from specmm.hf.picture_tokens import PictureTarget
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import ProbsProcessor, VLMTarget
+from specmm.hf.target import Past, ProbsProcessor, VLMTarget
 from specmm.processors import Processor
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
@@ -34,7 +34,33 @@ from specmm.tree import DraftTree
 class CapturedTarget(DeferredStop, VLMTarget):
     """A model whose rounds are graphs on a GPU (:mod:`specmm.captured`); plain decoding is rounds
     without drafts.
+
+    All calls with room for as many tokens, rounded up, have the same memory.
     """
+
+    aside = ("prompt", "context", "memory")  # not read by rounds, or there twice
+    memory: tuple[Cache, Past] | None = None
+
+    @torch.inference_mode()
+    def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
+        """As the parent's."""
+        if self.family.turning_point is None:
+            longest = room(prompt.room) - prompt.max_new_tokens
+            prompt = dataclasses.replace(prompt, longest=longest)
+        return super().prefill(prompt, scratch)
+
+    def _new_cache(self, size: CacheSize) -> Cache:
+        if self.memory is None or self.memory[0].size != size:
+            return super()._new_cache(size)
+        self.memory[0].forget()
+        return self.memory[0]
+
+    def _new_past(self, batch: int) -> Past:
+        if self.family.chains_only:  # its states are part of it
+            return super()._new_past(batch)
+        if self.memory is None or self.memory[0] is not self.cache:
+            self.memory = self.cache, super()._new_past(batch)
+        return self.memory[1]
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         return self.processor.probs(logits, self.history, tree)  # in memory of the round's own
@@ -68,8 +94,7 @@ class StaticVLMTarget(CapturedTarget):
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
         """As the parent's; one without ``scratch`` begins plain steps."""
-        longest = room(prompt.room) - prompt.max_new_tokens
-        output = super().prefill(dataclasses.replace(prompt, longest=longest), scratch)
+        output = super().prefill(prompt, scratch)
         if self.way != WAYS[0]:
             raise ValueError(f"compiled=True does not serve rows of several lengths of {self.name}")
         if self.branches > 1 and self.cache.hidden_prefix is None:  # as where there is padding

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ from specmm.processors import History, Processor, check_finite
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult
+
+Past: TypeAlias = tuple[TransformersCache, States | None]
 
 
 class ProbsProcessor(Protocol):
@@ -240,8 +242,15 @@ class VLMTarget:
         self.spent = None
         self.rest = None
         self.begins = prompt.begins.clone()  # [B], where answers begin
-        self.cache = self._new_cache(len(prompt.input_ids), prompt.room, scratch)
-        self.past, self.recurrent = self._new_past(len(prompt.input_ids))
+        size = CacheSize(
+            layers=tuple(layer for layer in self.family.layer_sizes if layer is not None),
+            batch=len(prompt.input_ids),
+            branches=self.branches,
+            capacity=prompt.room,
+            scratch=scratch,
+        )
+        self.cache = self._new_cache(size)
+        self.past, self.recurrent = self._new_past(size.batch)
         slots = torch.arange(self.cache.slots, device=self.device)
         self.places = slots.repeat(len(prompt.input_ids), 1)  # in its text, by slot
         self.last = self._last_position(prompt.room)
@@ -249,7 +258,7 @@ class VLMTarget:
         self.each = {}
         self.offsets = torch.zeros_like(self.begins)
 
-    def _new_past(self, batch: int) -> tuple[TransformersCache, States | None]:
+    def _new_past(self, batch: int) -> Past:
         """The cache as the model takes it, and the states in it."""
         sizes = self.family.layer_sizes
         past = as_transformers(self.cache.layers, sizes, self.family.cache_kinds)
@@ -477,14 +486,7 @@ class VLMTarget:
         bias = torch.zeros(shut.shape, dtype=self.cache.dtype, device=self.device)
         return bias.masked_fill_(shut, float("-inf"))[:, None, None]
 
-    def _new_cache(self, batch: int, capacity: int, scratch: int) -> Cache:
-        size = CacheSize(
-            layers=tuple(layer for layer in self.family.layer_sizes if layer is not None),
-            batch=batch,
-            branches=self.branches,
-            capacity=capacity,
-            scratch=scratch,
-        )
+    def _new_cache(self, size: CacheSize) -> Cache:
         return Cache(size, self.dtype, self.device)
 
     def check(self, prompt: VLMPrompt) -> None:

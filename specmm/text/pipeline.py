@@ -21,11 +21,11 @@ from transformers.generation.streamers import BaseStreamer
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.captured import round_program
-from specmm.compiled import CompiledRound, prepare_compiler, uncompiled_calls
-from specmm.decode import Progress, room
+from specmm.compiled import prepare_compiler, uncompiled_calls
+from specmm.decode import room
 from specmm.drafter import Drafter
 from specmm.hardware import Place, prepack
-from specmm.hf.drafting import Assembly, Drafters, assemble, load_drafter
+from specmm.hf.drafting import Drafters, load_drafter
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.own_settings import warn_of_unapplied
 from specmm.hf.placing import Placing
@@ -39,6 +39,7 @@ from specmm.hf.running import (
     check_continuous_batching,
     ending,
 )
+from specmm.hf.shared_rounds import SharedRounds
 from specmm.hf.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kinds import texts_of
@@ -64,27 +65,6 @@ class TextOutput:
     method: str
     trace: list[list[tuple[int, int]]] = field(default_factory=list)
     compiled: bool = False
-
-
-@dataclass
-class CompiledMethod:
-    """A method's ``target`` and ``parts`` (None: plain decoding) with the programs of their rounds,
-    ``play``.
-    """
-
-    target: StaticVLMTarget
-    parts: Assembly | None
-    play: CompiledRound
-    drafter: object  # what ``parts`` draft with
-    busy: bool = False  # with a stream that has not ended: it owns the cache
-
-    def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of a run; busy until they have ended or the rest is given up."""
-        self.busy = True
-        try:
-            yield from steps
-        finally:
-            self.busy = False
 
 
 class TextPipeline(Pipeline):
@@ -118,7 +98,7 @@ class TextPipeline(Pipeline):
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
-        self.made: dict[tuple[Hashable, Processor], CompiledMethod] = {}
+        self.made: dict[tuple[Hashable, Processor], SharedRounds] = {}
         self.works = Works("text")
 
     @classmethod
@@ -286,17 +266,13 @@ class TextPipeline(Pipeline):
         batch = PromptBatch(prepared, len(ids), options.batch_size)
         prompt = batch.first(target)
         method, name = self.chosen(method, target, prompt)
+        shared = None
         if options.compiled is True and not captured:
-            made = self._compiled(method, options)
-            if not made.busy:
-                run = self._run(name, made.target, prompt, options, made.parts, batch, made.play)
-                return replace(run, steps=made.alone(run.steps)), None
-        given = (name, target, prompt, options)
-        play = self.play_of(method, options)
-        if not method.drafts:
-            return self._run(*given, None, batch, play), None
-        parts = assemble(method, target, self.drafter(method.name), self.tokenizer)
-        return self._run(*given, parts, batch, play), parts.drafter
+            shared = self._compiled(method, options)
+        if shared is None or shared.busy:
+            shared = self.rounds_of(method, target, options)
+        run = self._run(name, shared, prompt, options, batch)
+        return run, None if shared.parts is None else shared.parts.drafter
 
     def _work(self, prompts: str | Sequence[str], options: Options) -> Work | None:
         """What is known of the seconds of such a call, where they decide whether it is compiled."""
@@ -314,20 +290,18 @@ class TextPipeline(Pipeline):
         method = options.chosen(methods.TEXT, self.method)
         return work.programs(most, lambda: self._compiled(method, options)) is not None
 
-    def _compiled(self, method: methods.TextMethod, options: Options) -> CompiledMethod:
+    def _compiled(self, method: methods.TextMethod, options: Options) -> SharedRounds:
         """The compiled rounds of ``method``; calls with the same options share them."""
         check_compiled(method, options)
         prepare_compiler(self.model.device)
         drafter = self.drafter(method.name) if method.drafts else None
         key = (methods.filed(method), options.processor)
         made = self.made.get(key)
-        if made is None or made.target.model is not self.model or made.drafter is not drafter:
+        if made is None or not made.fits(self.model, drafter):
             target = StaticVLMTarget(self.model, options.processor, self.name)
-            parts = None
-            if method.drafts:
-                parts = assemble(method, target, drafter, self.tokenizer)
+            parts = self.parts_of(method, target)
             play = round_program(target.device)
-            made = self.made[key] = CompiledMethod(target, parts, play, drafter)
+            made = self.made[key] = SharedRounds(target, parts, play, drafter)
         return made
 
 

@@ -1,5 +1,6 @@
 """Steps and rounds as graphs: the tokens of eager ones, replayed from the same memory."""
 
+import copy
 import gc
 import warnings
 
@@ -12,7 +13,7 @@ from specmm import captured, graph_memory, methods
 from specmm.captured import Captured, Recorded, round_program
 from specmm.cli import app
 from specmm.decode import decode
-from specmm.graph_memory import Uncapturable, pairs
+from specmm.graph_memory import Uncapturable, one_to_one, pairs, same_network
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
@@ -95,6 +96,105 @@ def test_the_text_pipeline(method, temperature, taped):
     assert not short.compiled, "too few rounds"
     with pytest.raises(ValueError, match="compiled=True on a GPU needs ar, msd, eagle3"):
         pipe(prompts, compiled=True, method="diffuspec")
+
+
+def asked(pipe, kind, compiled, call, **options):
+    """Answers of a call: texts of other lengths, or about other pictures, each time."""
+    given = ["import os\n\n\ndef read(path):\n"[: 9 + 4 * call]]
+    if kind is VQAPipeline:  # two, since a CPU counts the inner nodes of a tree for one
+        question = "Describe the picture."
+        given = [[squares(call), squares(call + 1)], [question, question[call:]]]
+    out = pipe(*given, compiled=compiled, seed=call, max_new_tokens=64, **options)
+    return [ids.tolist() for ids in out.tokens], out.stats.rounds
+
+
+TAKEN = [
+    (TextPipeline, "pocket/coder", "ar", 0.8),
+    (TextPipeline, "pocket/coder", "block", 0.8),
+    (VQAPipeline, "pocket/llava", "msd", 0),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "method", "temperature"), TAKEN)
+def test_later_texts_and_answers_take_the_graph_over(
+    kind, name, method, temperature, taped, strict
+):
+    pipe = kind.from_pretrained(name)
+    options = dict(method=method, temperature=temperature)
+    for call in range(8):
+        plain, found = (asked(pipe, kind, way, call, **options) for way in (False, True))
+        assert found == plain
+    assert taped.records == 1 and taped.replays > 20
+    asked(pipe, kind, True, 0, method=method, temperature=0.5)
+    assert taped.records == 2, "of other options"
+
+
+def test_what_a_broken_run_leaves_is_not_read(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    plain = asked(pipe, TextPipeline, False, 0)
+    assert asked(pipe, TextPipeline, True, 0) == plain
+    weight = pipe.model.model.layers[0].self_attn.v_proj.weight
+    before = weight.detach().clone()
+    weight.data.fill_(float("nan"))
+    with pytest.raises(ValueError, match="finite"):
+        asked(pipe, TextPipeline, True, 1)
+    weight.data.copy_(before)
+    assert asked(pipe, TextPipeline, True, 0) == plain and taped.replays
+
+
+def test_a_call_beside_a_stream_has_memory_of_its_own(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    options = dict(method="block", temperature=0.8, max_new_tokens=48, compiled=True, seed=0)
+    wanted, other = (pipe(text, **options).texts for text in ("class Stack:\n", "import os\n"))
+    first = pipe.begin("class Stack:\n", **options)
+    steps = iter(first.steps)
+    for _ in range(5):
+        next(steps)
+    assert pipe.graphs[1].busy
+    beside = pipe("import os\n", **options).texts
+    *_, end = steps
+    assert [first.text(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
+    assert not pipe.graphs[1].busy
+
+
+def test_another_drafter_is_another_graph(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    options = dict(method="block", temperature=0.8)
+    assert asked(pipe, TextPipeline, True, 0, **options) == asked(
+        pipe, TextPipeline, False, 0, **options
+    )
+    drafter = copy.deepcopy(pipe.drafter("block"))
+    for weight in drafter.parameters():
+        weight.data += 0.02
+    other = TextPipeline(pipe.model, pipe.tokenizer, "block", drafter)
+    other.graphs = pipe.graphs
+    plain, found = (asked(other, TextPipeline, way, 0, **options) for way in (False, True))
+    assert plain == found and taped.records == 2
+
+
+class Table(torch.nn.Module):
+    def __init__(self, value, weights=()):
+        super().__init__()
+        self.register_buffer("angles", torch.tensor([value]))
+        for name in weights:
+            self.register_parameter(name, torch.nn.Parameter(torch.ones(1)))
+
+
+def test_networks_of_other_weights_are_not_those_of_a_graph():
+    table = Table(1.0)
+    assert same_network(table, table) and same_network(Table(1.0), table)
+    assert not same_network(Table(2.0), table)
+    assert not same_network(Table(1.0, ["w"]), Table(1.0, ["w"]))
+    assert not same_network(Table(1.0, ["w"]), table)
+
+
+def test_what_may_be_one_tensor():
+    """Kept tensors as they were when recorded; those that each call replaces may have been two."""
+    a, b, x, y = (torch.ones(1) for _ in range(4))
+    assert one_to_one([(a, x), (b, y)], []) and one_to_one([(a, x), (a, x)], [])
+    assert not one_to_one([(a, x), (b, x)], []) and not one_to_one([(a, x), (a, y)], [])
+    assert one_to_one([], [(a, x), (b, x)]) and not one_to_one([], [(a, x), (a, y)])
+    assert not one_to_one([(a, x)], [(b, x)])
 
 
 def rounds(play=None):
