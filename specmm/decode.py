@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ class Progress:
     stop: Stop | None = None
     length: int = 0  # T
     gained: tuple[Tensor, Tensor] | None = None  # (taken, kept)
+    aside: ClassVar[tuple[str, ...]] = ("length",)  # by graphs: rounds read the limits
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""

@@ -38,7 +38,11 @@ class CapturedTarget(DeferredStop, VLMTarget):
     All calls with room for as many tokens, rounded up, have the same memory.
     """
 
-    aside = ("prompt", "context", "memory")  # not read by rounds, or there twice
+    aside: ClassVar[tuple[str, ...]] = (
+        "prompt",
+        "context",
+        "memory",
+    )  # by graphs: unread, or twice
     memory: tuple[Cache, Past] | None = None
 
     @torch.inference_mode()

@@ -104,7 +104,8 @@ def asked(pipe, kind, compiled, call, **options):
     if kind is VQAPipeline:  # two, since a CPU counts the inner nodes of a tree for one
         question = "Describe the picture."
         given = [[squares(call), squares(call + 1)], [question, question[call:]]]
-    out = pipe(*given, compiled=compiled, seed=call, max_new_tokens=64, **options)
+    tokens = 64 + 4 * call
+    out = pipe(*given, compiled=compiled, seed=call, max_new_tokens=tokens, **options)
     return [ids.tolist() for ids in out.tokens], out.stats.rounds
 
 
