@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specmm.hardware import attention_of_any_length
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
     BoundHead,
@@ -241,7 +242,8 @@ def head_conditions(
         return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
 
     counted = None if valid is None else rows(valid)
-    z = model(rows(tokens), rows(known), classes, rows(wanted), counted)
+    with attention_of_any_length():
+        z = model(rows(tokens), rows(known), classes, rows(wanted), counted)
     return z.view(branches, -1, z.shape[-1]).transpose(0, 1)
 
 
