@@ -147,3 +147,18 @@ def test_counts_add_up():
         and total.acceptance == 0.5
         and total.tau == 12 / 5
     )
+
+
+def test_passes_run_without_cudnns_attention(tiny_mar):
+    """It plans for each new length, and each iteration has one."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    seen = []
+    block = tiny_mar.encoder_blocks[0]
+    hook = block.register_forward_pre_hook(
+        lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    pictures(tiny_mar, plain, 0)
+    hook.remove()
+    assert seen and not any(seen) and torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before)
