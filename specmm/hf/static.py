@@ -38,11 +38,8 @@ class CapturedTarget(DeferredStop, VLMTarget):
     All calls with room for as many tokens, rounded up, have the same memory.
     """
 
-    aside: ClassVar[tuple[str, ...]] = (
-        "prompt",
-        "context",
-        "memory",
-    )  # by graphs: unread, or twice
+    # by graphs: rounds do not read them, or they are there twice
+    aside: ClassVar[tuple[str, ...]] = ("prompt", "context", "memory")
     memory: tuple[Cache, Past] | None = None
 
     @torch.inference_mode()
