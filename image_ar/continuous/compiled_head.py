@@ -88,12 +88,12 @@ def _served(bound: BoundHead) -> bool:
     return bound.table is not None and len(bound) <= FEW
 
 
-def check_compiled(method: methods.ContinuousMethod, settings: MARSettings) -> None:
-    """Raise ``ValueError`` for what has no programs."""
-    if not method.static_shapes or settings.solver != "ddpm":
+def check_compiled(method: methods.ContinuousMethod, settings: MARSettings, place: str) -> None:
+    """Raise ``ValueError`` for what has no programs on a ``place``, a kind of device."""
+    if not method.static_shapes or settings.solver != "ddpm" or place != "cpu":
         raise ValueError(
-            "compiled=True of MAR needs, on a CPU, solver 'ddpm', and ar or an exact cspd without "
-            f"a small model, got {settings.solver!r} and {method}"
+            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd without a "
+            f"small model, got {place}, {settings.solver!r} and {method}"
         )
 
 

@@ -95,7 +95,7 @@ class MARSampler(Protocol):
 class PlainSampler(ABC):
     """Runs whole chains, one head call a step; ``temperature`` is that of the noise steps add.
 
-    ``run`` may be a faster way than ``chains`` to the same.
+    ``run``, if it is set, is a faster way than ``chains`` to the same.
     """
 
     temperature = 0.0
@@ -103,11 +103,12 @@ class PlainSampler(ABC):
     def __init__(self, head: ChainHead, normal: Stream) -> None:
         self.head = head
         self.normal = normal
-        self.run: Callable[[BoundHead, Tensor], Tensor] = self.chains
+        self.run: Callable[[BoundHead, Tensor], Tensor] | None = None
 
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
         """See ``MARSampler``; raises ``ValueError`` when a chain leaves the finite numbers."""
-        tokens = finite(self.run(self.head.bind(condition), self.noise(view.rows)))
+        run = self.run or self.chains
+        tokens = finite(run(self.head.bind(condition), self.noise(view.rows)))
         return tokens, len(self.head.times) * len(tokens)
 
     @abstractmethod

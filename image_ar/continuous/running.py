@@ -93,12 +93,13 @@ class MARModels:
 
         Raises ``ValueError`` for what has neither, and as ``programs``.
         """
-        if captures(self.target.mask_token.device):
+        device = self.target.mask_token.device
+        if captures(device):
             check_captured(method)
             if self.graphs is None or self.graphs.moved:
                 self.graphs = MARGraphs(self.target)
             return self.graphs
-        check_compiled(method, settings)
+        check_compiled(method, settings, device.type)
         parts = settings.iterations(self.target.config.seq_len)
         sizes = [part.last - part.first for part in parts]
         branches = 1 if settings.cfg == 1.0 else 2
