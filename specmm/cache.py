@@ -207,6 +207,11 @@ class Cache:
         self._bias: TreeBias | None = None  # of the last tree
         self._biases = TreeBiases()
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.lengths.device
+
     def forget(self) -> None:
         """As it was made: zeros, since masked slots must at least be finite."""
         for array in (*self.arrays, self.lengths):

@@ -41,6 +41,7 @@ from specmm.graph_memory import (
     remade,
     same,
     same_network,
+    settings_of,
     slots_of,
     tensors_of,
 )
@@ -122,6 +123,7 @@ class Recorded:
         self._note()
         self.networks = networks_of(kept)
         self.weights = addresses(self.networks)
+        self.settings = settings_of(self.networks)
 
     def _own_what_is_replaced(self, usual: Change) -> None:
         """Where tensors are replaced, the memory is nobody else's, and a whole one."""
@@ -158,8 +160,11 @@ class Recorded:
 
     @property
     def moved(self) -> bool:
-        """Whether weights lie elsewhere than when it was recorded."""
-        return addresses(self.networks) != self.weights
+        """Whether weights lie elsewhere than when it was recorded, or networks have become others
+        in their settings.
+        """
+        there = addresses(self.networks), settings_of(self.networks)
+        return there != (self.weights, self.settings)
 
     def fits(self, kept: tuple[Any, ...]) -> bool:
         """Whether ``kept`` is what it was recorded on; its tensors may have become others."""

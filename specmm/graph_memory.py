@@ -62,31 +62,32 @@ def slots_of(roots: tuple[Any, ...]) -> tuple[dict[Place, Slot], set[int]]:
     """
     found: dict[Place, Slot] = {}
     holders: set[int] = set()
-    seen: set[int] = set()
-
-    def look(value: Any) -> None:
-        if id(value) in seen or isinstance(value, Tensor):
-            return
-        seen.add(id(value))
-        if isinstance(value, tuple):
-            for item in value:
-                look(item)
-            return
-        holder = holder_of(value)
-        if holder is None:
-            return
-        holders.add(id(holder))
-        aside = PARTS if isinstance(value, nn.Module) else getattr(type(value), "aside", ())
-        keys = range(len(holder)) if isinstance(holder, list) else list(holder)
-        for key in keys:
-            if key in aside:
-                continue
-            slot = Slot(holder, key, holder[key])
-            found[slot.place] = slot
-            look(holder[key])
-
-    look(roots)
+    _look(roots, found, holders, set())
     return found, holders
+
+
+# no function within the other: one that calls itself would hold all that was found until Python
+# collects garbage
+def _look(value: Any, found: dict[Place, Slot], holders: set[int], seen: set[int]) -> None:
+    if id(value) in seen or isinstance(value, Tensor):
+        return
+    seen.add(id(value))
+    if isinstance(value, tuple):
+        for item in value:
+            _look(item, found, holders, seen)
+        return
+    holder = holder_of(value)
+    if holder is None:
+        return
+    holders.add(id(holder))
+    aside = PARTS if isinstance(value, nn.Module) else getattr(type(value), "aside", ())
+    keys = range(len(holder)) if isinstance(holder, list) else list(holder)
+    for key in keys:
+        if key in aside:
+            continue
+        slot = Slot(holder, key, holder[key])
+        found[slot.place] = slot
+        _look(holder[key], found, holders, seen)
 
 
 def holder_of(value: Any) -> Any:
@@ -109,6 +110,34 @@ def addresses(networks: Iterable[nn.Module]) -> list[int]:
     """Where the weights of ``networks`` lie: a graph reads them there."""
     tensors = (x for network in networks for x in (*network.parameters(), *network.buffers()))
     return [x.data_ptr() for x in tensors]
+
+
+def settings_of(networks: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
+    """What networks of others compute by beside weights, as far as it is seen at a glance: hooks
+    that are not ours, and plain values, such as which adapter is active.
+    """
+    found = []
+    for module in (module for network in networks for module in network.modules()):
+        if type(module).__module__.startswith("specmm."):
+            continue  # what ours keep is looked into
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        foreign = [id(hook) for hook in hooks if not _of_ours(hook)]
+        own = vars(module).items()
+        found.append((foreign, repr([x for key, x in own if key not in PARTS and _plain(x)])))
+    return found
+
+
+def _of_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("specmm.")
+
+
+def _plain(value: Any) -> bool:
+    """Whether ``value`` is a number or text, or holds some and nothing else."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set):
+        return type(value) in NUMBERS
+    return all(type(x) in NUMBERS for x in value)
 
 
 def same_network(new: nn.Module, old: nn.Module) -> bool:

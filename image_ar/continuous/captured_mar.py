@@ -20,6 +20,7 @@ from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.masked_decode import PlainSampler, head_conditions
 
+MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
 AHEAD = 4  # rounds of a graph: those of rows that are finished do nothing
 
 
@@ -37,9 +38,12 @@ class MARGraphs:
         self.rounds: dict[tuple[ChainHead, bool, bool], Graphs] = {}
 
     @property
-    def moved(self) -> bool:
-        """Whether weights lie elsewhere than when the first graph was recorded."""
-        return addresses([self.model]) != self.weights
+    def spent(self) -> bool:
+        """Whether weights lie elsewhere than when the first graph was recorded, or there are too
+        many of them.
+        """
+        each = (self.passes, *self.plain.values(), *self.rounds.values())
+        return addresses([self.model]) != self.weights or sum(len(x.by_form) for x in each) > MOST
 
     def conditions(self, tokens: Tensor, known: Tensor, classes: Tensor, wanted: Tensor) -> Tensor:
         """As :func:`specmm.image_ar.continuous.masked_decode.head_conditions` of the model."""

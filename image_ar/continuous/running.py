@@ -96,7 +96,7 @@ class MARModels:
         device = self.target.mask_token.device
         if captures(device):
             check_captured(method)
-            if self.graphs is None or self.graphs.moved:
+            if self.graphs is None or self.graphs.spent:
                 self.graphs = MARGraphs(self.target)
             return self.graphs
         check_compiled(method, settings, device.type)

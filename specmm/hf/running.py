@@ -432,8 +432,13 @@ class Pipeline:
         if not self.captures(options):
             return one_round
         asked = options.compiled is True
+        if options.stops and asked:
+            raise ValueError(
+                "compiled=True looks for end tokens only, got stop, which reads the text between "
+                "rounds; leave one of them out"
+            )
         rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
-        if method.captured and (asked or rounds >= WORTH):
+        if method.captured and not options.stops and (asked or rounds >= WORTH):
             return CapturedRound(quiet=not asked)
         if asked:
             raise ValueError(
@@ -462,13 +467,15 @@ class Pipeline:
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None
         key = methods.filed(method), options.processor, options.compiled
-        if isinstance(play, CapturedRound) and self.graphs is not None and self.graphs[0] == key:
-            last = self.graphs[1]
-            if last.fits(self.model, drafter) and not last.busy:
+        if not isinstance(play, CapturedRound):
+            return SharedRounds(target, self.parts_of(method, target), play, drafter)
+        if self.graphs is not None:  # one at a time: it keeps its memory
+            before, last = self.graphs
+            if before == key and last.fits(self.model, drafter) and not (last.busy or last.failed):
                 return last
+            last.free()
         made = SharedRounds(target, self.parts_of(method, target), play, drafter)
-        if isinstance(play, CapturedRound):
-            self.graphs = key, made  # one at a time: it keeps its memory
+        self.graphs = key, made
         return made
 
     def _run(

@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress
 from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
@@ -30,6 +31,18 @@ class SharedRounds:
         """Whether there is a run that may go on: it owns the memory."""
         steps = None if self.user is None else self.user()
         return steps is not None and inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED
+
+    @property
+    def failed(self) -> bool:
+        """Whether graphs were wanted and could not be recorded."""
+        return isinstance(self.play, CapturedRound) and self.play.captured.failed
+
+    def free(self) -> None:
+        """Let go of graphs and memory, unless a run needs them: sooner than Python finds out."""
+        if isinstance(self.play, CapturedRound) and not self.busy:
+            self.play.captured.recorded = None
+            for name in ("memory", "cache", "past", "context"):
+                vars(self.target).pop(name, None)
 
     def fits(self, model: Any, drafter: object) -> bool:
         """Whether it is of ``model`` and drafts with ``drafter``."""

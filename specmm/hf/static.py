@@ -39,7 +39,7 @@ class CapturedTarget(DeferredStop, VLMTarget):
     """
 
     # by graphs: rounds do not read them, or they are there twice
-    aside: ClassVar[tuple[str, ...]] = ("prompt", "context", "memory")
+    aside: ClassVar[tuple[str, ...]] = ("prompt", "context", "started", "memory")
     memory: tuple[Cache, Past] | None = None
 
     @torch.inference_mode()
@@ -51,10 +51,11 @@ class CapturedTarget(DeferredStop, VLMTarget):
         return super().prefill(prompt, scratch)
 
     def _new_cache(self, size: CacheSize) -> Cache:
-        if self.memory is None or self.memory[0].size != size:
+        kept = None if self.memory is None else self.memory[0]
+        if kept is None or (kept.size, kept.dtype, kept.device) != (size, self.dtype, self.device):
             return super()._new_cache(size)
-        self.memory[0].forget()
-        return self.memory[0]
+        kept.forget()
+        return kept
 
     def _new_past(self, batch: int) -> Past:
         if self.family.chains_only:  # its states are part of it

@@ -241,6 +241,7 @@ class VLMTarget:
         self.calls = 0
         self.spent = None
         self.rest = None
+        vars(self).pop("started", None)
         self.begins = prompt.begins.clone()  # [B], where answers begin
         size = CacheSize(
             layers=tuple(layer for layer in self.family.layer_sizes if layer is not None),

@@ -3,6 +3,7 @@
 import copy
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -156,6 +157,76 @@ def test_a_call_beside_a_stream_has_memory_of_its_own(taped, strict):
     *_, end = steps
     assert [first.text(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
     assert not pipe.graphs[1].busy
+
+
+def test_what_changes_a_model_beside_its_weights_is_seen(taped, strict):
+    """As hooks, and the adapter that is active."""
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    layer = pipe.model.model.layers[1].mlp
+
+    def same():
+        assert asked(pipe, TextPipeline, True, 0) == asked(pipe, TextPipeline, False, 0)
+
+    same()
+    layer.scales = {"first": 1.0, "second": 0.0}
+    layer.active = ["first"]
+    hook = layer.register_forward_hook(lambda own, given, out: out * own.scales[own.active[0]])
+    same()
+    layer.active = ["second"]
+    same()
+    hook.remove()
+    same()
+    assert taped.records == 4
+
+
+def test_memory_follows_the_models_dtype(taped, strict):
+    """Also that of another pipeline, which is not told."""
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    other = TextPipeline(pipe.model, pipe.tokenizer)
+    asked(other, TextPipeline, True, 0)
+    pipe.to(torch.float64)
+    plain, found = (asked(other, TextPipeline, way, 0) for way in (False, True))
+    assert found == plain and taped.records == 2
+
+
+def test_runs_that_cannot_be_captured_spoil_no_later_ones(taped, monkeypatch):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    plain = asked(pipe, TextPipeline, False, 0)
+    with pytest.raises(ValueError, match="compiled=True looks for end tokens only, got stop"):
+        asked(pipe, TextPipeline, True, 0, stop=["zzz"])
+    out = pipe("import os\n", compiled="auto", stop=["zzz"], max_new_tokens=64)
+    assert not out.compiled
+
+    def broken(function, pool=None):
+        raise RuntimeError("cannot be captured")
+
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be captured"):
+        patch.setattr("specmm.captured.record_on_gpu", broken)
+        assert asked(pipe, TextPipeline, True, 0) == plain
+    assert asked(pipe, TextPipeline, True, 0) == plain and taped.records == 1
+
+
+def test_replaced_graphs_are_freed_at_once(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    found = []
+    gc.disable()
+    try:
+        for temperature in (0.5, 0.6, 0.7):
+            asked(pipe, TextPipeline, True, 0, temperature=temperature)
+            shared = pipe.graphs[1]
+            graph = weakref.ref(shared.play.captured.recorded)
+            found.append((graph, weakref.ref(shared.target.cache)))
+        assert [part() is None for pair in found for part in pair] == [True] * 4 + [False] * 2
+    finally:
+        gc.enable()
+
+
+def test_samples_that_begin_in_a_row_leave_the_graph_as_it_is(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    prompts = [f"def f{i}(a):\n" for i in range(6)]
+    options = dict(batch_size=2, temperature=0.8, max_new_tokens=24, seed=0)
+    plain, *found = (pipe(prompts, compiled=way, **options).texts for way in (False, True, True))
+    assert found == [plain] * 2 and taped.records == 1
 
 
 def test_another_drafter_is_another_graph(taped, strict):

@@ -73,6 +73,16 @@ def test_predictors_have_graphs_of_their_own(trained, taped):  # noqa: F811
         assert quick.stats.head_calls == plain.stats.head_calls
 
 
+def test_graphs_are_no_more_than_so_many(taped, monkeypatch):
+    monkeypatch.setattr("specmm.image_ar.continuous.captured_mar.MOST", 20)
+    made = pipeline()
+    graphs = []
+    for iterations in (9, 9, 10, 11):  # with those of chains 14, 14 and 24
+        draw(made, methods.AR(), True, head_steps="ddim5", num_iter=iterations)
+        graphs.append(made.models.graphs)
+    assert graphs[0] is graphs[1] is graphs[2] is not graphs[3]
+
+
 def test_weights_that_move_get_graphs_of_their_own(taped):
     made = pipeline()
     draw(made, methods.AR(), True, head_steps="ddim5")
