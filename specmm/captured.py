@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -173,9 +174,9 @@ class Recorded:
         if self._untouched():
             return True
         moved = []
-        for place, slot in self.slots.items():
+        for slot in map(Slot._make, self.steady):
             now = slot.now
-            if slot.key in TOLD or place in self.grown or same(now, slot.value):
+            if same(now, slot.value):
                 continue
             if not (isinstance(now, Tensor) and isinstance(slot.value, Tensor)):
                 return False
@@ -427,7 +428,9 @@ class CapturedRound(CompiledRound):
     """
 
     def __init__(self, quiet: bool = False) -> None:
-        self.captured = Captured(self._round, quiet)
+        # not the method itself, which would hold graph and memory until Python collects garbage
+        played = weakref.WeakMethod(self._round)
+        self.captured = Captured(lambda *given: played()(*given), quiet)  # type: ignore[misc]
         self.uniforms = 0
 
     def _count(self, used: int, tree: DraftTree) -> None:

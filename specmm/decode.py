@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specmm.continuous_batching import Queue, begin_anew
-from specmm.drafter import Drafter, Feedback, check_rule, committed
+from specmm.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
 from specmm.hardware import attention_of_any_length
 from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
@@ -26,6 +26,7 @@ from specmm.randomness import Uniforms, UniformSource, categorical
 from specmm.stats import MEASURE_EVERY, Clock, Stats
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
 from specmm.watching import tell
 
@@ -160,6 +161,11 @@ Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
 Play: TypeAlias = Callable[[Parts, Feedback, Progress, Uniforms, Clock, bool], Feedback]
 """Plays a round as :func:`one_round` does."""
+
+
+def without_drafts() -> tuple[Drafter, Rule]:
+    """Drafter and rule of plain decoding by rounds."""
+    return NoDrafts(), Recursive()
 
 
 def decide(

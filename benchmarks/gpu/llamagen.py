@@ -19,14 +19,14 @@ from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.rounds import ROUND
 from specmm import methods
 from specmm.captured import CapturedRound
-from specmm.decode import Play, Progress, decode, decode_plain, one_round
-from specmm.drafter import Drafter, NoDrafts
+from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
+from specmm.drafter import Drafter
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
-from specmm.verify import Recursive, Rule
+from specmm.verify import Rule
 
 METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")
 MODES = ("eager", "graph", ROUND)
@@ -83,7 +83,7 @@ class Run:
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
         play = CapturedRound() if mode == ROUND and pipe.device.type == "cuda" else one_round
         if isinstance(method, methods.AR):
-            alone = (NoDrafts(), Recursive()) if mode == ROUND else None
+            alone = without_drafts() if mode == ROUND else None
             return cls(mode, label(method), target, alone, play)
         target, drafter, rule = assemble(method, target, pipe.parts)
         return cls(mode, label(method), target, (drafter, rule), play)

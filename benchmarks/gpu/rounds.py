@@ -19,11 +19,10 @@ from benchmarks.common import Row
 from benchmarks.gpu.parts import Bench
 from specmm.autotune import time_round
 from specmm.captured import CapturedRound
-from specmm.decode import Play, Progress, decode, decode_plain, one_round
-from specmm.drafter import DeferredDrafter, Drafter, NoDrafts
+from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
+from specmm.drafter import DeferredDrafter, Drafter
 from specmm.randomness import Uniforms
 from specmm.target import Target
-from specmm.verify import Recursive
 from specmm.verify.rule import Rule
 
 WARM = 3  # rounds of the loop that do not count: graphs are captured in them
@@ -107,7 +106,7 @@ def captured_row(
 
 def captured_plain_row(bench: Bench, target: Target, asked: Asked) -> Row:
     """Plain decoding as graphs: rounds without drafts."""
-    return captured_row(bench, PLAIN, target, (NoDrafts(), Recursive()), asked)
+    return captured_row(bench, PLAIN, target, without_drafts(), asked)
 
 
 def _row(name: str, drafter: Drafter, repeats: int, seconds: float) -> Row:

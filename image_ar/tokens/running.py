@@ -16,15 +16,15 @@ import torch
 from specmm import methods
 from specmm.captured import captures, prepare_programs, round_program
 from specmm.continuous_batching import Queue
-from specmm.decode import Play, Progress, decode, decode_plain, one_round
-from specmm.drafter import Drafter, NoDrafts
+from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
+from specmm.drafter import Drafter
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.randomness import Uniforms
-from specmm.verify import Recursive, Rule
+from specmm.verify import Rule
 from specmm.verify.claims import run_claim
 from specmm.when_compiled import Works
 
@@ -74,12 +74,11 @@ def _steps(
     if method.row_window is not None:
         return decode_rows(target, prompt, method.row_window, uniforms), None, None
     length = target.length
+    if not (method.drafts or (target.static_shapes and captures(target.device))):
+        return decode_plain(target, prompt, length, uniforms), None, None
     play = _play(target, parts, method)
-    if not method.drafts:
-        if not (target.static_shapes and captures(target.device)):
-            return decode_plain(target, prompt, length, uniforms), None, None
-        # filters and the draw are part of a round's graph, but not of a step's
-        alone = NoDrafts(), Recursive()
+    if not method.drafts:  # filters and the draw are part of a round's graph, but not of a step's
+        alone = without_drafts()
         return decode(target, *alone, prompt, length, uniforms, play=play), None, None
     target, drafter, rule = assemble(method, target, parts)
     steps = decode(target, drafter, rule, prompt, length, uniforms, queue=batch.queue, play=play)

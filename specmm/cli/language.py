@@ -278,7 +278,7 @@ class Echo:
     """
 
     def __init__(self, pipe: Pipeline, stop: Sequence[str] = ()) -> None:
-        from specmm.hf.running import StopStrings
+        from specmm.hf.stop_strings import StopStrings
 
         self.pipe = pipe
         self.stops = StopStrings(stop, pipe.text)

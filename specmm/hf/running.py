@@ -1,5 +1,4 @@
-"""What pipelines of questions and of text share: options of a call, a run as it goes, streamers,
-texts that end a row.
+"""What pipelines of questions and of text share: options of a call, a run as it goes, streamers.
 
 Shape letters: B rows of a batch, T room for tokens.
 """
@@ -21,8 +20,17 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.captured import CapturedRound, captures
 from specmm.continuous_batching import Queue
-from specmm.decode import EndTokens, Play, Progress, all_of, decode, decode_plain, one_round
-from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, NoDrafts
+from specmm.decode import (
+    EndTokens,
+    Play,
+    Progress,
+    all_of,
+    decode,
+    decode_plain,
+    one_round,
+    without_drafts,
+)
+from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter
 from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, method_of, preset_of
@@ -32,6 +40,7 @@ from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.shared_rounds import SharedRounds
+from specmm.hf.stop_strings import StopStrings
 from specmm.hf.target import VLMTarget
 from specmm.kinds import shown
 from specmm.outside import of_others
@@ -39,7 +48,7 @@ from specmm.randomness import Uniforms
 from specmm.registry import Registry
 from specmm.stats import Certificate
 from specmm.turns import in_its_turn
-from specmm.verify import Recursive, Rule
+from specmm.verify import Rule
 from specmm.verify.claims import run_claim
 
 USUAL = 4  # tokens a round of drafts, by which "auto" counts rounds
@@ -135,52 +144,6 @@ def last_of(steps: Iterator[Progress], streamer: BaseStreamer | None = None) -> 
             rows = zip(progress.tokens, before, counts, strict=True)
             stream(streamer, [ids[i:n] for ids, i, n in rows])
     return progress
-
-
-class StopStrings:
-    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.decode.Stop`.
-
-    ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may be half
-    a letter only.
-    """
-
-    def __init__(self, texts: Sequence[str], decode: Callable[[Tensor], str]) -> None:
-        self.texts = tuple(texts)
-        self.decode = decode
-
-    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.decode.Stop`."""
-        bounds = zip(before.tolist(), after.tolist(), strict=True)
-        ends = [self._end(ids, *pair) for ids, pair in zip(tokens, bounds, strict=True)]
-        counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)
-        done = torch.tensor([end is not None for end in ends], device=after.device)
-        return torch.where(done, counts, after), done
-
-    def cut(self, text: str) -> str:
-        """``text`` up to the first of the stops."""
-        places = [text.find(stop) for stop in self.texts]
-        return text[: min((place for place in places if place >= 0), default=len(text))]
-
-    def sure(self, text: str) -> str:
-        """What of a growing ``text`` cannot belong to a stop."""
-        cut = self.cut(text)
-        if cut != text:
-            return cut
-        held = 0  # letters at the end that may begin a stop
-        for stop in self.texts:
-            sizes = range(1, min(len(stop), len(text) + 1))
-            held = max([held, *(n for n in sizes if text.endswith(stop[:n]))])
-        return text[: len(text) - held]
-
-    def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
-        if before < after and not self._stops(ids[:after]):
-            return None
-        return next((n for n in range(before + 1, after + 1) if self._stops(ids[:n])), None)
-
-    def _stops(self, ids: Tensor) -> bool:
-        text = self.decode(ids)
-        return any(stop in text for stop in self.texts)
 
 
 @dataclass(frozen=True)
@@ -473,7 +436,6 @@ class Pipeline:
             before, last = self.graphs
             if before == key and last.fits(self.model, drafter) and not (last.busy or last.failed):
                 return last
-            last.free()
         made = SharedRounds(target, self.parts_of(method, target), play, drafter)
         self.graphs = key, made
         return made
@@ -503,7 +465,7 @@ class Pipeline:
         if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
             return Run(name, shared.alone(steps), None, text, stops, settings, play=play)
-        drafter, rule = parts or (NoDrafts(), Recursive())
+        drafter, rule = parts or without_drafts()
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not options.processor.greedy
         if sampled and isinstance(inner, BatchingDrafter):

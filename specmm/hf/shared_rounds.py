@@ -37,13 +37,6 @@ class SharedRounds:
         """Whether graphs were wanted and could not be recorded."""
         return isinstance(self.play, CapturedRound) and self.play.captured.failed
 
-    def free(self) -> None:
-        """Let go of graphs and memory, unless a run needs them: sooner than Python finds out."""
-        if isinstance(self.play, CapturedRound) and not self.busy:
-            self.play.captured.recorded = None
-            for name in ("memory", "cache", "past", "context"):
-                vars(self.target).pop(name, None)
-
     def fits(self, model: Any, drafter: object) -> bool:
         """Whether it is of ``model`` and drafts with ``drafter``."""
         return self.target.model is model and self.drafter is drafter
