@@ -66,6 +66,15 @@ def gpu_has_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def spare_memory(device: torch.device) -> float:
+    """The share of a GPU's memory that nothing lies in; 1 for a CPU, whose memory is not asked."""
+    if device.type != "cuda":
+        return 1.0
+    free, total = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return (free + unused) / total
+
+
 def named_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """The dtype called ``name``, None for "auto"; raises ``ValueError`` with a suggestion."""
     if name is None or (isinstance(name, torch.dtype) and name.is_floating_point):

@@ -39,6 +39,7 @@ from specmm.hf.running import (
     ending,
     stream,
 )
+from specmm.hf.shared_rounds import KeptRounds
 from specmm.hf.static import CapturedTarget
 from specmm.hf.target import VLMTarget
 from specmm.outside import with_own
@@ -99,6 +100,7 @@ class VQAPipeline(Pipeline):
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
+        self.graphs = KeptRounds()
         self.drawn = DrawnAnswers()
 
     @classmethod

@@ -58,6 +58,8 @@ def measure(
         for repeat in range(repeats + 1):  # the first warms up
             for run in runs:
                 run.once(pipe, batch, repeat)
+        for run in runs:
+            run.once(pipe, batch, 0, shares=True)
     plain = min(run.median for run in runs if run.name == label(methods.AR()))
     facts = {"repeats": repeats, "dtype": dtype_name(pipe), **memory}
     return [_row(batch, run, plain) | facts for run in runs]
@@ -93,8 +95,10 @@ class Run:
         """Seconds of a batch, the warm-up apart."""
         return statistics.median(self.seconds[1:])
 
-    def once(self, pipe: LlamaGenPipeline, batch: int, seed: int) -> None:
-        """Decode ``batch`` pictures and note the seconds."""
+    def once(self, pipe: LlamaGenPipeline, batch: int, seed: int, shares: bool = False) -> None:
+        """Decode ``batch`` pictures and note the seconds, as a user has them; or what drafting and
+        verifying have of them (``shares``), each waited for.
+        """
         prompt = Prompt(
             torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
         )
@@ -102,17 +106,16 @@ class Run:
             [torch.Generator(pipe.device).manual_seed(seed * batch + i) for i in range(batch)]
         )
         on_gpu = pipe.device.type == "cuda"
-        length = self.target.length
+        given = prompt, self.target.length, uniforms, on_gpu and shares
         clock = Clock(on_gpu)
         with clock("run"):
             if self.parts is None:
-                steps = decode_plain(self.target, prompt, length, uniforms, on_gpu)
+                steps = decode_plain(self.target, *given)
             else:
-                steps = decode(
-                    self.target, *self.parts, prompt, length, uniforms, on_gpu, play=self.play
-                )
+                steps = decode(self.target, *self.parts, *given, play=self.play)
             *_, self.last = steps
-        self.seconds.append(clock.seconds["run"])
+        if not shares:
+            self.seconds.append(clock.seconds["run"])
 
 
 def _row(batch: int, run: Run, plain: float) -> Row:

@@ -23,6 +23,7 @@ from benchmarks.pages import markdown
 from benchmarks.plots import new_axes, save_figure
 
 NAME = "report.md"
+LISTED = 4  # of the cases that had no time
 ROUND_COLUMNS = {
     "mode": "mode",
     "method": "method",
@@ -83,8 +84,9 @@ def _state(facts: Mapping[str, Any]) -> list[str]:
     lines += [f"- Failed: {name or 'the part'} ({why})." for name, why in facts["errors"].items()]
     if facts["at"] or not (facts["finished"] or facts["errors"] or facts["left"]):
         lines.append(f"- **Stopped, incomplete**{', at: ' * bool(facts['at'])}{facts['at']}.")
-    if facts["left"]:
-        lines.append(f"- Left for want of time: {', '.join(facts['left'])}.")
+    if left := facts["left"]:
+        more = f" and {len(left) - LISTED} more" if len(left) > LISTED else ""
+        lines.append(f"- Left for want of time: {', '.join(left[:LISTED])}{more}.")
     return lines
 
 

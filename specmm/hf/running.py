@@ -39,7 +39,7 @@ from specmm.hf.own_settings import own_penalty
 from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.shared_rounds import SharedRounds
+from specmm.hf.shared_rounds import KeptRounds, SharedRounds
 from specmm.hf.stop_strings import StopStrings
 from specmm.hf.target import VLMTarget
 from specmm.kinds import shown
@@ -262,7 +262,8 @@ class Pipeline:
     """What pipelines of questions and of text share.
 
     ``model``, ``tokenizer``, the ``drafters`` beside it, the ``plans`` made for method ``auto`` by
-    what they depend on; ``registry``: the methods there are, among which ``auto`` chooses;
+    what they depend on, the ``graphs`` that later calls take over; ``registry``: the methods there
+    are, among which ``auto`` chooses;
     ``usual``: options of a call whose default is another one here.
     """
 
@@ -270,7 +271,7 @@ class Pipeline:
     tokenizer: Any
     drafters: Drafters
     plans: dict[Any, Plan]
-    graphs: tuple[object, SharedRounds] | None = None  # of the last call, and what they are of
+    graphs: KeptRounds
     registry: ClassVar[Registry]
     usual: ClassVar[Mapping[str, Any]] = {}
 
@@ -299,7 +300,7 @@ class Pipeline:
         use_tree_attention(self.model)
         self.drafters.to(device, dtype)
         self.plans.clear()
-        self.graphs = None
+        self.graphs.found.clear()
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -424,20 +425,19 @@ class Pipeline:
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
 
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
-        """Rounds of ``method`` on ``target``; graphs are the last call's, on its own target, if it
-        was of the same method and options.
+        """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same method
+        and options, on its own target.
         """
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None
         key = methods.filed(method), options.processor, options.compiled
         if not isinstance(play, CapturedRound):
             return SharedRounds(target, self.parts_of(method, target), play, drafter)
-        if self.graphs is not None:  # one at a time: it keeps its memory
-            before, last = self.graphs
-            if before == key and last.fits(self.model, drafter) and not (last.busy or last.failed):
-                return last
+        if (last := self.graphs.take(key, self.model, drafter)) is not None:
+            return last
+        self.graphs.make_room(self.model.device)
         made = SharedRounds(target, self.parts_of(method, target), play, drafter)
-        self.graphs = key, made
+        self.graphs.keep(key, made)
         return made
 
     def _run(

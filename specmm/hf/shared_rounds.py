@@ -10,10 +10,16 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress
+from specmm.hardware import spare_memory
 from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
+
+MOST = 4  # methods or options in turn whose graphs are kept
+SPARE = 0.25  # of a GPU's memory, below which the last one's alone are
 
 
 @dataclass
@@ -50,3 +56,35 @@ class SharedRounds:
         rest = each()
         self.user = weakref.ref(rest)
         return rest
+
+
+class KeptRounds:
+    """The rounds of the last calls by ``key`` (method and options), each with memory of its own."""
+
+    def __init__(self) -> None:
+        self.found: dict[object, SharedRounds] = {}  # the newest last
+
+    @property
+    def newest(self) -> SharedRounds:
+        """Those of the last call."""
+        return next(reversed(self.found.values()))
+
+    def take(self, key: object, model: Any, drafter: object) -> SharedRounds | None:
+        """Those of ``key``, if they are of ``model`` and ``drafter`` and free for another run."""
+        shared = self.found.pop(key, None)
+        if shared is None or shared.busy or shared.failed or not shared.fits(model, drafter):
+            return None
+        self.found[key] = shared
+        return shared
+
+    def make_room(self, device: torch.device) -> None:
+        """For one more: the oldest go where there are ``MOST``, all where ``device`` is nearly
+        full.
+        """
+        most = MOST if spare_memory(device) >= SPARE else 1
+        while len(self.found) >= most:
+            del self.found[next(iter(self.found))]
+
+    def keep(self, key: object, shared: SharedRounds) -> None:
+        """Keep ``shared`` for later calls."""
+        self.found[key] = shared

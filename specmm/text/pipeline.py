@@ -39,7 +39,7 @@ from specmm.hf.running import (
     check_continuous_batching,
     ending,
 )
-from specmm.hf.shared_rounds import SharedRounds
+from specmm.hf.shared_rounds import KeptRounds, SharedRounds
 from specmm.hf.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kinds import texts_of
@@ -98,6 +98,7 @@ class TextPipeline(Pipeline):
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, model, given)
         self.plans: dict[Any, Plan] = {}
+        self.graphs = KeptRounds()
         self.made: dict[tuple[Hashable, Processor], SharedRounds] = {}
         self.works = Works("text")
 

@@ -44,15 +44,15 @@ def test_relaxed_run_is_bounded(pipe):
     ids=lambda m: m.name,
 )
 def test_captured_rounds_give_the_tokens_of_uncaptured_ones(pipe, method, temperature):
-    """``compiled=True`` on a GPU is one graph a round: for three pictures in two rows."""
+    """``compiled=True`` on a GPU is one graph a round: for four pictures in two rows."""
 
     def drawn(compiled):
-        seeded = [torch.Generator("cuda").manual_seed(i) for i in range(3)]
+        seeded = [torch.Generator("cuda").manual_seed(i) for i in range(4)]
         options = {"temperature": temperature, "batch_size": 2, "output_type": "latent"}
         given = {"method": method, "generator": seeded, "compiled": compiled}
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # what cannot be captured is played with a warning
-            return pipe(classes=["heart", "arrow", "time"], **given, **options)
+            return pipe(classes=["heart", "arrow", "time", "sport"], **given, **options)
 
     plain, captured = drawn(False), drawn(True)
     assert torch.equal(plain.tokens, captured.tokens) and all(captured.compiled)

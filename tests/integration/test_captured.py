@@ -15,6 +15,7 @@ from specmm.captured import Captured, Recorded, round_program
 from specmm.cli import app
 from specmm.decode import decode
 from specmm.graph_memory import Uncapturable, one_to_one, pairs, same_network
+from specmm.hf import shared_rounds
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
@@ -152,11 +153,11 @@ def test_a_call_beside_a_stream_has_memory_of_its_own(taped, strict):
     steps = iter(first.steps)
     for _ in range(5):
         next(steps)
-    assert pipe.graphs[1].busy
+    assert pipe.graphs.newest.busy
     beside = pipe("import os\n", **options).texts
     *_, end = steps
     assert [first.text(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
-    assert not pipe.graphs[1].busy
+    assert not pipe.graphs.newest.busy
 
 
 def test_what_changes_a_model_beside_its_weights_is_seen(taped, strict):
@@ -206,17 +207,33 @@ def test_runs_that_cannot_be_captured_spoil_no_later_ones(taped, monkeypatch):
     assert asked(pipe, TextPipeline, True, 0) == plain and taped.records == 1
 
 
-def test_replaced_graphs_are_freed_at_once(taped, strict):
+def test_methods_in_turn_have_graphs_of_their_own(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    for call in range(3):
+        for method in ("ar", "block"):
+            plain, found = (
+                asked(pipe, TextPipeline, way, call, method=method) for way in (False, True)
+            )
+            assert found == plain
+    assert taped.records == 2
+
+
+@pytest.mark.parametrize(("spare", "kept"), [(1.0, 2), (0.1, 1)])
+def test_replaced_graphs_are_freed_at_once(spare, kept, taped, strict, monkeypatch):
+    """The oldest beyond so many, and all but the last where memory is scarce."""
+    monkeypatch.setattr(shared_rounds, "MOST", 2)
+    monkeypatch.setattr(shared_rounds, "spare_memory", lambda device: spare)
     pipe = TextPipeline.from_pretrained("pocket/coder")
     found = []
     gc.disable()
     try:
         for temperature in (0.5, 0.6, 0.7):
             asked(pipe, TextPipeline, True, 0, temperature=temperature)
-            shared = pipe.graphs[1]
+            shared = pipe.graphs.newest
             graph = weakref.ref(shared.play.captured.recorded)
             found.append((graph, weakref.ref(shared.target.cache)))
-        assert [part() is None for pair in found for part in pair] == [True] * 4 + [False] * 2
+        gone = [part() is None for pair in found for part in pair]
+        assert gone == [True] * (6 - 2 * kept) + [False] * 2 * kept
     finally:
         gc.enable()
 

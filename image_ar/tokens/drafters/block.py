@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -421,6 +422,8 @@ class RejectedPositions:
     operations. Decoding stays exact, because the mixture is settled before the draft is drawn from
     it, and the tree records it.
     """
+
+    aside: ClassVar[tuple[str, ...]] = ("older", "rest")  # by graphs: each round makes them anew
 
     def __init__(self, shapes: Sequence[TreeShape], weight: float) -> None:
         check_rejected_weight(weight)
