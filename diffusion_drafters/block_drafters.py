@@ -35,6 +35,7 @@ from specmm.randomness import UniformSource, categorical
 from specmm.shape import eagle2
 from specmm.shape.blocks import adaedl_stop, block_tree
 from specmm.shape.trees import Siblings, draw_siblings
+from specmm.sorting import largest
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
@@ -271,7 +272,7 @@ class DrawnTreeDrafter(SourceDrafter):
     ) -> tuple[Tensor, Tensor | None]:
         """Children [B, P, width] of a level by ``scores`` [B, P, v], and their distributions."""
         if self.greedy:
-            return self.source.vocabulary.to_target(scores.topk(width).indices), None
+            return self.source.vocabulary.to_target(largest(scores, width)[1]), None
         drafts, probs = draw_siblings(self.probs(scores), width, uniforms, self.siblings)
         return self.source.vocabulary.to_target(drafts), probs
 

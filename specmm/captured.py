@@ -421,11 +421,14 @@ class Graphs:
 
 
 class CapturedRound(CompiledRound):
-    """Plays rounds as :class:`specmm.compiled.CompiledRound` does, each as one graph.
+    """Plays rounds as :class:`specmm.compiled.CompiledRound` does, each as one graph, of which the
+    host tells the device one ahead.
 
     The rounds after a prefill are played as they are until two are alike. Runs share the graph's
     memory, a progress's tokens and counts, too: what is to outlast the next run must be copied.
     """
+
+    ahead = True
 
     def __init__(self, quiet: bool = False) -> None:
         # not the method itself, which would hold graph and memory until Python collects garbage

@@ -21,6 +21,7 @@ from specmm.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
 from specmm.hardware import attention_of_any_length
 from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
+from specmm.late import Late, LateChecks
 from specmm.processors import check_finite
 from specmm.randomness import Uniforms, UniformSource, categorical
 from specmm.stats import MEASURE_EVERY, Clock, Stats
@@ -81,7 +82,7 @@ class Progress:
 
     ``tokens`` is [B, T or more]. A row ends at its number of ``limits`` [B], which ``stop`` may
     lower. The first ``taken`` [B] of the last round's tokens were committed, of ``kept`` [B] that
-    the rule kept.
+    the rule kept. ``ahead``: the host tells the device rounds before the last one is known.
     """
 
     tokens: Tensor
@@ -93,7 +94,11 @@ class Progress:
     stop: Stop | None = None
     length: int = 0  # T
     gained: tuple[Tensor, Tensor] | None = None  # (taken, kept)
-    aside: ClassVar[tuple[str, ...]] = ("length",)  # by graphs: rounds read the limits
+    ahead: bool = False
+    # the least and most tokens that a row lacks, after the last round and the one before
+    lacking: tuple[Late | None, Late | None] = (None, None)
+    # by graphs: rounds read the limits
+    aside: ClassVar[tuple[str, ...]] = ("length", "ahead", "lacking")
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""
@@ -102,6 +107,7 @@ class Progress:
         self.tokens[row, 0] = token[0]
         self.counts[row] = 1
         self.limits[row] = self.length
+        self.lacking = (None, None)
         if self.stop is not None:
             self.counts, done = self.stop(self.tokens, before, self.counts)
             self.limits = torch.where(done, self.counts, self.limits)
@@ -132,9 +138,30 @@ class Progress:
         self.gained = (taken, kept)
         return taken
 
-    def unfinished(self, sure: bool = False) -> bool:
-        """Whether a row lacks tokens. Without a stop, nothing is read if the caller is ``sure``."""
+    def unfinished(self, sure: bool = False, most: int = 1) -> bool:
+        """Whether a row lacks tokens. Without a stop, nothing is read if the caller is ``sure``.
+
+        When ``ahead``, what the round before left says so, if it was more than the ``most`` tokens
+        of a round; where a stop may end rows at any time, one round too many is played.
+        """
+        if self.ahead:
+            latest, before = self.lacking
+            if before is not None and latest is not None:
+                left = before.read()[1]
+                return left > 0 if self.stop is not None else left > most or latest.read()[1] > 0
         return (sure and self.stop is None) or bool((self.counts < self.limits).any())
+
+    def end_round(self) -> None:
+        """Send what rows lack on its way to the host."""
+        if self.ahead:
+            lack = torch.stack((self.limits - self.counts).aminmax())
+            self.lacking = (Late(lack), self.lacking[0])
+
+    @property
+    def may_have_ended(self) -> bool:
+        """Whether a row has all its tokens; when ``ahead``, whether it had before this round."""
+        before = self.lacking[1]
+        return not self.ahead or before is None or before.read()[0] <= 0
 
     def observe(self, result: VerifyResult, histogram: Tensor) -> None:
         """Count a round; ``histogram`` [D + 2] counts sample rounds by tokens committed."""
@@ -253,20 +280,27 @@ def decode(
     depths: list[int] = []
     parts = (target, drafter, rule)
     most = drafter.max_depth + 1  # tokens of a round
-    while progress.unfinished(sure=len(depths) * most < length - 1) or (queue and queue.left):
+    progress.ahead = getattr(play, "ahead", False)
+    checks = LateChecks(progress.ahead)
+    while progress.unfinished(len(depths) * most < length - 1, most) or (queue and queue.left):
         measure = not rule.exact and len(depths) % MEASURE_EVERY == 0
-        with attention_of_any_length():
+        with attention_of_any_length(), checks.of_a_round():
             feedback = play(parts, feedback, progress, uniforms, clock, measure)
-        tree, result = feedback.drafted
-        # a rule took ratios of these, but the round's tokens have not been yielded yet
-        if tree.probs is not None and tree.shape.size > 1:
-            check_finite(tree.probs[:, 1:], len(depths), "the drafter")
+            tree, result = feedback.drafted
+            # a rule took ratios of these, but the round's tokens have not been yielded yet
+            if tree.probs is not None and tree.shape.size > 1:
+                check_finite(tree.probs[:, 1:], len(depths), "the drafter")
         progress.observe(result, histogram)
+        progress.end_round()
+        with clock("verify"):
+            checks.end_round()
         tell(DecodedRound(tree, feedback.output.probs, rule, result))
         depths.append(tree.levels)
-        if queue is not None:
+        if queue is not None and progress.may_have_ended:
             _fill_rows(queue, progress, feedback, parts, uniforms, clock)
         yield progress
+    with clock("verify"):
+        checks.settle()
     if queue is not None:
         for row in range(len(token)):
             queue.collect(row, progress.row(row))

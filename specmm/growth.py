@@ -22,6 +22,7 @@ from specmm.randomness import UniformSource
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, draw_siblings
+from specmm.sorting import largest
 from specmm.tree import DraftTree, TreeShape, at_nodes
 
 
@@ -200,7 +201,7 @@ class Growth:
     ) -> tuple[Tensor, Tensor | None]:
         """Children [B, n, width] of each parent, and their distributions [B, n, width, v]."""
         if not self.sampled:
-            return self.vocabulary.to_target(logits.topk(width).indices), None
+            return self.vocabulary.to_target(largest(logits, width)[1]), None
         drafts, probs = draw_siblings(head.probs(logits), width, uniforms, self.siblings)
         return self.vocabulary.to_target(drafts), probs
 

@@ -11,16 +11,18 @@ Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.kernels import top_k
 from specmm.kinds import check_numbers, check_whole
 from specmm.tree import DraftTree
 
@@ -207,7 +209,7 @@ def by_numpy(x: Tensor) -> bool:
 def kth_largest(x: Tensor, k: int) -> Tensor:
     """The ``k``-th largest of ``x`` [..., V], [..., 1]; on a CPU numpy is ten times faster."""
     if not by_numpy(x):
-        return x.topk(k, dim=-1).values[..., -1:]
+        return top_k.kth_largest(x, k) if top_k.serves(x) else x.topk(k, dim=-1).values[..., -1:]
     place = x.shape[-1] - k
     return torch.from_numpy(np.partition(x.numpy(), place, axis=-1)[..., place : place + 1])
 
@@ -219,40 +221,54 @@ def descending(x: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
-_later: ContextVar[list[Tensor] | None] = ContextVar("later", default=None)
+Taker: TypeAlias = Callable[[Tensor, str], object]
+_taker: ContextVar[Taker | None] = ContextVar("taker", default=None)
+
+
+@contextmanager
+def handed_over(taker: Taker) -> Iterator[None]:
+    """Within the block :func:`check_finite` waits for nothing: ``taker`` is given the sum that it
+    would look at, finite if nothing is wrong, and the name of what gave it.
+    """
+    before = _taker.set(taker)
+    try:
+        yield
+    finally:
+        _taker.reset(before)
 
 
 @contextmanager
 def checked_later() -> Iterator[list[Tensor]]:
-    """Within the block :func:`check_finite` waits for nothing: gives the sums that it would look
-    at, finite if nothing is wrong.
-    """
+    """Within the block :func:`check_finite` waits for nothing: gives the sums."""
     found: list[Tensor] = []
-    before = _later.set(found)
-    try:
+    with handed_over(lambda total, _: found.append(total)):
         yield found
-    finally:
-        _later.reset(before)
 
 
 def check_finite(logits: Tensor, round_number: int, model_name: str, step: str = "round") -> None:
     """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity.
 
     Nothing is checked while a CUDA graph is captured; the runs that warm it up are checked.
-    ``step`` is the word for a round. See :func:`checked_later`, too.
+    ``step`` is the word for a round. See :func:`handed_over`, too.
     """
-    later = _later.get()
-    if later is not None:
-        later.append(logits.detach().sum(dtype=torch.float32))
+    origin = f"{model_name} in {step} {round_number}"
+    logits = logits.detach()
+    taker = _taker.get()
+    if taker is not None:
+        taker(logits.sum(dtype=torch.float32), origin)
         return
     if logits.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    logits = logits.detach()
     if math.isfinite(logits.sum(dtype=torch.float32)):  # then so are all, and this is quick
         return
     extremes = torch.stack(logits.aminmax())  # both are NaN if anything is
     if not bool(extremes.isfinite().all()):
-        raise ValueError(
-            f"logits must be finite, got NaN or infinity from {model_name} in "
-            f"{step} {round_number}, check its weights or run it in float32"
-        )
+        raise not_finite(origin)
+
+
+def not_finite(origin: str) -> ValueError:
+    """The error for logits of an ``origin``, a model and a round."""
+    return ValueError(
+        f"logits must be finite, got NaN or infinity from {origin}, check its weights or run it in "
+        "float32"
+    )

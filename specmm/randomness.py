@@ -8,6 +8,7 @@ Shape letters: B batch, L numbers drawn beforehand, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from specmm.kinds import shown
 
 BLOCK = 4096  # numbers drawn from a generator at a time
+GPU_BLOCK = 65_536  # trees of siblings without replacement take as many numbers a round
 
 
 class UniformSource(Protocol):
@@ -103,13 +105,15 @@ class Uniforms:
     def _next(self, row: int, count: int) -> Tensor:
         """The next ``count`` numbers of a row's stream."""
         generator = self.generators[row]
-        rest = self._rest[row]
-        while len(rest) < count:
-            # always whole blocks: on a GPU a stream depends on how many numbers a call draws
-            block = torch.rand(
-                BLOCK, generator=generator, device=generator.device, dtype=self.dtype
-            )
-            rest = torch.cat([rest, block])
+        device = generator.device
+        # always whole blocks: on a GPU a stream depends on how many numbers a call draws
+        size = GPU_BLOCK if device.type == "cuda" else BLOCK
+        missing = max(0, count - len(self._rest[row]))
+        blocks = [
+            torch.rand(size, generator=generator, device=device, dtype=self.dtype)
+            for _ in range(math.ceil(missing / size))
+        ]
+        rest = torch.cat([self._rest[row], *blocks])
         self._rest[row] = rest[count:]
         return rest[:count]
 

@@ -24,6 +24,8 @@ from triton.runtime.jit import JITFunction
 
 from specmm.kernels.acceptance.triton import accept
 from specmm.kernels.kv_commit.triton import kv_commit
+from specmm.kernels.top_k import MOST
+from specmm.kernels.top_k.triton import kth_largest
 from specmm.kernels.tree_attention.triton import tree_attention
 
 KIB = 1024
@@ -85,6 +87,12 @@ def commits() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"commit {dtype}", lambda d=data: kv_commit(d, path, kept, kept, 280)
 
 
+def filters() -> Iterator[tuple[str, Callable[[], object]]]:
+    """The k-th largest of rows, up to the most that a program holds."""
+    for width in (1000, 16_384, MOST):
+        yield f"top-k V={width}", lambda w=width: kth_largest(empty(2, w), 50)
+
+
 @contextmanager
 def compiling_for(target: GPUTarget, shared: int) -> Iterator[list[Any]]:
     """Launches only compile, for ``target`` of ``shared`` bytes; gives the list of what was
@@ -129,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("TRITON_INTERPRET is set, so nothing would be compiled: unset it", file=sys.stderr)
         return 2
     for name in options.targets or TARGETS:
-        for what, launch in [*attention(), *acceptance(), *commits()][:: options.each]:
+        for what, launch in [*attention(), *acceptance(), *commits(), *filters()][:: options.each]:
             try:
                 most = taken(launch, *TARGETS[name])
             except Exception as error:

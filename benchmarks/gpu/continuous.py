@@ -1,7 +1,7 @@
 """MAR-L: a picture's transformer passes, and head calls by the steps that a call speculates.
 
-As graphs (``compiled=True``), of which rounds of speculation are only those of one token a picture;
-without them plain sampling alone is measured, last, since it takes a minute a picture.
+As graphs (``compiled=True``); without them plain sampling alone is measured, last, since it takes a
+minute a picture.
 A round is a call of the diffusion head for the tokens of an iteration: over one step in plain
 sampling, over a window of steps in exact CSpD, of which a token keeps tau on the average. All times
 come from whole pictures; what is not the head, the transformer's passes, is the same for all

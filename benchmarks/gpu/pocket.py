@@ -1,6 +1,6 @@
 """The pocket models' real speed-ups on this device: plain decoding and methods, interleaved.
 
-Eager: what a user gets. ``pocket/llamagen`` and ``pocket/var`` have parts with captured graphs.
+Modes: eager, and with ``compiled=True`` (graph), each over plain decoding of its own mode.
 """
 
 from __future__ import annotations
@@ -60,23 +60,27 @@ def _cases(
 ) -> Iterator[Case]:
     """A case for each batch size; ``contenders`` None: the methods that ``specmm bench`` takes."""
 
-    def measure(batch: int) -> list[Row]:
+    def measure(batch: int, mode: str) -> list[Row]:
         place = Place(device=bench.device)
         repeats = max(1, bench.repeats // 2)
-        contest = Contest(model, contenders, None, place, batch, repeats, 0)
+        graphs = mode == "graph"
+        contest = Contest(model, contenders, None, place, batch, repeats, 0, graphs)
         with bench.memory() as memory:
             rows = run(contest)
-        return [_row(row) | memory for row in rows]
+        return [
+            _row(row) | {"mode": mode} | memory for row in rows if row["compiled"] or not graphs
+        ]
 
     for batch in BATCHES[:1] if bench.tiny else BATCHES:
-        yield Case(f"batch {batch}", lambda batch=batch: measure(batch))
+        for mode in ("graph", "eager") if bench.on_gpu else ("eager",):
+            named = f"batch {batch}, {mode}"
+            yield Case(named, lambda batch=batch, mode=mode: measure(batch, mode))
 
 
 def _row(row: Row) -> Row:
     low, high = row["quartiles"]
     kept = ("model", "batch", "speedup", "tau", "host_overhead", "dtype")
     return {name: row[name] for name in kept} | {
-        "mode": "eager",
         "method": row["label"],
         "seconds": row["seconds"],
         "repeats": row["runs"],

@@ -71,12 +71,15 @@ class MARGraphs:
         return chains
 
     def speculation(
-        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
     ) -> ChainProgram | None:
-        """Speculation of the tokens of ``bound``, one a picture; None where it runs as it is."""
+        """Speculation of the tokens of ``bound``, as many of each of so many ``pictures``; None
+        where it runs as it is.
+        """
         if bound.table is None:
             return None
-        return ChainProgram(partial(self._rounds, bound.head), bound, tables, options)
+        rounds = partial(self._rounds, bound.head)
+        return ChainProgram(rounds, bound, tables, options, pictures)
 
     def _rounds(
         self, head: ChainHead, fixed: Fixed, state: ChainState, gaussian: bool, residual: bool

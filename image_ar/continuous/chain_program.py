@@ -1,15 +1,17 @@
 """Speculation along denoising chains as a program: rounds go on until all rows are finished.
 
 It plays the rounds of :mod:`specmm.image_ar.continuous.chain_speculation` on the same numbers, of
-pictures with one row each. A round whose numbers have not been drawn yet, or whose residual needs
-more proposals than a program has, is left to that module. Shape letters as there.
+pictures with as many rows each. Where a picture's numbers end, more are drawn in the order in which
+that module would draw them, for a generator gives both streams. A round whose residual needs more
+proposals than a program has is left to that module. Shape letters as there; B pictures of n rows,
+R = B·n.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,7 +23,6 @@ from specmm.image_ar.continuous.chain_round import (
     WIDEST,
     ChainOptions,
     ChainRows,
-    Normal,
     RowState,
     Verified,
     draft,
@@ -40,26 +41,31 @@ from specmm.image_ar.continuous.chain_windows import (
 from specmm.image_ar.continuous.diffusion_head import BoundHead, HeadWeights, guided
 from specmm.image_ar.continuous.orders import PictureStreams
 
-NORMALS, UNIFORMS = 8192, 1024  # numbers of a row that a program is given
+MOST = (16_384, 1024)  # normal numbers and uniforms that a program is given for each row
 TRIES = tuple(accumulate(FIRST_TRIES * 4**turn for turn in range(3)))  # of a residual, after turns
 
 
 class ChainState(NamedTuple):
-    """``counts`` [R, 4] int64: a row's step (S: it is finished), the numbers it has used of both
-    streams, its head calls. ``rows`` [R, 3, C]: its ``RowState``; a finished row's η is its token.
-    ``response`` [R, 2], and whether it is ``going`` [R] on.
+    """``counts`` [R, 2] int64: a row's step (S: it is finished) and its head calls. ``drawn`` int64
+    [B, 2]: the numbers that pictures have used of both streams. ``rows`` [R, 3, C]: their
+    ``RowState``; a finished row's η is its token. ``response`` [R, 2]. ``short`` [B] int64: which
+    stream ended first in the round at which a picture stopped, 1 or 2, else 0. And whether a row is
+    ``going`` [R] on.
     """
 
     counts: Tensor
+    drawn: Tensor
     rows: Tensor
     response: Tensor
+    short: Tensor
     going: Tensor
 
 
 class Fixed(NamedTuple):
     """What does not change: the head's ``weights`` and ``modulations`` [S, R, G, F], ``windows``
-    (``WindowTables``), guidance, temperature and the log of its square (``numbers`` [3]), the rows'
-    next numbers of both streams and how many of them there are (``held`` [R, 2]).
+    (``WindowTables``), guidance, temperature and the log of its square (``numbers`` [3]), the
+    pictures' next ``normals`` and ``log_uniforms`` [B, ...] and how many there are (``held`` [B,
+    2]).
     """
 
     weights: HeadWeights
@@ -72,8 +78,8 @@ class Fixed(NamedTuple):
 
 
 class ChainProgram:
-    """Rounds of R rows by ``run``, which does what :func:`run_rounds` does; those that are finished
-    stay in the program.
+    """Rounds of the rows of so many ``pictures`` by ``run``, which does what :func:`run_rounds`
+    does; those that are finished stay in the program.
     """
 
     def __init__(
@@ -82,9 +88,11 @@ class ChainProgram:
         bound: BoundHead,
         tables: WindowTables,
         options: ChainOptions,
+        pictures: int,
     ) -> None:
         self.run = run
         self.count = len(bound)
+        self.batch = pictures
         self.gaussian = options.predictor == "gaussian"
         self.residual = options.residual
         self.device = bound.head.device
@@ -103,44 +111,85 @@ class ChainProgram:
         normal: PictureStreams,
         log_uniform: PictureStreams,
     ) -> tuple[ChainRows, list[int]]:
-        """``rows``, which are the rows ``left`` of all, after as many rounds as the streams of
-        their ``pictures`` have numbers for, and how many rounds each took part in.
+        """``rows``, which are the rows ``left`` of all, of ``pictures``, after as many rounds as it
+        can play, and how many rounds each took part in.
         """
-        streams = ((normal, NORMALS), (log_uniform, UNIFORMS))
-        given = [self._numbers(left, pictures, *stream) for stream in streams]
-        held = torch.tensor([each for _, each in given], device=self.device).T.contiguous()
-        fixed = Fixed(*self.fixed, given[0][0], given[1][0], held)
-        found = self.run(fixed, self._begin(left, rows), self.gaussian, self.residual)
-        made = ChainState(*(part[left].cpu() for part in found))
-        k, used, spent, calls = made.counts.T.tolist()
-        for b, first, second in zip(pictures, used, spent, strict=True):
-            normal.skip(b, first)
-            log_uniform.skip(b, second)
-        state = RowState(*made.rows.transpose(0, 1).contiguous().numpy())
-        response = Response(*made.response.T.contiguous().numpy())
-        return ChainRows(k, state, response), calls
+        there = sorted(set(pictures))
+        streams = (normal, log_uniform)
+        state = self._begin(left, rows)
+        while True:
+            numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
+            held = torch.tensor([each for _, each in numbers], device=self.device).T.contiguous()
+            fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], held)
+            found = self.run(fixed, state, self.gaussian, self.residual)
+            made = ChainState(*(part.cpu() for part in found))
+            if not self._drawn(there, made, streams, held.tolist()):
+                break
+            state = self._again(ChainState(*found))
+        k, calls = made.counts[left].T.tolist()
+        eta, mean, var = made.rows[left].transpose(0, 1).contiguous().numpy()
+        response = Response(*made.response[left].T.contiguous().numpy())
+        return ChainRows(k, RowState(eta, mean, var), response), calls
 
     def _numbers(
-        self, left: list[int], pictures: list[int], stream: PictureStreams, most: int
+        self, pictures: list[int], stream: PictureStreams, each: int
     ) -> tuple[Tensor, list[int]]:
-        """The next numbers of ``left`` rows [R, ``most``], and how many there are of each row."""
-        numbers = torch.zeros(self.count, most, device=self.device)
-        held = [0] * self.count
-        for row, b in zip(left, pictures, strict=True):
+        """The next numbers of ``pictures`` [B, n · ``each``], and how many there are of each."""
+        most = self._most(each)
+        numbers = torch.zeros(self.batch, most, device=self.device)
+        held = [0] * self.batch
+        for b in pictures:
             ahead = stream.ahead(b, most)
-            numbers[row, : len(ahead)] = ahead
-            held[row] = len(ahead)
+            numbers[b, : len(ahead)] = ahead
+            held[b] = len(ahead)
         return numbers, held
 
+    def _most(self, each: int) -> int:
+        return self.count // self.batch * each
+
+    def _drawn(
+        self,
+        pictures: list[int],
+        made: ChainState,
+        streams: tuple[PictureStreams, PictureStreams],
+        held: list[list[int]],
+    ) -> bool:
+        """Count what was drawn, and draw more where numbers ended; whether a picture may go on: not
+        where what is handed over at most is too little for a round.
+        """
+        used, short = made.drawn.tolist(), made.short.tolist()
+        goes_on = False
+        for b in pictures:
+            for stream, count in zip(streams, used[b], strict=True):
+                stream.skip(b, count)
+            ended = short[b] - 1
+            if ended >= 0 and held[b][ended] < self._most(MOST[ended]):
+                streams[ended].draw_ahead(b)
+                goes_on = True
+            goes_on |= ended >= 0 and any(used[b])
+        return goes_on
+
+    def _again(self, state: ChainState) -> ChainState:
+        """``state`` with its rows going on with new numbers."""
+        steps = len(self.fixed[1])
+        return state._replace(
+            drawn=torch.zeros_like(state.drawn),
+            short=torch.zeros_like(state.short),
+            going=state.counts[:, 0] < steps,
+        )
+
     def _begin(self, left: list[int], rows: ChainRows) -> ChainState:
-        counts = torch.zeros(self.count, 4, dtype=torch.int64)
+        counts = torch.zeros(self.count, 2, dtype=torch.int64)
+        counts[:, 0] = len(self.fixed[1])
         counts[left, 0] = torch.tensor(rows.k)
+        drawn = torch.zeros(self.batch, 2, dtype=torch.int64)
         going = torch.zeros(self.count, dtype=torch.bool)
         going[left] = True
         state = self._spread(left, torch.stack([torch.from_numpy(x) for x in rows.state], 1))
         told = (rows.response.seen, rows.response.implied)
         response = self._spread(left, torch.stack([torch.from_numpy(x) for x in told], 1))
-        made = ChainState(counts, state, response, going)
+        short = torch.zeros(self.batch, dtype=torch.int64)
+        made = ChainState(counts, drawn, state, response, short, going)
         return ChainState(*(part.to(self.device) for part in made))
 
     def _spread(self, left: list[int], x: Tensor) -> Tensor:
@@ -155,37 +204,37 @@ def run_rounds(
 ) -> tuple[Tensor, ...]:
     """The state of rows after their rounds; ``ChainOptions`` says what the flags are."""
 
-    def play(
-        counts: Tensor, rows: Tensor, response: Tensor, going: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        state = ChainState(counts, rows, response, going)
-        return tuple(play_round(fixed, state, gaussian, residual))  # type: ignore[return-value]
+    def play(*state: Tensor) -> tuple[Tensor, ...]:
+        return tuple(play_round(fixed, ChainState(*state), gaussian, residual))
 
-    return looped(lambda *state: state[3].any(), play, tuple(begin))
+    return looped(lambda *state: state[-1].any(), play, tuple(begin))
 
 
 def play_round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) -> ChainState:
-    """One round; a row that needs what is not there stops as it was before."""
-    k, used, spent, calls = state.counts.unbind(1)
+    """One round; the rows of a picture that needs what is not there stop as they were before."""
+    k, calls = state.counts.unbind(1)
     steps = len(fixed.modulations)
     drafted = len(fixed.windows) - steps - 1
     width = state.rows.shape[2]
-    normals = _next(fixed.normals, used, (drafted + 2 + TRIES[-1]) * width)
-    normals = normals.unflatten(1, (-1, width))
-    logs = _next(fixed.log_uniforms, spent, drafted + TRIES[-1])
+    going = state.going.view(len(state.drawn), -1)
+    numbers = Numbers(fixed, state.drawn)
     at = k.clamp(max=steps - 1)[:, None] + _range(drafted + 2, k)
     columns = columns_of(fixed.windows[at])
     response = Response(*state.response.unbind(1))
-    noise = normals[:, : drafted + 1] * fixed.numbers[1]
-    verified = _verify(fixed, state.rows, response, (at, columns), noise, logs[:, :drafted])
+    noise = numbers.normals(going, (drafted + 1) * width).unflatten(1, (-1, width))
+    log_u = numbers.log_uniforms(going, drafted)
+    noise = noise * fixed.numbers[1]
+    verified = _verify(fixed, state.rows, response, (at, columns), noise, log_u)
     drafts, p, wider, rejected = verified
 
     limit = (steps - 1 - k).clamp(min=0, max=drafted)  # drafts that are not beyond the last point
     kept = torch.minimum(_first(rejected), limit)
-    step, tries = _next_step(
-        verified, kept, limit, normals[:, drafted + 1 :], logs[:, drafted:], residual
-    )
     row = _range(len(k), k)
+    step = p[row, kept].sample(numbers.normals(going, width))
+    lost = torch.zeros_like(going)
+    if residual:
+        lost = going & (kept < limit).view_as(going)
+        step, lost = _from_residual(verified, kept, step, lost, numbers)
     clean = p.mean[row, kept]
     out = columns.gain[row, kept + 1]
     eta = drafts.points[row, kept] + out * step
@@ -197,27 +246,65 @@ def play_round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) 
         mean, var = predicted(clean, step, out, excess[row, kept])
     done = k + kept == steps - 1
     eta = torch.where(done[:, None], clean, eta)
-    use = drafted + 2 + tries
-    counts = [k + kept + 1, used + use * width, spent + drafted + tries, calls + 1]
     moved = ChainState(
-        torch.stack(counts, dim=1),
+        torch.stack([k + kept + 1, calls + 1], dim=1),
+        torch.stack(numbers.used, dim=1),
         torch.stack([eta, mean, var], dim=1),
         torch.stack([response.seen, response.implied], dim=1),
+        numbers.short,
         ~done,
     )
-    sane = (wider.abs() < WIDEST) | (at[:, :-1, None] >= steps)
-    served = state.going & (tries <= TRIES[-1]) & sane.flatten(1).all(1)
-    return _moved(state, moved, served & (moved.counts[:, 1:3] <= fixed.held).all(1))
+    sane = ((wider.abs() < WIDEST) | (at[:, :-1, None] >= steps)).flatten(1).all(1)
+    served = (~going | (sane.view_as(going) & ~lost)).all(1) & (numbers.short == 0)
+    return _moved(state, moved, served, going)
 
 
-def _moved(before: ChainState, after: ChainState, which: Tensor) -> ChainState:
-    """Rows ``which`` [R] as they are ``after`` a round, others as ``before`` it and stopped."""
+def _moved(before: ChainState, after: ChainState, served: Tensor, going: Tensor) -> ChainState:
+    """Pictures ``served`` [B] and their rows ``going`` [B, n] as they are ``after`` a round, others
+    as ``before`` it and stopped.
+    """
+    which = (going & served[:, None]).flatten()
     return ChainState(
         torch.where(which[:, None], after.counts, before.counts),
+        torch.where(served[:, None], after.drawn, before.drawn),
         torch.where(which[:, None, None], after.rows, before.rows),
         torch.where(which[:, None], after.response, before.response),
+        torch.where(going.any(1), after.short, before.short),
         which & after.going,
     )
+
+
+class Numbers:
+    """The streams of pictures, of which ``used`` (two of [B]) numbers are: a picture's rows take
+    theirs in their order. ``short`` [B] as in :class:`ChainState`.
+    """
+
+    def __init__(self, fixed: Fixed, drawn: Tensor) -> None:
+        self.streams = (fixed.normals, fixed.log_uniforms)
+        self.held = fixed.held.unbind(1)
+        self.used = list(drawn.unbind(1))
+        self.short = torch.zeros_like(self.used[0])
+
+    def normals(self, rows: Tensor, count: int) -> Tensor:
+        """The next ``count`` normal numbers [R, count] of each of the ``rows`` [B, n] that take
+        some; of others, and beyond the last, any.
+        """
+        return self._take(0, rows, count)
+
+    def log_uniforms(self, rows: Tensor, count: int) -> Tensor:
+        """As ``normals``, of the other stream."""
+        return self._take(1, rows, count)
+
+    def _take(self, i: int, rows: Tensor, count: int) -> Tensor:
+        stream = self.streams[i]
+        taking = rows.long()
+        first = self.used[i][:, None] + (taking.cumsum(1) - taking) * count  # [B, n]
+        at = first[:, :, None] + _range(count, rows)
+        self.used[i] = self.used[i] + taking.sum(1) * count
+        ended = (self.used[i] > self.held[i]) & (self.short == 0)
+        self.short = torch.where(ended, i + 1, self.short)
+        found = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
+        return found.view(-1, count)
 
 
 def _verify(
@@ -241,45 +328,31 @@ def _verify(
     return Verified(drafts, p, wider, rejections(drafts, p, log_u))
 
 
-def _next_step(
-    found: Verified, kept: Tensor, limit: Tensor, normals: Tensor, logs: Tensor, residual: bool
+def _from_residual(
+    found: Verified, kept: Tensor, step: Tensor, lost: Tensor, numbers: Numbers
 ) -> tuple[Tensor, Tensor]:
-    """Steps [R, C] after ``kept`` drafts [R] of the ``limit`` there are, and the proposals tried:
-    the target's, or, unless all are kept, of the residual.
+    """``step`` [R, C], for the rows ``lost`` [B, n] one of the residual after ``kept`` [R] drafts,
+    as ``draw_residual``'s; and the rows that would need more proposals than there are.
     """
     row = _range(len(kept), kept)
-    probs = found.p[row, kept]
-    step = probs.sample(normals[:, 0])
-    if not residual:
-        return step, torch.zeros_like(kept)
+    p = found.p[row, kept]
     q = found.drafts.q
     over = q[row, kept.clamp(max=q.mean.shape[1] - 1)]
-    other, tries = _from_residual(probs, over, normals[:, 1:], logs)
-    lost = kept < limit
-    return torch.where(lost[:, None], other, step), torch.where(lost, tries, 0)
-
-
-def _from_residual(p: Normal, q: Normal, normals: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
-    """As ``draw_residual`` [R, C], and its tries [R]: more than there are where none is good."""
-    y = p[:, None].sample(normals)
-    good = logs > -log_ratio(p[:, None], q[:, None], y)
-    first = _first(good)
-    tries = torch.full_like(first, TRIES[-1] + 1)
-    for enough in reversed(TRIES):
-        tries = torch.where(first < enough, enough, tries)
-    return y[_range(len(first), first), first.clamp(max=TRIES[-1] - 1)], tries
+    width = step.shape[1]
+    for tries in (b - a for a, b in pairwise((0, *TRIES))):
+        y = p[:, None].sample(numbers.normals(lost, tries * width).unflatten(1, (-1, width)))
+        good = numbers.log_uniforms(lost, tries) > -log_ratio(p[:, None], over[:, None], y)
+        first = _first(good)
+        hit = lost.flatten() & (first < tries)
+        step = torch.where(hit[:, None], y[row, first.clamp(max=tries - 1)], step)
+        lost = lost & ~hit.view_as(lost)
+    return step, lost
 
 
 def _first(flags: Tensor) -> Tensor:
     """By row of ``flags`` [R, N], how many come before the first that is True [R]."""
     count = flags.shape[1]
     return torch.where(flags, _range(count, flags), count).amin(1)
-
-
-def _next(numbers: Tensor, used: Tensor, count: int) -> Tensor:
-    """The ``count`` numbers of each row after those ``used`` [R]; beyond the last, any."""
-    at = used[:, None] + _range(count, used)
-    return numbers.gather(1, at.clamp(max=numbers.shape[1] - 1))
 
 
 def _range(count: int, where: Tensor) -> Tensor:

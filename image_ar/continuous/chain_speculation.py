@@ -61,9 +61,11 @@ class RoundPrograms(Protocol):
     """What plays many rounds at once, where it can."""
 
     def speculation(
-        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
     ) -> ChainProgram | None:
-        """For the tokens of ``bound``, one a picture; None where rounds are played one by one."""
+        """For the tokens of ``bound``, as many of each of so many ``pictures``; None where rounds
+        are played one by one.
+        """
         ...
 
 
@@ -139,8 +141,10 @@ class _ChainRun:
         self.tokens = np.empty_like(self.eta)
         self.row_calls = [0] * count
         self.program: ChainProgram | None = None
-        if self.programs is not None and self.small is None and max(self.rows) == 1:
-            self.program = self.programs.speculation(self.bound, self.tables, self.options)
+        alike = len(set(self.rows)) == 1
+        if self.programs is not None and self.small is None and alike:
+            given = self.bound, self.tables, self.options, self.batch
+            self.program = self.programs.speculation(*given)
 
     def play(self, program: ChainProgram) -> None:
         """Rounds of all rows by a program; those are left whose next round it cannot play."""

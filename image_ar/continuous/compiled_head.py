@@ -54,12 +54,14 @@ class HeadPrograms:
         return chains
 
     def speculation(
-        self, bound: BoundHead, tables: WindowTables, options: ChainOptions
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
     ) -> ChainProgram | None:
-        """Speculation of the tokens of ``bound``, one a picture; None where it runs as it is."""
-        if not _served(bound):
+        """Speculation of the tokens of ``bound``, if there is one of each of so many ``pictures``;
+        None where it runs as it is: windows of more are bound by arithmetic.
+        """
+        if not _served(bound) or len(bound) > pictures:
             return None
-        return ChainProgram(self.rounds, bound, tables, options)
+        return ChainProgram(self.rounds, bound, tables, options, pictures)
 
 
 def run_chain(

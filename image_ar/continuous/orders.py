@@ -21,6 +21,7 @@ CFGSchedule = Literal["linear", "constant"]
 Solver = Literal["ddpm", "ddim"]
 
 BLOCK = 16384  # numbers drawn from a generator at a time
+GPU_BLOCK = 131_072  # where drawing more of them costs no more
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,20 @@ class PictureStreams:
         """Count the next ``count`` of ``ahead`` as used."""
         self._used[b] += count
 
+    def draw_ahead(self, b: int, count: int = 0) -> None:
+        """Draw picture b's next block, of ``count`` numbers at least, as ``draw`` does where it
+        lacks some.
+        """
+        generator = self.generators[b]
+        block = GPU_BLOCK if generator.device.type == "cuda" else BLOCK
+        fresh = self.fill(max(block, count), generator)
+        self._blocks[b] = torch.cat([self._blocks[b][self._used[b] :], fresh])
+        self._used[b] = 0
+        self._held[b] = len(self._blocks[b])
+
     def _take(self, b: int, count: int) -> Tensor:
         if self._held[b] - self._used[b] < count:
-            fresh = self.fill(max(BLOCK, count), self.generators[b])
-            self._blocks[b] = torch.cat([self._blocks[b][self._used[b] :], fresh])
-            self._used[b] = 0
-            self._held[b] = len(self._blocks[b])
+            self.draw_ahead(b, count)
         first = self._used[b]
         self._used[b] += count
         return self._blocks[b][first : first + count]

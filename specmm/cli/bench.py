@@ -70,6 +70,9 @@ def bench(
     seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    compile_all: Annotated[
+        bool, typer.Option("--compile", help="Compile what can be, plain decoding too.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure speed, block efficiency and likelihood; plain decoding is always the baseline."""
@@ -78,7 +81,8 @@ def bench(
     from specmm.runs.run import Place
 
     seed = secrets.randbelow(2**31) if seed is None else seed
-    asked = Bench(model, methods, drafter, Place.named(device, dtype), batch, n, seed)
+    place = Place.named(device, dtype)
+    asked = Bench(model, methods, drafter, place, batch, n, seed, compile_all)
     size = given(height=height, width=width)
     written = given(max_new_tokens=max_new_tokens, temperature=temperature)
     with stdout_reserved():
@@ -94,6 +98,9 @@ def bench(
     columns = PICTURES if rows[0]["kind"] == "images" else TEXTS
     typer.echo(table(table_of(rows, columns)))
     typer.echo(f"{n} runs each at batch {batch}, {where}; speed-up over plain decoding of this run")
+    if compile_all:
+        made = [row["label"] for row in rows if row["compiled"]]
+        typer.echo(f"compiled: {', '.join(made) or 'none of them can be'}")
 
 
 def plan(

@@ -425,8 +425,8 @@ class Pipeline:
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
 
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
-        """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same method
-        and options, on its own target.
+        """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same
+        method and options, on its own target.
         """
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None

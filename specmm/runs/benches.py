@@ -10,7 +10,7 @@ from typing import Any
 from specmm import methods
 from specmm.image_ar.pipeline import family_of
 from specmm.outside import of_others
-from specmm.runs.race import measure, measure_language, usual
+from specmm.runs.race import Quickest, measure, measure_language, usual
 from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model, parse_methods
 
 
@@ -18,7 +18,7 @@ from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_m
 class Bench:
     """``runs`` of ``batch`` inputs each of ``model`` by ``contenders`` as text, None: the usual.
 
-    ``drafter`` is a folder or the name of one's own.
+    ``drafter`` is a folder or the name of one's own; ``compiled``: all that can be is.
     """
 
     model: str
@@ -28,6 +28,7 @@ class Bench:
     batch: int
     runs: int
     seed: int
+    compiled: bool = False
 
     def pictures(self, prompts: Sequence[str], size: dict[str, Any]) -> list[dict[str, Any]]:
         """A row for each method that draws ``prompts``, or classes, in this ``size``."""
@@ -40,7 +41,7 @@ class Bench:
             chosen = [methods.by_hand(family.methods, methods.AR(), self.drafter)]
         else:
             chosen = pipe.runnable(parse_methods(family.methods, family.compared))
-        given = (self.batch, self.runs, self.seed, prompts)
+        given = (self.batch, self.runs, self.seed, prompts, self.compiled)
         rows = measure(pipe, self.model, chosen, *given, **size)
         return [{**row, "kind": "images"} for row in rows]
 
@@ -57,11 +58,12 @@ class Bench:
         else:
             chosen = usual(pipe) if self.drafter is None else [pipe.method]
 
-        def call(method: Any, rows: Sequence[Any], seed: int) -> Any:
+        def answer(method: Any, rows: Sequence[Any], seed: int, compiled: bool = False) -> Any:
             given = (list(rows),) if kind == "text" else tuple(map(list, zip(*rows, strict=True)))
             options = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-            return pipe(*given, method=method, **options)
+            return pipe(*given, method=method, compiled=compiled, **options)
 
+        call = Quickest(answer) if self.compiled else answer
         given = (self.batch, self.runs, self.seed)
         rows = measure_language(pipe, self.model, call, chosen, asked, *given)
         how = {"kind": kind, "max_new_tokens": max_new_tokens, "temperature": temperature}

@@ -32,9 +32,12 @@ Call = Callable[[Any, Any, int], Any]
 
 @dataclass
 class Lane:
-    """One method and what its runs gave: seconds and tokens of each, stats of all, pictures."""
+    """One method and what its runs gave: seconds and tokens of each, stats of all, pictures, and
+    whether they were ``compiled``, all of them.
+    """
 
     method: Any
+    compiled: bool = True
     stats: Stats = field(default_factory=Stats)
     seconds: list[float] = field(default_factory=list)
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)
@@ -48,23 +51,45 @@ class Lane:
         return [s / count for s, count in zip(self.seconds, counts, strict=True)]
 
 
+class Quickest:
+    """``call`` with ``compiled=True``, but for methods that refuse it."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.refused: list[Any] = []
+
+    def __call__(self, method: Any, asked: Any, seed: int) -> Any:
+        """See :data:`Call`."""
+        if method not in self.refused:
+            try:
+                return self.call(method, asked, seed, compiled=True)
+            except ValueError as error:
+                if not str(error).startswith(("compiled=True", "compiled programs")):
+                    raise
+                self.refused.append(method)
+        return self.call(method, asked, seed, compiled=False)
+
+
 def race(
     pipe: Images,
     contenders: Sequence[methods.Method],
     rounds: Sequence[Classes],
     seed: int,
+    compiled: bool = False,
     **wanted: Any,
 ) -> list[Lane]:
-    """Every method draws every round's classes or prompts with the same seeds, in rotating order.
+    """Every method draws every round's classes or prompts with the same seeds, in rotating order,
+    ``compiled`` where it can be.
 
     ``wanted`` says what pictures are like: height and width, where a model draws several sizes.
     """
 
-    def draw(method: Any, classes: Classes, seed: int) -> Any:
-        options = dict(generator=torch.Generator().manual_seed(seed), batch_size=len(classes))
-        return pipe(**{pipe.takes: list(classes)}, method=method, **options, **wanted)
+    def draw(method: Any, classes: Classes, seed: int, compiled: bool = False) -> Any:
+        options: dict[str, Any] = dict(wanted, batch_size=len(classes), compiled=compiled)
+        options["generator"] = torch.Generator().manual_seed(seed)
+        return pipe(**{pipe.takes: list(classes)}, method=method, **options)
 
-    return raced(draw, contenders, rounds, seed)
+    return raced(Quickest(draw) if compiled else draw, contenders, rounds, seed)
 
 
 def raced(call: Call, contenders: Sequence[Any], rounds: Sequence[Any], seed: int) -> list[Lane]:
@@ -94,6 +119,8 @@ def _once(call: Call, lane: Lane, asked: Any, seed: int) -> None:
     start = time.perf_counter()
     out = call(lane.method, asked, seed)
     lane.seconds.append(time.perf_counter() - start)
+    flags = out.compiled if isinstance(out.compiled, list) else [out.compiled]
+    lane.compiled &= all(flags)
     lane.stats.add(out.stats)
     lane.certificates.append((out.certificate, sum(row.numel() for row in out.tokens)))
     lane.images += getattr(out, "images", [])
@@ -118,6 +145,7 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
         "label": label(lane.method),
         "batch": batch,
         "runs": len(lane.seconds),
+        "compiled": lane.compiled,
         "seconds": median,
         "seconds_per_picture": median / batch,
         "seconds_per_token": statistics.median(lane.each),
@@ -161,10 +189,11 @@ def measure(
     runs: int,
     seed: int,
     prompts: Sequence[str] = (),
+    compiled: bool = False,
     **wanted: Any,
 ) -> list[dict[str, Any]]:
     """Plain decoding and ``contenders``, ``runs`` batches of classes or ``prompts`` in turn each: a
-    row for each method. ``wanted`` as for :func:`race`.
+    row for each method. ``compiled`` and ``wanted`` as for :func:`race`.
 
     Raises ``ValueError`` for a model that draws from prompts without any, and for prompts of one
     that draws classes.
@@ -176,7 +205,7 @@ def measure(
         raise ValueError(f"--{name} does not serve models such as {model}; leave it out")
     asked: Sequence[str | int] = prompts or range(pipe.transformer.config.num_classes)
     rounds = _batches(asked, batch, runs)
-    lanes = race(pipe, _with_plain(contenders), rounds, seed, **wanted)
+    lanes = race(pipe, _with_plain(contenders), rounds, seed, compiled, **wanted)
     facts = _facts(model, seed, pipe.transformer) | wanted
     return [{**row, **facts} for row in summaries(pipe, lanes, rounds, batch)]
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmm.sorting import largest
 from specmm.tree import DraftTree, TreeShape
 
 
@@ -69,9 +70,9 @@ def expand(scores: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     ``scores`` [B, k] are the nodes' own, ``logprobs`` [B, k, V] the draft's log-probabilities after
     each.
     """
-    best = _topk(logprobs, scores.shape[1])
+    best, ids = _topk(logprobs, scores.shape[1])
     # clamped, so that rounding never lifts a child above its parent
-    return best.values.clamp(max=0) + scores.unsqueeze(-1), best.indices
+    return best.clamp(max=0) + scores.unsqueeze(-1), ids
 
 
 def start(logprobs: Tensor, k: int, d2t: Tensor | None = None) -> Beam:
@@ -79,14 +80,12 @@ def start(logprobs: Tensor, k: int, d2t: Tensor | None = None) -> Beam:
 
     ``d2t`` [V] maps a draft vocabulary: target id = draft id + d2t[draft id] (EAGLE-3).
     """
-    best = _topk(logprobs, k)
-    tokens = _target_ids(best.indices, d2t)
+    best, ids = _topk(logprobs, k)
+    tokens = _target_ids(ids, d2t)
     index = torch.arange(k, device=tokens.device).expand_as(tokens)
     mask = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
     none = torch.full_like(tokens, -1)
-    return Beam(
-        tokens, best.values, index, torch.zeros_like(tokens), mask, tokens, best.values, none
-    )
+    return Beam(tokens, best, index, torch.zeros_like(tokens), mask, tokens, best, none)
 
 
 def step(beam: Beam, logprobs: Tensor, d2t: Tensor | None = None) -> Beam:
@@ -157,12 +156,12 @@ def rerank(
     return pool_tokens.gather(1, kept), shape
 
 
-def _topk(logprobs: Tensor, k: int) -> torch.return_types.topk:
+def _topk(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if not 1 <= k <= logprobs.shape[-1]:
         raise ValueError(
             f"beam width must be in [1, {logprobs.shape[-1]}] (the draft vocabulary), got {k}"
         )
-    return logprobs.topk(k)
+    return largest(logprobs, k)
 
 
 def _target_ids(ids: Tensor, d2t: Tensor | None) -> Tensor:

@@ -28,6 +28,7 @@ from specmm.randomness import UniformSource, categorical
 from specmm.registry import Open, parse_spec, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
+from specmm.sorting import largest
 from specmm.tree import TreeShape
 
 Tree: TypeAlias = str | tuple[int, ...] | TreeShape | Dynamic
@@ -248,7 +249,7 @@ def sample_siblings(probs: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Te
     race = uniforms.log().neg_().sub_(half_step)
     # tokens of zero probability finish after all others, in the order of their own race
     keys = torch.where(probs > 0, probs / race, -race)
-    tokens = keys.topk(k).indices
+    tokens = largest(keys, k)[1]
     return tokens, sibling_probs(probs, tokens)
 
 
@@ -260,7 +261,7 @@ def likeliest_and_one(dist: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, T
     those tokens are chosen (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0, 1).
     """
     _check_count(dist, k)
-    likeliest = dist.topk(k - 1).indices
+    likeliest = largest(dist, k - 1)[1]
     rest = dist.scatter(-1, likeliest, 0.0)
     others = torch.ones_like(dist).scatter_(-1, likeliest, 0.0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, others)

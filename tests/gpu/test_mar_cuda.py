@@ -19,7 +19,7 @@ def pipe():
 @pytest.mark.parametrize("iterations", [16, 256])
 @pytest.mark.parametrize("method", [methods.AR(), methods.CSpD()], ids=lambda m: m.name)
 def test_graphs_give_the_vectors_of_uncaptured_operators(pipe, method, iterations):
-    """Twice: recorded, and replayed. Speculation is recorded for one token an iteration."""
+    """Twice: recorded, and replayed."""
 
     def drawn(compiled):
         seeded = [torch.Generator("cuda").manual_seed(i) for i in range(2)]

@@ -1,4 +1,4 @@
-"""On a GPU, where there is one: graphs of texts and of answers about pictures, on shipped models."""
+"""On a GPU, where there is one: graphs of texts and of answers about pictures."""
 
 import warnings
 

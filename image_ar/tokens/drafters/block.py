@@ -35,6 +35,7 @@ from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, r
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
 from specmm.shape.trees import Siblings, draw_siblings
+from specmm.sorting import largest
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape, at_nodes
 
@@ -318,7 +319,7 @@ class BlockDrafter:
         :meth:`_dist` gives [B, P, V].
         """
         if not self.sampled:
-            drafts = dist.topk(level.width).indices.flatten(1)
+            drafts = largest(dist, level.width)[1].flatten(1)
             chosen = drafts if level.pick is None else drafts.index_select(1, level.pick)
             return chosen, dist[:, :0]
         children, probs = draw_siblings(dist, level.width, uniforms, self.siblings)

@@ -1,0 +1,44 @@
+"""The k-th largest of a row in Triton, by bisection of its bits.
+
+A program holds a row in registers. Floats are mapped to integers in their order; of the answer one
+bit after the other is settled, the highest first, by counting the entries that are at least as
+large: 32 counts, whatever k is. Shape letters: V vocabulary.
+"""
+
+# Triton's functions take pointers and have no types to speak of
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LEAST = -(2**31)
+
+
+@triton.jit
+def _kth_largest(x_ptr, out_ptr, width, k, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * width + column, mask=column < width, other=float("-inf"))
+    bits = x.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of negatives larger bits are less
+    # the sign first: a step of half the range would not fit into an integer
+    found = tl.where(tl.sum((order >= 0).to(tl.int32)) >= k, 0, LEAST)
+    for i in tl.static_range(31):
+        larger = found + (1 << (30 - i))
+        found = tl.where(tl.sum((order >= larger).to(tl.int32)) >= k, larger, found)
+    bits = tl.where(found < 0, found ^ 0x7FFFFFFF, found)
+    tl.store(out_ptr + row, bits.to(tl.float32, bitcast=True))
+
+
+def kth_largest(x: Tensor, k: int) -> Tensor:
+    """As ``specmm.kernels.top_k.kth_largest``, of contiguous float32 rows."""
+    width = x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], 1)
+    block = triton.next_power_of_2(width)
+    warps = min(16, max(4, block // 1024))
+    _kth_largest[(out.numel(),)](x, out, width, k, LEAST=LEAST, BLOCK=block, num_warps=warps)
+    return out

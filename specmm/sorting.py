@@ -1,0 +1,31 @@
+"""The few largest of many numbers. Shape letters: V numbers of a row, C chunks."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+CHUNKS = (128, 64, 32, 16)
+LONG = 8192  # numbers of a row from which a GPU is slow to search it
+
+
+def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and places of ``x.topk(k)`` [..., k], equal ones in any order.
+
+    A GPU searches a row on one multiprocessor, however long it is: there long rows are searched in
+    chunks, side by side, and then what these found.
+    """
+    width = x.shape[-1]
+    chunks = next((c for c in CHUNKS if width % c == 0 and width // c >= k), 1)
+    if not x.is_cuda or width < LONG or chunks == 1:
+        values, places = x.topk(k)
+        return values, places
+    return by_chunks(x, k, chunks)
+
+
+def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
+    """:func:`largest` by C = ``chunks`` of V / C numbers, of which each has at least ``k``."""
+    width = x.shape[-1] // chunks
+    each = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
+    values, found = each.values.flatten(-2).topk(k)
+    places = each.indices.flatten(-2).gather(-1, found)
+    return values, places + found // k * width
