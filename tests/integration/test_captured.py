@@ -426,6 +426,19 @@ def test_values_of_other_form_are_not_captured(old, new, why):
         pairs(old, new)
 
 
+def test_the_second_round_of_a_later_run_is_replayed(taped, strict):
+    """The first has another form: all others of a later run are replays."""
+    pipe = tiny_pipeline(tokens=36)
+    target = StaticTarget(pipe.target())
+    parts = assemble_pictures(methods.Speculative(tree=(1, 1)), target, pipe.parts)
+    play = round_program(CPU)
+    for seed in range(3):
+        before = taped.replays
+        prompt, uniforms = Prompt(torch.tensor([1])), Uniforms.from_seeds([seed])
+        *_, end = decode(*parts, prompt, 36, uniforms, play=play)
+    assert taped.replays - before == end.stats.batch_rounds - 1
+
+
 def test_logits_that_are_not_finite_end_a_run(taped):
     pipe = tiny_pipeline(tokens=36)
     target = StaticTarget(pipe.target())
