@@ -377,13 +377,16 @@ class Graph:
     """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
 
     Where nothing is captured it is just called. Results are copies. ``pool`` is another's memory.
+    The first ``fixed`` tensors are not written to by anybody: the same ones are copied once.
     """
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None, fixed: int = 0
     ) -> None:
         self.function = function
         self.pool = pool
+        self.fixed = fixed
+        self.given: list[weakref.ref[Tensor]] = []  # those that were copied
         self.replay: Callable[[], None] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -394,7 +397,10 @@ class Graph:
             self.inputs = [x.clone() for x in inputs]
             self.function(*self.inputs)  # what is made once is made
             self.replay = record_on_gpu(self._run, self.pool)
-        copy_all(self.inputs, list(inputs))
+        there = [given() for given in self.given]
+        new = [i for i, x in enumerate(inputs) if not (i < len(there) and there[i] is x)]
+        copy_all([self.inputs[i] for i in new], [inputs[i] for i in new])
+        self.given = [weakref.ref(x) for x in inputs[: self.fixed]]
         self.replay()
         return tuple(x.clone() for x in self.outputs)
 
@@ -406,17 +412,16 @@ class Graphs:
     """``function`` of tensors alone, as a :class:`Graph` for each form of them."""
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None, fixed: int = 0
     ) -> None:
-        self.function = function
-        self.pool = pool
+        self.make = functools.partial(Graph, function, pool, fixed)
         self.by_form: dict[tuple[Any, ...], Graph] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The function's results for ``inputs``."""
         form = tuple((x.shape, x.dtype) for x in inputs)
         if form not in self.by_form:
-            self.by_form[form] = Graph(self.function, self.pool)
+            self.by_form[form] = self.make()
         return self.by_form[form](*inputs)
 
 

@@ -19,9 +19,10 @@ from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.masked_decode import PlainSampler, head_conditions
+from specmm.late import Late
 
 MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
-AHEAD = 4  # rounds of a graph: those of rows that are finished do nothing
+AHEAD = 2  # rounds of a graph: those of rows that are finished do nothing
 
 
 class MARGraphs:
@@ -95,9 +96,12 @@ class MARGraphs:
                     now = play_round(own, now, gaussian, residual)
                 return now
 
-            self.rounds[key] = Graphs(run, self.pool)
-        while bool(state.going.any()):
+            self.rounds[key] = Graphs(run, self.pool, fixed=sizes)
+        before = Late(state.going.any())
+        while before.read()[0]:  # known of the graph before: one too many, but no waiting
+            going = Late(state.going.any())
             state = ChainState(*self.rounds[key](*fixed[1:], *state))
+            before = going
         return state
 
 

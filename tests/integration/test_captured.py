@@ -426,6 +426,20 @@ def test_values_of_other_form_are_not_captured(old, new, why):
         pairs(old, new)
 
 
+def test_what_is_fixed_is_copied_once(taped, monkeypatch):
+    copied = []
+    copy_all = captured.copy_all
+    monkeypatch.setattr(captured, "copy_all", lambda a, b: (copied.append(b), copy_all(a, b)))
+    graphs = captured.Graphs(lambda a, b: (a * b,), fixed=1)
+    table, state = torch.tensor([2.0]), torch.tensor([3.0])
+    for other in (table, table, torch.tensor([5.0]), table):
+        (state,) = graphs(other, state)
+    assert state == 3 * 2 * 2 * 5 * 2
+    assert [len(some) for some in copied] == [2, 1, 2, 2]
+    graphs(table.mul_(1), state.zero_())
+    assert len(copied[-1]) == 1 and copied[-1][0] is state
+
+
 def test_the_second_round_of_a_later_run_is_replayed(taped, strict):
     """The first has another form: all others of a later run are replays."""
     pipe = tiny_pipeline(tokens=36)
