@@ -29,6 +29,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
 from specmm.recipes.recipe import train
 from specmm.runs import run as drawing
+from specmm.runs.race import Quickest
 from tests.cases import some
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
@@ -253,6 +254,26 @@ def test_bench_interleaves_and_compares(tiny: Path) -> None:
     assert rows[1]["speedup"] == pytest.approx(rows[0]["seconds"] / rows[1]["seconds"])
     assert rows[1]["quality"]["log_likelihood"] < 0
     assert "did you mean" in refused("bench", tiny, "--methods", "ar,lantrn")
+
+
+def test_bench_compiles_what_can_be(tiny: Path, taped: Any) -> None:
+    given = ("bench", tiny, "--methods", "sjd,zipar", "-n", 2, "--dtype", "float32", "--seed", 0)
+    rows = run_json(*given, "--compile")
+    assert {r["method"]: r["compiled"] for r in rows} == {"ar": True, "sjd": True, "zipar": False}
+    assert taped.replays and not any(r["compiled"] for r in run_json(*given))
+    assert run(*given, "--compile").stdout.endswith("compiled: ar, sjd\n")
+
+
+def test_what_is_wrong_with_a_call_is_said_once() -> None:
+    calls = []
+
+    def broken(*given: Any, compiled: bool) -> None:
+        calls.append(compiled)
+        raise ValueError("classes must be known")
+
+    with pytest.raises(ValueError, match="classes"):
+        Quickest(broken)("ar", ["hart"], 0)
+    assert calls == [True]
 
 
 class Shown(tqdm):
