@@ -24,7 +24,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from specmm.compiled import CPU, CompiledChain, CompiledRound, count_uncompiled, prepare_compiler
+from specmm.compiled import (
+    CPU,
+    CompiledChain,
+    CompiledRound,
+    NotCompiled,
+    count_uncompiled,
+    prepare_compiler,
+)
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.graph_memory import (
@@ -387,7 +394,13 @@ class Graph:
         self.pool = pool
         self.fixed = fixed
         self.given: list[weakref.ref[Tensor]] = []  # those that were copied
+        self.inputs: list[Tensor] = []
         self.replay: Callable[[], None] | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes of the memory into which what is given is copied."""
+        return sum(x.nbytes for x in self.inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The function's results for ``inputs``."""
@@ -499,7 +512,7 @@ def prepare_programs(device: torch.device, ends_early: bool = False) -> None:
     if not captures(device):
         prepare_compiler(device)
     elif ends_early:
-        raise ValueError("compiled=True serves chains that end early (sure) on processors only")
+        raise NotCompiled("compiled=True serves chains that end early (sure) on processors only")
 
 
 def round_program(device: torch.device = CPU, ends_early: bool = False) -> CompiledRound:

@@ -58,6 +58,10 @@ SAME = {
 }
 
 
+class NotCompiled(ValueError):
+    """What ``compiled=True`` asks for and there is not."""
+
+
 class _Uncompiled(threading.local):
     """Of each thread, the calls of programs that could not be built, or would be too many."""
 
@@ -385,7 +389,7 @@ def prepare_compiler(device: torch.device) -> None:
             get_cpp_compiler()
         except RuntimeError as error:
             wanted = os.environ.get("CXX", "g++")
-            raise ValueError(
+            raise NotCompiled(
                 f"compiled programs need a C++ compiler, {wanted} is none: "
                 "install one, or run without"
             ) from error

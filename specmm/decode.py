@@ -263,8 +263,9 @@ def decode(
 
     Yields after each round, and once more with the run's stats. A finished row keeps nothing more,
     unless a sample of the ``queue`` takes it over (see :mod:`specmm.continuous_batching`). Raises
-    ``ValueError`` when the target's logits or the drafter's distributions are not finite, and for
-    a rule that the drafter's drafts do not allow.
+    ``ValueError`` when the target's logits or the drafter's distributions are not finite (before
+    the round's tokens are yielded, or after the next round where ``play`` is ``ahead``), and for a
+    rule that the drafter's drafts do not allow.
     """
     check_rule(drafter, rule)
     start = time.perf_counter()
@@ -287,7 +288,7 @@ def decode(
         with attention_of_any_length(), checks.of_a_round():
             feedback = play(parts, feedback, progress, uniforms, clock, measure)
             tree, result = feedback.drafted
-            # a rule took ratios of these, but the round's tokens have not been yielded yet
+            # a rule took ratios of these
             if tree.probs is not None and tree.shape.size > 1:
                 check_finite(tree.probs[:, 1:], len(depths), "the drafter")
         progress.observe(result, histogram)

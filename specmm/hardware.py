@@ -66,13 +66,18 @@ def gpu_has_bfloat16() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def spare_memory(device: torch.device) -> float:
-    """The share of a GPU's memory that nothing lies in; 1 for a CPU, whose memory is not asked."""
+def is_nearly_full(device: torch.device, share: float) -> bool:
+    """Whether less than a ``share`` of a GPU's memory is free, also after PyTorch has given back
+    what it holds for later; no CPU's, whose memory is not asked.
+    """
     if device.type != "cuda":
-        return 1.0
-    free, total = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free + unused) / total
+        return False
+    for _ in range(2):
+        free, total = torch.cuda.mem_get_info(device)
+        if free >= share * total:
+            return False
+        torch.cuda.empty_cache()
+    return True
 
 
 def named_dtype(name: str | torch.dtype | None) -> torch.dtype | None:

@@ -25,7 +25,7 @@ class Late:
         self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self.values.copy_(values, non_blocking=True)
         self.arrived = torch.cuda.Event()
-        self.arrived.record()
+        self.arrived.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
         """The numbers, waited for if need be."""

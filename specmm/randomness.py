@@ -108,12 +108,14 @@ class Uniforms:
         device = generator.device
         # always whole blocks: on a GPU a stream depends on how many numbers a call draws
         size = GPU_BLOCK if device.type == "cuda" else BLOCK
-        missing = max(0, count - len(self._rest[row]))
-        blocks = [
-            torch.rand(size, generator=generator, device=device, dtype=self.dtype)
-            for _ in range(math.ceil(missing / size))
-        ]
-        rest = torch.cat([self._rest[row], *blocks])
+        rest = self._rest[row]
+        if len(rest) < count:
+            blocks = range(math.ceil((count - len(rest)) / size))
+            fresh = [
+                torch.rand(size, generator=generator, device=device, dtype=self.dtype)
+                for _ in blocks
+            ]
+            rest = torch.cat([rest, *fresh])
         self._rest[row] = rest[count:]
         return rest[:count]
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 CHUNKS = (128, 64, 32, 16)
-LONG = 8192  # numbers of a row from which a GPU is slow to search it
+LONG = range(8192, 20_000)  # numbers of a row; longer ones PyTorch splits itself
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and places of ``x.topk(k)`` [..., k], equal ones in any order.
 
-    A GPU searches a row on one multiprocessor, however long it is: there long rows are searched in
-    chunks, side by side, and then what these found.
+    A GPU searches a row of up to some 20,000 on one multiprocessor: there ``LONG`` rows are
+    searched in chunks, side by side, and then what these found.
     """
     width = x.shape[-1]
     chunks = next((c for c in CHUNKS if width % c == 0 and width // c >= k), 1)
-    if not x.is_cuda or width < LONG or chunks == 1:
+    if not x.is_cuda or width not in LONG or chunks == 1:
         values, places = x.topk(k)
         return values, places
     return by_chunks(x, k, chunks)

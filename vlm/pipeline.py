@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.compiled import uncompiled_calls
+from specmm.compiled import NotCompiled, uncompiled_calls
 from specmm.hardware import Place, prepack
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, load_drafter
@@ -301,7 +301,7 @@ class VQAPipeline(Pipeline):
         method = self._method(options)
         captured = self.captures(options)
         if options.compiled is True and not captured:
-            raise ValueError(
+            raise NotCompiled(
                 "compiled=True serves text (TextPipeline), and on a GPU questions about pictures "
                 "without draw; leave it out"
             )

@@ -67,6 +67,8 @@ def _cases(
         contest = Contest(model, contenders, None, place, batch, repeats, 0, graphs)
         with bench.memory() as memory:
             rows = run(contest)
+        if graphs and not rows[0]["compiled"]:  # there is no plain decoding to compare with
+            return []
         return [
             _row(row) | {"mode": mode} | memory for row in rows if row["compiled"] or not graphs
         ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.captured import Graphs, shared_pool
+from specmm.compiled import NotCompiled
 from specmm.graph_memory import addresses
 from specmm.image_ar.continuous.chain_program import ChainProgram, ChainState, Fixed, play_round
 from specmm.image_ar.continuous.chain_round import ChainOptions
@@ -22,6 +23,7 @@ from specmm.image_ar.continuous.masked_decode import PlainSampler, head_conditio
 from specmm.late import Late
 
 MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
+MOST_BYTES = 4 * 2**30  # of what they are given: tables of modulations are large
 AHEAD = 2  # rounds of a graph: those of rows that are finished do nothing
 
 
@@ -41,10 +43,12 @@ class MARGraphs:
     @property
     def spent(self) -> bool:
         """Whether weights lie elsewhere than when the first graph was recorded, or there are too
-        many of them.
+        many of them, or they hold too much.
         """
         each = (self.passes, *self.plain.values(), *self.rounds.values())
-        return addresses([self.model]) != self.weights or sum(len(x.by_form) for x in each) > MOST
+        graphs = [graph for some in each for graph in some.by_form.values()]
+        moved = addresses([self.model]) != self.weights
+        return moved or len(graphs) > MOST or sum(x.held for x in graphs) > MOST_BYTES
 
     def conditions(self, tokens: Tensor, known: Tensor, classes: Tensor, wanted: Tensor) -> Tensor:
         """As :func:`specmm.image_ar.continuous.masked_decode.head_conditions` of the model."""
@@ -108,7 +112,7 @@ class MARGraphs:
 def check_captured(method: methods.ContinuousMethod) -> None:
     """Raise ``ValueError`` for what has no graphs."""
     if not method.static_shapes:
-        raise ValueError(
+        raise NotCompiled(
             "compiled=True of MAR needs, on a GPU, ar or an exact cspd without a small model, got "
             f"{method}"
         )

@@ -48,9 +48,9 @@ TRIES = tuple(accumulate(FIRST_TRIES * 4**turn for turn in range(3)))  # of a re
 class ChainState(NamedTuple):
     """``counts`` [R, 2] int64: a row's step (S: it is finished) and its head calls. ``drawn`` int64
     [B, 2]: the numbers that pictures have used of both streams. ``rows`` [R, 3, C]: their
-    ``RowState``; a finished row's η is its token. ``response`` [R, 2]. ``short`` [B] int64: which
-    stream ended first in the round at which a picture stopped, 1 or 2, else 0. And whether a row is
-    ``going`` [R] on.
+    ``RowState``; a finished row's η is its token. ``response`` [R, 2]. ``short`` [B, 2] int64:
+    which stream ended first in the round at which a picture stopped, 1 or 2, else 0, and the
+    numbers wanted of it at once. And whether a row is ``going`` [R] on.
     """
 
     counts: Tensor
@@ -162,9 +162,9 @@ class ChainProgram:
         for b in pictures:
             for stream, count in zip(streams, used[b], strict=True):
                 stream.skip(b, count)
-            ended = short[b] - 1
+            ended, wanted = short[b][0] - 1, short[b][1]
             if ended >= 0 and held[b][ended] < self._most(MOST[ended]):
-                streams[ended].draw_ahead(b)
+                streams[ended].draw_ahead(b, wanted)
                 goes_on = True
             goes_on |= ended >= 0 and any(used[b])
         return goes_on
@@ -188,8 +188,7 @@ class ChainProgram:
         state = self._spread(left, torch.stack([torch.from_numpy(x) for x in rows.state], 1))
         told = (rows.response.seen, rows.response.implied)
         response = self._spread(left, torch.stack([torch.from_numpy(x) for x in told], 1))
-        short = torch.zeros(self.batch, dtype=torch.int64)
-        made = ChainState(counts, drawn, state, response, short, going)
+        made = ChainState(counts, drawn, state, response, drawn.clone(), going)
         return ChainState(*(part.to(self.device) for part in made))
 
     def _spread(self, left: list[int], x: Tensor) -> Tensor:
@@ -255,7 +254,7 @@ def play_round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) 
         ~done,
     )
     sane = ((wider.abs() < WIDEST) | (at[:, :-1, None] >= steps)).flatten(1).all(1)
-    served = (~going | (sane.view_as(going) & ~lost)).all(1) & (numbers.short == 0)
+    served = (~going | (sane.view_as(going) & ~lost)).all(1) & (numbers.short[:, 0] == 0)
     return _moved(state, moved, served, going)
 
 
@@ -269,21 +268,21 @@ def _moved(before: ChainState, after: ChainState, served: Tensor, going: Tensor)
         torch.where(served[:, None], after.drawn, before.drawn),
         torch.where(which[:, None, None], after.rows, before.rows),
         torch.where(which[:, None], after.response, before.response),
-        torch.where(going.any(1), after.short, before.short),
+        torch.where(going.any(1, keepdim=True), after.short, before.short),
         which & after.going,
     )
 
 
 class Numbers:
     """The streams of pictures, of which ``used`` (two of [B]) numbers are: a picture's rows take
-    theirs in their order. ``short`` [B] as in :class:`ChainState`.
+    theirs in their order. ``short`` [B, 2] as in :class:`ChainState`.
     """
 
     def __init__(self, fixed: Fixed, drawn: Tensor) -> None:
         self.streams = (fixed.normals, fixed.log_uniforms)
         self.held = fixed.held.unbind(1)
         self.used = list(drawn.unbind(1))
-        self.short = torch.zeros_like(self.used[0])
+        self.short = torch.zeros_like(drawn)
 
     def normals(self, rows: Tensor, count: int) -> Tensor:
         """The next ``count`` normal numbers [R, count] of each of the ``rows`` [B, n] that take
@@ -300,9 +299,11 @@ class Numbers:
         taking = rows.long()
         first = self.used[i][:, None] + (taking.cumsum(1) - taking) * count  # [B, n]
         at = first[:, :, None] + _range(count, rows)
-        self.used[i] = self.used[i] + taking.sum(1) * count
-        ended = (self.used[i] > self.held[i]) & (self.short == 0)
-        self.short = torch.where(ended, i + 1, self.short)
+        wanted = taking.sum(1) * count
+        self.used[i] = self.used[i] + wanted
+        ended = (self.used[i] > self.held[i]) & (self.short[:, 0] == 0)
+        told = torch.stack([torch.full_like(wanted, i + 1), wanted], dim=1)
+        self.short = torch.where(ended[:, None], told, self.short)
         found = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
         return found.view(-1, count)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.compiled import compiled, looped, prepare_compiler
+from specmm.compiled import NotCompiled, compiled, looped, prepare_compiler
 from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_windows import WindowTables
@@ -93,7 +93,7 @@ def _served(bound: BoundHead) -> bool:
 def check_compiled(method: methods.ContinuousMethod, settings: MARSettings, place: str) -> None:
     """Raise ``ValueError`` for what has no programs on a ``place``, a kind of device."""
     if not method.static_shapes or settings.solver != "ddpm" or place != "cpu":
-        raise ValueError(
+        raise NotCompiled(
             "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd without a "
             f"small model, got {place}, {settings.solver!r} and {method}"
         )
@@ -110,7 +110,7 @@ def check_tokens(
         n for n in sizes if n <= most and n * batch <= FEW and head.keeps(n * batch, branches)
     )
     if 2 * sum(served) < sum(sizes):
-        raise ValueError(
+        raise NotCompiled(
             f"compiled=True of MAR needs iterations of at most {FEW} tokens in a batch, for cspd "
             f"of one a picture, got up to {max(sizes)} in each of {batch} pictures: give a larger "
             "num_iter or a smaller batch_size"

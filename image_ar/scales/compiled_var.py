@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.compiled import compiled, prepare_compiler
+from specmm.compiled import NotCompiled, compiled, prepare_compiler
 from specmm.image_ar.scales.next_scale import ScaleCache
 from specmm.image_ar.scales.var import VAR, ClassCondition
 
@@ -93,6 +93,6 @@ def run_blocks(
 def check_method(method: methods.ScalesMethod) -> None:
     """Raise ``ValueError`` for a method whose passes are of too many shapes for programs."""
     if not method.static_shapes:
-        raise ValueError(
+        raise NotCompiled(
             f"compiled=True needs ar or code (a scale a pass, always the same), got {method}"
         )

@@ -15,6 +15,7 @@ import torch
 
 from specmm import methods
 from specmm.captured import captures, prepare_programs, round_program
+from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
 from specmm.drafter import Drafter
@@ -114,7 +115,7 @@ def static_target(
     compiler.
     """
     if not method.static_shapes:
-        raise ValueError(
+        raise NotCompiled(
             "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
             f"(rounds all alike), got {method}"
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
-from specmm.compiled import CompiledRound, DeferredStop, compiled
+from specmm.compiled import CompiledRound, DeferredStop, NotCompiled, compiled
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.kernels.tree_attention import Mask
@@ -296,7 +296,7 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
 
     def __init__(self, plain: LlamaGenTarget) -> None:
         if plain.model.config.model_type != "c2i":
-            raise ValueError(
+            raise NotCompiled(
                 "steps and rounds of static shapes serve class-conditional models only"
             )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)

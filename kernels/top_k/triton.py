@@ -15,16 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LEAST = -(2**31)
+LEAST, MOST = -(2**31), 2**31 - 1  # integers
 
 
 @triton.jit
-def _kth_largest(x_ptr, out_ptr, width, k, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+def _kth_largest(
+    x_ptr, out_ptr, width, k, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * width + column, mask=column < width, other=float("-inf"))
     bits = x.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of negatives larger bits are less
+    order = tl.where(x != x, MOST, order)  # NaN of either sign
     # the sign first: a step of half the range would not fit into an integer
     found = tl.where(tl.sum((order >= 0).to(tl.int32)) >= k, 0, LEAST)
     for i in tl.static_range(31):
@@ -40,5 +43,6 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
     out = x.new_empty(*x.shape[:-1], 1)
     block = triton.next_power_of_2(width)
     warps = min(16, max(4, block // 1024))
-    _kth_largest[(out.numel(),)](x, out, width, k, LEAST=LEAST, BLOCK=block, num_warps=warps)
+    options = dict(LEAST=LEAST, MOST=MOST, BLOCK=block, num_warps=warps)
+    _kth_largest[(out.numel(),)](x, out, width, k, **options)
     return out

@@ -100,7 +100,10 @@ def bench(
     typer.echo(f"{n} runs each at batch {batch}, {where}; speed-up over plain decoding of this run")
     if compile_all:
         made = [row["label"] for row in rows if row["compiled"]]
-        typer.echo(f"compiled: {', '.join(made) or 'none of them can be'}")
+        typer.echo(f"compiled: {', '.join(made) or 'none of them'}")
+        for row in rows:
+            if row["not_compiled"]:
+                typer.echo(f"not {row['label']}: {row['not_compiled']}")
 
 
 def plan(

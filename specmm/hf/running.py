@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.captured import CapturedRound, captures
+from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import (
     EndTokens,
@@ -185,10 +186,18 @@ class Run:
             return self.play.captured.recorded is not None
         return self.play is not one_round
 
+    def _played_ahead(self, ahead: bool) -> None:
+        """Whether rounds may be told before the last one is known to be right: not where tokens are
+        shown as they come.
+        """
+        if isinstance(self.play, CapturedRound):
+            self.play.ahead = ahead
+
     def finish(
         self, streamer: BaseStreamer | None = None
     ) -> tuple[list[str], list[Tensor], Progress]:
         """Texts and ids of all rows, and the last progress; ids go to the ``streamer``."""
+        self._played_ahead(streamer is None)
         if streamer is not None and self.queue is not None and len(self.queue.generators) > 1:
             raise ValueError(
                 f"a streamer takes one answer at a time, got {len(self.queue.generators)} questions"
@@ -206,6 +215,7 @@ class Run:
             raise ValueError(
                 "batch_size must be 0 for a stream, which shows all answers as they grow"
             )
+        self._played_ahead(False)
         letters: list[int] = []  # of each row so far
         counted: list[int] = []  # its tokens
         for progress in self.steps:
@@ -397,7 +407,7 @@ class Pipeline:
             return one_round
         asked = options.compiled is True
         if options.stops and asked:
-            raise ValueError(
+            raise NotCompiled(
                 "compiled=True looks for end tokens only, got stop, which reads the text between "
                 "rounds; leave one of them out"
             )
@@ -405,7 +415,7 @@ class Pipeline:
         if method.captured and not options.stops and (asked or rounds >= WORTH):
             return CapturedRound(quiet=not asked)
         if asked:
-            raise ValueError(
+            raise NotCompiled(
                 "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
                 f"trees (nothing in a round is decided by the host), got {method}"
             )
@@ -431,13 +441,15 @@ class Pipeline:
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None
         key = methods.filed(method), options.processor, options.compiled
-        if not isinstance(play, CapturedRound):
-            return SharedRounds(target, self.parts_of(method, target), play, drafter)
-        if (last := self.graphs.take(key, self.model, drafter)) is not None:
+        captured = isinstance(play, CapturedRound)
+        last = self.graphs.take(key, self.model, drafter) if captured else None
+        more = captured and last is None
+        self.graphs.make_room(self.model.device, last is not None, more)
+        if last is not None:
             return last
-        self.graphs.make_room(self.model.device)
         made = SharedRounds(target, self.parts_of(method, target), play, drafter)
-        self.graphs.keep(key, made)
+        if captured:
+            self.graphs.keep(key, made)
         return made
 
     def _run(

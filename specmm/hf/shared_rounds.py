@@ -14,12 +14,12 @@ import torch
 
 from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress
-from specmm.hardware import spare_memory
+from specmm.hardware import is_nearly_full
 from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
 
 MOST = 4  # methods or options in turn whose graphs are kept
-SPARE = 0.25  # of a GPU's memory, below which the last one's alone are
+SPARE = 0.25  # of a GPU's memory, without which only a run's own are
 
 
 @dataclass
@@ -59,10 +59,13 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """The rounds of the last calls by ``key`` (method and options), each with memory of its own."""
+    """The rounds of the last calls by ``key`` (method and options), each with memory of its own: at
+    ``most`` so many.
+    """
 
     def __init__(self) -> None:
         self.found: dict[object, SharedRounds] = {}  # the newest last
+        self.most = MOST
 
     @property
     def newest(self) -> SharedRounds:
@@ -70,19 +73,22 @@ class KeptRounds:
         return next(reversed(self.found.values()))
 
     def take(self, key: object, model: Any, drafter: object) -> SharedRounds | None:
-        """Those of ``key``, if they are of ``model`` and ``drafter`` and free for another run."""
+        """Those of ``key``, if they are of ``model`` and ``drafter`` and free for another run; what
+        is of another model is dropped.
+        """
+        self.found = {k: one for k, one in self.found.items() if one.target.model is model}
         shared = self.found.pop(key, None)
         if shared is None or shared.busy or shared.failed or not shared.fits(model, drafter):
             return None
         self.found[key] = shared
         return shared
 
-    def make_room(self, device: torch.device) -> None:
-        """For one more: the oldest go where there are ``MOST``, all where ``device`` is nearly
-        full.
+    def make_room(self, device: torch.device, taken: bool, more: bool) -> None:
+        """Before a run, whose rounds were ``taken`` or are not here: the oldest go beyond ``most``,
+        if one ``more`` is to be kept, and all others where ``device`` is nearly full.
         """
-        most = MOST if spare_memory(device) >= SPARE else 1
-        while len(self.found) >= most:
+        kept = self.most - more
+        while len(self.found) > kept or (len(self.found) > taken and is_nearly_full(device, SPARE)):
             del self.found[next(iter(self.found))]
 
     def keep(self, key: object, shared: SharedRounds) -> None:

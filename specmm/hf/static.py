@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.cache import Cache, CacheSize, StaticMemory, branched
-from specmm.compiled import DeferredStop, compiled
+from specmm.compiled import DeferredStop, NotCompiled, compiled
 from specmm.decode import room
 from specmm.guidance import Guidance
 from specmm.hf.aux_states import AuxStates
@@ -86,7 +86,7 @@ class StaticVLMTarget(CapturedTarget):
         odd = self.family.turning_point is not None or self.family.partial
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
-            raise ValueError(
+            raise NotCompiled(
                 f"compiled=True needs full attention and one set of positions, {self.name} has "
                 "others"
             )
@@ -98,7 +98,9 @@ class StaticVLMTarget(CapturedTarget):
         """As the parent's; one without ``scratch`` begins plain steps."""
         output = super().prefill(prompt, scratch)
         if self.way != WAYS[0]:
-            raise ValueError(f"compiled=True does not serve rows of several lengths of {self.name}")
+            raise NotCompiled(
+                f"compiled=True does not serve rows of several lengths of {self.name}"
+            )
         if self.branches > 1 and self.cache.hidden_prefix is None:  # as where there is padding
             self._hide(torch.zeros(self.cache.size.rows, 1, dtype=torch.bool, device=self.device))
         with torch.inference_mode(False):  # programs write to them

@@ -16,6 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from specmm import methods
+from specmm.compiled import NotCompiled
 from specmm.hf.drafting import KINDS
 from specmm.runs.run import label, place_of
 from specmm.stats import Certificate, Stats, merged_certificate, quartiles, speedup
@@ -38,6 +39,7 @@ class Lane:
 
     method: Any
     compiled: bool = True
+    refused: str | None = None  # why it was not compiled, if that was asked for
     stats: Stats = field(default_factory=Stats)
     seconds: list[float] = field(default_factory=list)
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)
@@ -52,21 +54,21 @@ class Lane:
 
 
 class Quickest:
-    """``call`` with ``compiled=True``, but for methods that refuse it."""
+    """``call`` with ``compiled=True``, but for methods that refuse it: ``refused``, by their labels
+    the reasons.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
-        self.refused: list[Any] = []
+        self.refused: dict[str, str] = {}
 
     def __call__(self, method: Any, asked: Any, seed: int) -> Any:
         """See :data:`Call`."""
-        if method not in self.refused:
+        if label(method) not in self.refused:
             try:
                 return self.call(method, asked, seed, compiled=True)
-            except ValueError as error:
-                if not str(error).startswith(("compiled=True", "compiled programs")):
-                    raise
-                self.refused.append(method)
+            except NotCompiled as error:
+                self.refused[label(method)] = str(error)
         return self.call(method, asked, seed, compiled=False)
 
 
@@ -79,7 +81,7 @@ def race(
     **wanted: Any,
 ) -> list[Lane]:
     """Every method draws every round's classes or prompts with the same seeds, in rotating order,
-    ``compiled`` where it can be.
+    ``compiled`` where it can be; a lane says why not.
 
     ``wanted`` says what pictures are like: height and width, where a model draws several sizes.
     """
@@ -92,7 +94,9 @@ def race(
     return raced(Quickest(draw) if compiled else draw, contenders, rounds, seed)
 
 
-def raced(call: Call, contenders: Sequence[Any], rounds: Sequence[Any], seed: int) -> list[Lane]:
+def raced(
+    call: Call | Quickest, contenders: Sequence[Any], rounds: Sequence[Any], seed: int
+) -> list[Lane]:
     """As :func:`race`, by whatever ``call``.
 
     Each first runs one round that is not counted, so that caches, plans and memory are ready.
@@ -106,6 +110,9 @@ def raced(call: Call, contenders: Sequence[Any], rounds: Sequence[Any], seed: in
             for lane in in_turn(lanes, i):
                 _once(call, lane, asked, seed + i)
                 bar.update()
+    refused = call.refused if isinstance(call, Quickest) else {}
+    for lane in lanes:
+        lane.refused = refused.get(label(lane.method))
     return lanes
 
 
@@ -146,6 +153,7 @@ def summary(lane: Lane, plain: Lane, batch: int) -> dict[str, Any]:
         "batch": batch,
         "runs": len(lane.seconds),
         "compiled": lane.compiled,
+        "not_compiled": lane.refused,
         "seconds": median,
         "seconds_per_picture": median / batch,
         "seconds_per_token": statistics.median(lane.each),
@@ -231,7 +239,9 @@ def measure_language(
     seed: int,
 ) -> list[dict[str, Any]]:
     """As :func:`measure`, of what is ``asked`` of a model of texts or answers, by ``call``."""
-    lanes = raced(call, _with_plain(contenders), _batches(asked, batch, runs), seed)
+    contenders = _with_plain(contenders)
+    pipe.graphs.most = max(pipe.graphs.most, len(contenders))  # in turn: none is recorded anew
+    lanes = raced(call, contenders, _batches(asked, batch, runs), seed)
     facts = _facts(model, seed, pipe.model)
     return [
         {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": None}, **facts}

@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from specmm import methods
 from specmm.autotune import Plan
 from specmm.captured import round_program
-from specmm.compiled import prepare_compiler, uncompiled_calls
+from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
 from specmm.hardware import Place, prepack
@@ -309,12 +309,12 @@ class TextPipeline(Pipeline):
 def check_compiled(method: methods.TextMethod, options: Options) -> None:
     """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
     if not method.static_shapes:
-        raise ValueError(
+        raise NotCompiled(
             "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
             f"alike), got {method}"
         )
     if options.stops or options.batch_size:
-        raise ValueError(
+        raise NotCompiled(
             "compiled=True looks for end tokens only and answers all at once: give no stop or "
             "batch_size"
         )

@@ -218,12 +218,52 @@ def test_methods_in_turn_have_graphs_of_their_own(taped, strict):
     assert taped.records == 2
 
 
-@pytest.mark.parametrize(("spare", "kept"), [(1.0, 2), (0.1, 1)])
-def test_replaced_graphs_are_freed_at_once(spare, kept, taped, strict, monkeypatch):
-    """The oldest beyond so many, and all but the last where memory is scarce."""
-    monkeypatch.setattr(shared_rounds, "MOST", 2)
-    monkeypatch.setattr(shared_rounds, "spare_memory", lambda device: spare)
+def test_what_fills_the_memory_frees_other_graphs(taped, strict, monkeypatch):
+    """Also a call that takes a graph over, and one without."""
     pipe = TextPipeline.from_pretrained("pocket/coder")
+    for compiled, left in ((True, 1), (False, 0)):
+        for temperature in (0.5, 0.6, 0.7):
+            asked(pipe, TextPipeline, True, 0, temperature=temperature)
+        assert len(pipe.graphs.found) == 3
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_rounds, "is_nearly_full", lambda device, share: True)
+            asked(pipe, TextPipeline, compiled, 1, temperature=0.6)
+        assert len(pipe.graphs.found) == left
+
+
+def test_graphs_of_a_model_that_was_replaced_are_freed(taped, strict):
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    for temperature in (0.5, 0.6):
+        asked(pipe, TextPipeline, True, 0, temperature=temperature)
+    pipe.model = copy.deepcopy(pipe.model)
+    asked(pipe, TextPipeline, True, 0, temperature=0.7)
+    assert [one.target.model for one in pipe.graphs.found.values()] == [pipe.model]
+
+
+def test_a_stream_shows_no_tokens_of_logits_that_are_not_finite(taped, strict):
+    """A call may be told of them a round later."""
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    asked(pipe, TextPipeline, True, 0)
+    shown = {}
+    for compiled in (False, True):
+        pieces = pipe.stream("import os\n", method="ar", compiled=compiled, max_new_tokens=40)
+        shown[compiled] = [next(pieces) for _ in range(9)]
+        with torch.no_grad():
+            before = pipe.model.lm_head.weight[3].clone()
+            pipe.model.lm_head.weight[3] = float("nan")
+        with pytest.raises(ValueError, match="finite"):
+            next(pieces)
+        with torch.no_grad():
+            pipe.model.lm_head.weight[3] = before
+    assert shown[True] == shown[False] and taped.replays
+
+
+@pytest.mark.parametrize(("full", "kept"), [(False, 2), (True, 1)])
+def test_replaced_graphs_are_freed_at_once(full, kept, taped, strict, monkeypatch):
+    """The oldest beyond so many, and all but the last where memory is scarce."""
+    monkeypatch.setattr(shared_rounds, "is_nearly_full", lambda device, share: full)
+    pipe = TextPipeline.from_pretrained("pocket/coder")
+    pipe.graphs.most = 2
     found = []
     gc.disable()
     try:

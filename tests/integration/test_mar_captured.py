@@ -75,8 +75,9 @@ def test_predictors_have_graphs_of_their_own(trained, taped):  # noqa: F811
         assert quick.stats.head_calls == plain.stats.head_calls
 
 
-def test_graphs_are_no_more_than_so_many(taped, monkeypatch):
-    monkeypatch.setattr("specmm.image_ar.continuous.captured_mar.MOST", 20)
+@pytest.mark.parametrize(("name", "most"), [("MOST", 20), ("MOST_BYTES", 12_000)])
+def test_graphs_are_no_more_than_so_many(name, most, taped, monkeypatch):
+    monkeypatch.setattr(f"specmm.image_ar.continuous.captured_mar.{name}", most)
     made = pipeline()
     graphs = []
     for iterations in (9, 9, 10, 11):  # with those of chains 14, 14 and 24

@@ -119,7 +119,7 @@ def test_what_a_program_cannot_play_is_played_outside(bind, name, value, each, m
 
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.parametrize("most", [(80, 1024), (16384, 20), (20, 1024), (16384, 5)])
-@pytest.mark.parametrize("block", [846, 16384])
+@pytest.mark.parametrize("block", [50, 846, 16384])
 def test_numbers_that_end_are_drawn_in_their_order(bind, block, most, each, monkeypatch):
     """By the program as by single operators; of 846 both streams end in one round."""
     monkeypatch.setattr(orders, "BLOCK", block)

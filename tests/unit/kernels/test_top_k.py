@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from specmm.kernels.top_k import MOST, kth_largest, naive, serves
+from specmm.kernels.top_k.triton import LEAST
 from specmm.processors import Processor
 
 WIDTHS = [1, 2, 100, 1024, 1500]
@@ -38,8 +39,10 @@ def test_rows_that_are_not_contiguous(device, on_triton):
 
 
 def test_nan_is_the_largest(device, on_triton):
-    x = torch.tensor([[1.0, float("nan"), 2.0]], device=device)
-    assert kth_largest(x, 1).isnan().all() and kth_largest(x, 2).item() == 2
+    nan = torch.tensor([float("nan")], device=device)
+    for one in (nan, nan.view(torch.int32).bitwise_or(LEAST).view(torch.float32)):
+        x = torch.cat([one, one.new_tensor([1.0, 2.0])])[None]
+        assert kth_largest(x, 1).isnan().all() and kth_largest(x, 2).item() == 2
 
 
 def test_zeros_of_both_signs_are_one(device, on_triton):
