@@ -25,8 +25,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-GROUP = 32  # tokens of a column
-LARGE = 2**14  # tokens from which columns pay
+from specmm.sorting import by_columns
+
 # Decimals of a score: paths that agree so far are equal, and the one with smaller tokens is taken.
 SAME = 11
 TIE = 10.0**-SAME
@@ -108,27 +108,12 @@ def _carrying(values: list[float], tau: float) -> int:
 
 def _likeliest(log_probs: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
     """The ``count`` largest of each row and their ids, equal ones by id."""
-    largest = _largest(log_probs, min(count + 1, log_probs.shape[1]))
+    largest = by_columns(log_probs, min(count + 1, log_probs.shape[1]))
     values, ids = (found.tolist() for found in largest)
     if any(len(set(row)) < len(row) for row in values):  # a tie needs a full, stable sort
         ordered = log_probs.sort(dim=1, descending=True, stable=True)
         return ordered.values[:, :count].tolist(), ordered.indices[:, :count].tolist()
     return [row[:count] for row in values], [row[:count] for row in ids]
-
-
-def _largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As ``x.topk(count)``, in a seventh of the time for 151,936 tokens on a CPU.
-
-    Of a large V only those ``count`` columns of GROUP tokens are searched that hold the largest.
-    """
-    columns = x.shape[1] // GROUP
-    if x.shape[1] < LARGE or x.shape[1] % GROUP or count > columns:
-        return x.topk(count)
-    groups = x.reshape(len(x), GROUP, columns)
-    chosen = groups.amax(1).topk(count, sorted=False).indices
-    best = groups.gather(2, chosen[:, None].expand(-1, GROUP, -1)).flatten(1).topk(count)
-    places = best.indices // count * columns
-    return best.values, places + chosen.gather(1, best.indices % count)
 
 
 class CausalProxy(Protocol):

@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from specmm.diffusion_drafters import lattice_naive as naive
 from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, draft
 from specmm.diffusion_drafters.lattice_naive import every_path
-from specmm.diffusion_drafters.lattice_search import LARGE, Objective, beam_path, best_path, prune
+from specmm.diffusion_drafters.lattice_search import Objective, beam_path, best_path, prune
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.recipes.training.ngram import fit
+from specmm.sorting import LARGE
 
 TEXTS = [[0, 1, 2, 3, 1, 2, 4], [1, 2, 3, 0], [], [4]]
 END = 5
