@@ -101,11 +101,10 @@ class MARGraphs:
                 return now
 
             self.rounds[key] = Graphs(run, self.pool, fixed=sizes)
-        before = Late(state.going.any())
-        while before.read()[0]:  # known of the graph before: one too many, but no waiting
-            going = Late(state.going.any())
+        before: Late | None = None
+        while before is None or before.read()[0]:  # one graph too many, but no waiting
+            before = Late(state.going.any())
             state = ChainState(*self.rounds[key](*fixed[1:], *state))
-            before = going
         return state
 
 

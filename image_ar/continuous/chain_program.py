@@ -23,6 +23,7 @@ from specmm.image_ar.continuous.chain_round import (
     WIDEST,
     ChainOptions,
     ChainRows,
+    Normal,
     RowState,
     Verified,
     draft,
@@ -229,12 +230,14 @@ def play_round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) 
     limit = (steps - 1 - k).clamp(min=0, max=drafted)  # drafts that are not beyond the last point
     kept = torch.minimum(_first(rejected), limit)
     row = _range(len(k), k)
-    step = p[row, kept].sample(numbers.normals(going, width))
+    probs = p[row, kept]
+    step = probs.sample(numbers.normals(going, width))
     lost = torch.zeros_like(going)
     if residual:
         lost = going & (kept < limit).view_as(going)
-        step, lost = _from_residual(verified, kept, step, lost, numbers)
-    clean = p.mean[row, kept]
+        over = drafts.q[row, kept.clamp(max=drafted - 1)]
+        step, lost = _from_residual(probs, over, step, lost, numbers)
+    clean = probs.mean
     out = columns.gain[row, kept + 1]
     eta = drafts.points[row, kept] + out * step
     mean, var = clean, torch.zeros_like(clean)
@@ -330,19 +333,16 @@ def _verify(
 
 
 def _from_residual(
-    found: Verified, kept: Tensor, step: Tensor, lost: Tensor, numbers: Numbers
+    p: Normal, q: Normal, step: Tensor, lost: Tensor, numbers: Numbers
 ) -> tuple[Tensor, Tensor]:
-    """``step`` [R, C], for the rows ``lost`` [B, n] one of the residual after ``kept`` [R] drafts,
-    as ``draw_residual``'s; and the rows that would need more proposals than there are.
+    """``step`` [R, C], for the rows ``lost`` [B, n] one of the residual of ``p`` over ``q``, as
+    ``draw_residual``'s; and the rows that would need more proposals than there are.
     """
-    row = _range(len(kept), kept)
-    p = found.p[row, kept]
-    q = found.drafts.q
-    over = q[row, kept.clamp(max=q.mean.shape[1] - 1)]
+    row = _range(len(step), step)
     width = step.shape[1]
     for tries in (b - a for a, b in pairwise((0, *TRIES))):
         y = p[:, None].sample(numbers.normals(lost, tries * width).unflatten(1, (-1, width)))
-        good = numbers.log_uniforms(lost, tries) > -log_ratio(p[:, None], over[:, None], y)
+        good = numbers.log_uniforms(lost, tries) > -log_ratio(p[:, None], q[:, None], y)
         first = _first(good)
         hit = lost.flatten() & (first < tries)
         step = torch.where(hit[:, None], y[row, first.clamp(max=tries - 1)], step)
