@@ -56,11 +56,13 @@ def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
 
 
 def _even(wanted: int, steps: int) -> list[int]:
-    for stride in range(1, steps + 1):
-        if len(range(0, steps, stride)) == wanted:
-            return list(range(0, steps, stride))
+    strides = {len(range(0, steps, stride)): stride for stride in range(steps, 0, -1)}
+    if wanted in strides:
+        return list(range(0, steps, strides[wanted]))
+    near = min(strides, key=lambda count: abs(count - wanted))
     raise ValueError(
-        f"'ddim' must be followed by a number that strides {steps} steps evenly, got {wanted}"
+        f"'ddim' must be followed by a number that strides {steps} steps evenly, got {wanted}: "
+        f"take {near}"
     )
 
 

@@ -56,6 +56,16 @@ class MARSettings:
                 f"cfg_schedule must be 'linear' or 'constant', got {self.cfg_schedule!r}"
             )
 
+    def spaced(self, steps: str | int | None) -> str | int | None:
+        """``steps``; of a number, so many that are spaced as these settings' are.
+
+        A plain "100" begins at the noisiest of all 1000 timesteps, where the head's prediction is
+        divided by √ᾱ = 1/20,000; "ddim100" begins before it. A head that is only good for the one
+        draws noise by the other.
+        """
+        ddim = self.head_steps.startswith("ddim") and isinstance(steps, int)
+        return f"ddim{steps}" if ddim else steps
+
     @property
     def claimed(self) -> dict[str, object]:
         """The options that shape the distribution, for certificates."""

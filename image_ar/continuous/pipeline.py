@@ -173,10 +173,11 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C].
 
         Tokens are in raster order. ``class_labels`` is another name of ``classes``, and
-        ``guidance_scale`` of ``cfg``. Options default to the model's settings. ``generator`` is one
-        for all (each picture gets a seed from it) or one a picture; its uniforms depend on its own
-        seed only, not on the batch. Raises ``ValueError`` for an unknown class or method, for
-        options out of range and for a method without the small model it needs.
+        ``guidance_scale`` of ``cfg``. Options default to the model's settings; ``head_steps`` that
+        are a number are spaced as the settings' are, a string is ``NoiseSchedule.of``'s.
+        ``generator`` is one for all (each picture gets a seed from it) or one a picture; its
+        uniforms depend on its own seed only, not on the batch. Raises ``ValueError`` for an unknown
+        class or method, for options out of range and for a method without the small model it needs.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
@@ -243,7 +244,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
             cfg=cfg,
             temperature=temperature,
             num_iter=num_iter,
-            head_steps=head_steps,
+            head_steps=self.settings.spaced(head_steps),
             cfg_schedule=cfg_schedule,
             solver=solver,
         )

@@ -201,7 +201,7 @@ def test_cells_show_what_was_accepted():
 def test_mars_cells_are_the_calls_that_tokens_waited_for():
     pipe = specmm.ImagePipeline.from_pretrained("pocket/mar")
     pipe.set_progress_bar_config(disable=True)
-    call = dict(classes=["heart"], num_iter=4, head_steps="20")
+    call = dict(classes=["heart"], num_iter=4, head_steps=20)
     plain, fast = finished(
         [picture_lane(pipe, "ar", **call), picture_lane(twin(pipe), "cspd", **call)]
     )

@@ -40,7 +40,7 @@ def check(model: str, method: str, sizes: Sequence[slice], threads: int = 1) -> 
     worker = ImageWorker(Spec(model, method, dtype="float32"))
     worker.pipe.set_progress_bar_config(disable=True)
     if model == "pocket/mar":  # every head step makes the same products: fewer of them show as much
-        worker.pipe.settings = dataclasses.replace(worker.pipe.settings, head_steps="12")
+        worker.pipe.settings = dataclasses.replace(worker.pipe.settings, head_steps="ddim12")
     items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(8)]
     kept = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -96,6 +96,18 @@ def test_continuous_tokens(mar):
     assert plain.stats.head_calls_per_token == 100 and fast.stats.head_calls_per_token < 35
 
 
+def test_a_number_of_head_steps_is_spaced_as_the_models_own(mar):
+    """At the noisiest step of all, which "25" includes, this head draws vectors of a thousand."""
+    few = draw(mar, "ar", num_iter=6, head_steps=25, output_type="latent")
+    assert few.certificate.settings["head_steps"] == "ddim25"
+    assert few.stats.head_calls_per_token == 25 and few.tokens.abs().max() < 20
+    release = draw(mar, "ar", num_iter=6, head_steps="25", output_type="latent")
+    assert release.certificate.settings["head_steps"] == "25"
+    assert release.tokens.abs().max() > 100
+    with pytest.raises(ValueError, match=r"strides 1000 steps evenly, got 60: take 59$"):
+        draw(mar, "ar", head_steps=60)
+
+
 def test_a_continuous_picture_depends_on_its_seed_only(mar):
     def images(*pictures):
         generators = [torch.Generator().manual_seed(seed) for _, seed in pictures]
