@@ -51,6 +51,16 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def temporary_folders_with_pytests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """They go with pytest's old ones: what would remove them as a process ends does not run, for
+    xdist ends its workers at once.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
     """A test that takes more threads (a benchmark does) gives them back."""

@@ -186,7 +186,7 @@ def saved(out: Any, model: str, name: str, seed: int) -> str:
     facts = {"method": out.method, "certificate": out.certificate.as_dict()}
     item = Item(f"{name}-{seed}", "class", name, seed)
     data = encode(Result(item, facts, image=out.images[0]), "png", model)["png"]
-    folder = Path(_pictures().name)
+    folder = Path(own_folder("pictures").name)
     for old in folder.iterdir():
         if time.time() - old.stat().st_mtime > KEPT:
             shutil.rmtree(old, ignore_errors=True)
@@ -196,5 +196,6 @@ def saved(out: Any, model: str, name: str, seed: int) -> str:
 
 
 @functools.cache
-def _pictures() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="specmm-")
+def own_folder(purpose: str) -> tempfile.TemporaryDirectory[str]:
+    """The folder of this process for a ``purpose``, which goes when the process ends."""
+    return tempfile.TemporaryDirectory(prefix=f"specmm-{purpose}-")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from specmm.app.fields import (
 )
 from specmm.app.lanes import TextLane
 from specmm.app.models import AppModels, changed, in_sentences
-from specmm.app.views import line, marked
+from specmm.app.views import line, marked, own_folder
 from specmm.hf.running import Run
 from specmm.runs.run import Kind
 from specmm.vlm.pictures import open_image
@@ -221,7 +220,7 @@ def short(text: str) -> str:
 @functools.cache
 def scenes() -> tuple[str, ...]:
     """Paths of new pictures to ask about: coloured shapes, as in the data of ``pocket/llava``."""
-    folder = Path(tempfile.mkdtemp(prefix="specmm-"))
+    folder = Path(own_folder("scenes").name)
     found = []
     for shape, colour, corners in SHAPES:
         image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")

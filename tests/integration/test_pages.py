@@ -20,6 +20,11 @@ PAGES = sorted(p for p in DOCS.rglob("*.md") if p.name not in GENERATED)
 # the others train, time, or answer at length
 QUICK = {"certificates.md", "drafter.md"}
 NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
+# what makes a notebook's numbers good takes minutes: a test does with less of it
+LESS = {
+    "4_a_drafter_from_nothing": {"560": "24", "steps=420": "steps=8", "scenes=10": "scenes=1"},
+    "5_fid_done_right": {"64": "16"},
+}
 
 
 @pytest.fixture
@@ -57,7 +62,11 @@ def test_snippets_of_a_page_run(page: Path, workplace: Path, make_tiny: Maker) -
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(notebook: Path, workplace: Path, make_tiny: Maker) -> None:
     write_files("", make_tiny)
-    found = json.loads(notebook.read_text())
+    text = notebook.read_text()
+    for much, little in LESS.get(notebook.stem, {}).items():
+        assert much in text
+        text = text.replace(much, little)
+    found = json.loads(text)
     if "ray" in notebook.stem:
         pytest.importorskip("ray")
     namespace: dict[str, object] = {"__name__": "__main__"}

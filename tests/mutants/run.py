@@ -6,10 +6,11 @@ tree, where all must pass; then each mutation is made in a copy of the tree and 
 in a process forked from this one, which has imported PyTorch and transformers once for all of them
 (and never ``specmm``).
 
-A mutation is killed by a test that fails, or that runs on and on (``timeout``). Tests that cannot
-even be collected or set up kill nothing: such a mutation is an error. One that is called
-``equivalent``, with its reason, must survive. The exit status is 1 unless all others are killed,
-and 2 for a list that does not fit the tree or tests that fail on it as it is.
+A mutation is killed by a test that fails, or that runs on and on (``timeout``), ten times as long
+as unmutated: so name the quickest test that fails, and no whole file. Tests that cannot even be
+collected or set up kill nothing: such a mutation is an error. One that is called ``equivalent``,
+with its reason, must survive. The exit status is 1 unless all others are killed, and 2 for a list
+that does not fit the tree or tests that fail on it as it is.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ NEEDED = (
     *("tests", "pyproject.toml"),
 )
 QUIET = ("-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
+TOGETHER = 6  # files of tests that run unmutated in one process
 PATIENCE = 10  # times what its tests take unmutated a mutation may take, beside --least
 
 
@@ -319,11 +321,13 @@ class Pool:
 
 
 def by_file(mutations: Iterable[Mutation]) -> list[Task]:
-    """All tests named, those of one file together."""
+    """All tests named, those of a few files together: to start a process takes as long as they."""
     files: dict[str, dict[str, None]] = {}
     for test in (test for mutation in mutations for test in mutation.tests):
         files.setdefault(test.partition("::")[0], {})[test] = None
-    return [Task([file] if file in tests else list(tests)) for file, tests in files.items()]
+    named = [[file] if file in tests else list(tests) for file, tests in files.items()]
+    some = [named[i : i + TOGETHER] for i in range(0, len(named), TOGETHER)]
+    return [Task([test for tests in group for test in tests]) for group in some]
 
 
 def unmutated(pool: Pool, mutations: Sequence[Mutation]) -> dict[str, float]:
@@ -335,7 +339,7 @@ def unmutated(pool: Pool, mutations: Sequence[Mutation]) -> dict[str, float]:
     seconds: dict[str, float] = {}
     wrong = []
     tasks = by_file(mutations)
-    for _task, found, _seconds in tqdm(pool.run(tasks), "unmutated", len(tasks), unit="file"):
+    for _task, found, _seconds in tqdm(pool.run(tasks), "unmutated", len(tasks)):
         assert found is not None, "no limit was set"
         wrong += [text for text in (found.failed, found.broken) if text]
         seconds |= found.passed
@@ -418,6 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     start = time.monotonic()
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+    sys.dont_write_bytecode = False  # a copy is compiled once, not by each process
     tqdm.monitor_interval = 0  # its thread would not survive a fork
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         count = max(1, min(options.jobs, len(mutations)))
