@@ -51,22 +51,16 @@ def settings_of(pipe: MARPipeline) -> list[Setting]:
     """The lines of the table; plain decoding first."""
     whole = pipe.settings.num_iter
     steps = int("".join(filter(str.isdigit, pipe.settings.head_steps)))
-    kind = pipe.settings.head_steps.rstrip("0123456789")
     exact = methods.CSpD()
     found = [Setting("ar", pipe)]
     found += [
         Setting(f"ar, {n} iterations", pipe, dict(num_iter=n)) for n in (whole // 2, whole // 4)
     ]
     found += [
-        Setting(f"ar, {n} head steps", pipe, dict(head_steps=f"{kind}{n}"))
-        for n in (steps // 2, steps // 4)
+        Setting(f"ar, {n} head steps", pipe, dict(head_steps=n)) for n in (steps // 2, steps // 4)
     ]
     found += [
-        Setting(
-            f"ar, DDIM, {steps // 4} steps",
-            pipe,
-            dict(head_steps=f"{kind}{steps // 4}", solver="ddim"),
-        ),
+        Setting(f"ar, DDIM, {steps // 4} steps", pipe, dict(head_steps=steps // 4, solver="ddim")),
         Setting("exact", pipe, dict(method=exact)),
         Setting("exact, window 8", pipe, dict(method=methods.CSpD(window=8))),
         Setting("exact, frozen prediction", pipe, dict(method=methods.CSpD(predictor="frozen"))),

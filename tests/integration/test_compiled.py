@@ -86,10 +86,14 @@ def test_traced_tokens_are_those_of_eager_rounds(name, traced):
     assert (found.certificate.tv or 0) > 0 or not name.startswith("lantern")
 
 
+CUT = dict(tree="chain(4)", sure=0.23)  # ends after one, two or four drafts
+CUTS = ((methods.Speculative(**CUT), 0.8), (methods.LanternPP(5.0, 10, **CUT), 0.8))
+CUTS += ((methods.Speculative(**CUT), 0),)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.8, 0])
-def test_chains_that_end_early_are_two_programs_for_each_length(temperature, traced):
-    method = methods.Speculative(tree="chain(4)", sure=0.23)  # one, two or four drafts
+@pytest.mark.parametrize(("method", "temperature"), CUTS)
+def test_chains_that_end_early_are_two_programs_for_each_length(method, temperature, traced):
     pipe, counted = tiny_pipeline(tokens=36), torch._dynamo.utils.counters["stats"]
     counted.clear()
     for _ in range(2):

@@ -14,7 +14,7 @@ from specmm import methods
 from specmm.image_ar.calls import Classes, listed
 
 FAMILIES = ("tiny", "pocket/var", "pocket/mar")
-QUICK = {"pocket/mar": dict(num_iter=2, head_steps="4")}
+QUICK = {"pocket/mar": dict(num_iter=2, head_steps=4)}
 
 
 def seeded(seed=0):

@@ -36,8 +36,9 @@ for method in ("ar", "speculative", "sjd"):
     out = pipe(2, method=method, compiled=True, generator=own, output_type="latent")
     made[method] = out.tokens.tolist()
 pipe = TextPipeline.from_pretrained(texts)
-out = pipe("def add(a", method="block", compiled=True, max_new_tokens=12, temperature=0)
-made["block of text"] = out.texts
+for method in ("ar", "block"):
+    out = pipe("def add(a", method=method, compiled=True, max_new_tokens=12, temperature=0)
+    made[f"{method} of text"] = out.texts
 print(json.dumps([counters["stats"]["unique_graphs"], made]))
 """
 

@@ -29,7 +29,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -326,8 +326,8 @@ def by_file(mutations: Iterable[Mutation]) -> list[Task]:
     for test in (test for mutation in mutations for test in mutation.tests):
         files.setdefault(test.partition("::")[0], {})[test] = None
     named = [[file] if file in tests else list(tests) for file, tests in files.items()]
-    some = [named[i : i + TOGETHER] for i in range(0, len(named), TOGETHER)]
-    return [Task([test for tests in group for test in tests]) for group in some]
+    groups = (named[i : i + TOGETHER] for i in range(0, len(named), TOGETHER))
+    return [Task(list(chain.from_iterable(group))) for group in groups]
 
 
 def unmutated(pool: Pool, mutations: Sequence[Mutation]) -> dict[str, float]:
