@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.mutants.run import HERE, misfits, read
+from tests.mutants.lists import misfits, read
 
 ROOT = Path(__file__).parents[2]
+HERE = ROOT / "tests" / "mutants"
 LISTS = sorted(HERE.glob("*.toml"))
 
 
