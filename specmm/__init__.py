@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmm import methods as methods
+    from specmm.choose.threads import threads as threads
     from specmm.extension import register as register
     from specmm.hf.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
@@ -26,6 +27,7 @@ _LAZY = {  # heavy names, imported on first use
     "custom_generate": "specmm.hf.generate",
     "custom_pipeline": "specmm.image_ar.pipeline",
     "register": "specmm.extension",
+    "threads": "specmm.choose.threads",
 }
 __all__ = [
     "ImagePipeline",
@@ -36,6 +38,7 @@ __all__ = [
     "custom_pipeline",
     "methods",
     "register",
+    "threads",
 ]
 
 

@@ -24,6 +24,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 from specmm import program_cache
 from specmm.batch_invariant import outside_batch_invariant
+from specmm.choose.threads import keep_threads
 from specmm.decode import Parts, Progress, one_round, verified
 from specmm.drafter import Drafter, Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms, UniformSource
@@ -98,6 +99,7 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     own = types.FunctionType(
         code, function.__globals__, argdefs=function.__defaults__, closure=closure
     )
+    keep_threads()
     own.__kwdefaults__ = function.__kwdefaults__
     vars(own).update(vars(function))
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}

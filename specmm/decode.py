@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from specmm.choose.threads import look_again
 from specmm.continuous_batching import Queue, begin_anew
 from specmm.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
 from specmm.hardware import attention_of_any_length
@@ -297,6 +298,7 @@ def decode(
             checks.end_round()
         tell(DecodedRound(tree, feedback.output.probs, rule, result))
         depths.append(tree.levels)
+        look_again()
         if queue is not None and progress.may_have_ended:
             _fill_rows(queue, progress, feedback, parts, uniforms, clock)
         yield progress
@@ -334,6 +336,7 @@ def decode_plain(
         token = categorical(output.probs[:, 0], uniforms.draw(1)[:, 0])
         progress.take(token[:, None], one)
         steps += 1
+        look_again()
         yield progress
     histogram = torch.stack([torch.zeros_like(one[0]), progress.counts.sum() - len(token)])
     progress.stats = _stats(histogram, steps, time.perf_counter() - start, clock)

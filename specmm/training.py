@@ -20,7 +20,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from specmm.choose.threads import settled
+
 Losses = dict[str, Tensor]  # "loss" is minimised, the others are recorded
+STEP_ROWS = 512  # of a training's products, of which threads are chosen
 MUON = 3.0  # times the learning rate of the rest is a good one for it
 NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of several layers
 
@@ -69,35 +72,36 @@ def fit(
     """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW.
 
     ``out/checkpoint.pt`` is written every ``save_every`` seconds and at the end, atomically; a run
-    that finds one resumes. With a learning rate for ``muon``
-    (https://kellerjordan.github.io/posts/muon) it trains the matrices of numbered layers, which
-    takes fewer steps. Raises ``ValueError`` when the loss is no longer finite.
+    that finds one resumes, by as many threads as it was begun with. With a learning rate for
+    ``muon`` (https://kellerjordan.github.io/posts/muon) it trains the matrices of numbered layers,
+    which takes fewer steps. Raises ``ValueError`` when the loss is no longer finite.
     """
     out.mkdir(parents=True, exist_ok=True)
     optimizers = _optimizers(model, lr, betas, weight_decay, muon)
     rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    first = _resume(out / "checkpoint.pt", model, optimizers)  # it replaces the groups
+    first, begun = _resume(out / "checkpoint.pt", model, optimizers)  # it replaces the groups
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     curve = out / "loss.csv"
     _forget(curve, first)
     bar = tqdm(range(first, steps), initial=first, total=steps, desc=out.name, mininterval=5)
     saved = time.monotonic()
-    for i in bar:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * warmup_cosine(i, steps)
-        losses = step(i)
-        model.zero_grad(set_to_none=True)
-        losses["loss"].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        for optimizer in optimizers:
-            optimizer.step()
-        if i % 20 == 0:
-            _record(curve, i, losses)
-            bar.set_postfix(loss=f"{float(losses['loss'].detach()):.4f}", refresh=False)
-        if time.monotonic() - saved > save_every:
-            _save(out / "checkpoint.pt", model, optimizers, i + 1)
-            saved = time.monotonic()
-    _save(out / "checkpoint.pt", model, optimizers, steps)
+    with settled(model, begun, STEP_ROWS) as threads:
+        for i in bar:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate * warmup_cosine(i, steps)
+            losses = step(i)
+            model.zero_grad(set_to_none=True)
+            losses["loss"].backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for optimizer in optimizers:
+                optimizer.step()
+            if i % 20 == 0:
+                _record(curve, i, losses)
+                bar.set_postfix(loss=f"{float(losses['loss'].detach()):.4f}", refresh=False)
+            if time.monotonic() - saved > save_every:
+                _save(out / "checkpoint.pt", model, optimizers, i + 1, threads.count)
+                saved = time.monotonic()
+    _save(out / "checkpoint.pt", model, optimizers, steps, threads.count)
 
 
 def _optimizers(
@@ -146,16 +150,22 @@ def _forget(curve: Path, first: int) -> None:
     os.replace(part, curve)
 
 
-def _save(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
+def _save(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int, threads: int
+) -> None:
     part = path.with_suffix(".part")
     states = [optimizer.state_dict() for optimizer in optimizers]
-    torch.save({"model": model.state_dict(), "optimizers": states, "step": step}, part)
+    made = {"model": model.state_dict(), "optimizers": states, "step": step, "threads": threads}
+    torch.save(made, part)
     os.replace(part, path)
 
 
-def _resume(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+def _resume(
+    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> tuple[int, int | None]:
+    """The next step, and the threads of those before; None before the first."""
     if not path.exists():
-        return 0
+        return 0, None
     saved = torch.load(path, weights_only=True)
     try:
         model.load_state_dict(saved["model"])
@@ -170,4 +180,4 @@ def _resume(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer
         )
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(state)
-    return int(saved["step"])
+    return int(saved["step"]), saved.get("threads")

@@ -2,7 +2,8 @@
 
 Some of what a run changes belongs to the model: hooks on its layers, a processor's settings,
 drafters with a cache, compiled programs. So turns are kept by model: pipelines and
-``custom_generate`` of one model wait for each other, those of different models do not.
+``custom_generate`` of one model wait for each other, those of different models do not. Within a
+turn products take the threads that are fastest for the model (:mod:`specmm.choose.threads`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
+
+from specmm.choose.threads import chosen
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Turns:
-    """A first-come-first-served lock, which the thread that has it may take again."""
+    """A first-come-first-served lock of ``model``, which the thread that has it may take again."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: object = None) -> None:
+        self._model = (lambda: None) if model is None else ref(model)  # the model holds its turns
         self._guard = threading.Lock()  # for the fields below; never held during a turn
         self._thread: int | None = None  # whose turn it is
         self._depth = 0  # how often that thread has taken it
@@ -38,7 +42,8 @@ class Turns:
         """Wait for the turn, keep it for the block, and pass it on, whatever the block raises."""
         self._wait()
         try:
-            yield
+            with chosen(self._model()):
+                yield
         finally:
             self._give()
 
@@ -91,7 +96,7 @@ _guard = threading.Lock()
 def turns_of(model: object) -> Turns:
     """The turns of ``model``, always the same as long as the model lives."""
     with _guard:
-        return _turns.setdefault(model, Turns())
+        return _turns.setdefault(model, Turns(model))
 
 
 def in_its_turn(model: Callable[[Any], object]) -> Callable[[Callable[P, R]], Callable[P, R]]:

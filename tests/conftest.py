@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from specmm import program_cache
+from specmm.choose import threads
 from tests.tape import record_on_tape
 
 if not torch.cuda.is_available():
@@ -63,11 +64,12 @@ def temporary_folders_with_pytests(tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    """A test that takes more threads (a benchmark does) gives them back."""
-    threads = torch.get_num_threads()
+    """A test that takes more threads (a benchmark does), or names a number, gives them back."""
+    taken = torch.get_num_threads()
     yield
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
+    threads._Named.choice = None
+    if torch.get_num_threads() != taken:
+        torch.set_num_threads(taken)
 
 
 @pytest.fixture

@@ -143,6 +143,8 @@ class MARBlock(nn.Module):
 class MAR(nn.Module):
     """An encoder of known tokens, a decoder of all positions, a diffusion head for the wanted."""
 
+    step_rows = 64  # see specmm.choose.threads
+
     def __init__(self, config: MARConfig) -> None:
         super().__init__()
         self.config = config

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specmm.choose.threads import look_again
 from specmm.hardware import attention_of_any_length
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
@@ -210,6 +211,7 @@ def decode_mar(
         stats.head_calls += calls
         stats.rounds += batch
         stats.batch_rounds += 1
+        look_again()
         yield progress
     stats.tokens = batch * length
     stats.seconds = time.perf_counter() - start

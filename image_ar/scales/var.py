@@ -256,6 +256,7 @@ class VAR(nn.Module):
 
     lvl_1L: Tensor
     attn_bias_for_masking: Tensor
+    step_rows = 64  # see specmm.choose.threads
 
     def __init__(self, config: VARConfig) -> None:
         super().__init__()

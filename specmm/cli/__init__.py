@@ -6,6 +6,7 @@ Modules here import nothing heavy at their top, so that ``specmm --help`` is qui
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -76,6 +77,13 @@ def options(
             extension.load(place)
 
 
+# Threads that wait for one another soon sleep: where other programs run, to wait awake costs a time
+# slice a product. GNU's OpenMP reads the second name, others the first.
+WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
+
+
 def main() -> None:
     """Entry point of the ``specmm`` command."""
+    if not WAITING.keys() & os.environ.keys():
+        os.environ.update(WAITING)  # before torch is imported
     app(prog_name="specmm")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.options import Compiled, Device, Dtype, Json, Options, compiled_as, given
+from specmm.cli.options import Compiled, Device, Dtype, Json, Options, Threads, compiled_as, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.files import writable
 
@@ -69,6 +69,7 @@ def batch(
     compiled: Compiled = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     drafter: Annotated[
         str | None, typer.Option(help="Folder of the drafter, if it is not beside the model.")
     ] = None,

@@ -17,6 +17,7 @@ from specmm.cli.options import (
     Json,
     Model,
     Seed,
+    Threads,
     Width,
     given,
     refuse,
@@ -70,6 +71,7 @@ def bench(
     seed: Seed = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     compile_all: Annotated[
         bool, typer.Option("--compile", help="Compile what can be, plain decoding too.")
     ] = False,
@@ -142,6 +144,7 @@ def plan(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine, and say which tree method auto takes, or how many scales the large
@@ -198,6 +201,7 @@ def demo(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     app: Annotated[
         bool, typer.Option("--app", help="Open the app in a browser instead of making a page.")
     ] = False,

@@ -19,6 +19,7 @@ from specmm.cli.options import (
     Model,
     Options,
     Seed,
+    Threads,
     Width,
     compiled_as,
     given,
@@ -70,6 +71,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Pictures drawn at a time.")] = 8,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     compile_all: Compile = False,
     compiled: Compiled = None,
     batch_invariant: Annotated[
@@ -89,6 +91,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
+    from specmm.choose.threads import settled
     from specmm.outside import with_own
     from specmm.runs import run as runs
 
@@ -122,7 +125,8 @@ def generate(
         place = runs.Place.named(device, dtype)
         pipe = runs.open_model("images", model, place, drafter=drafter, text_encoder=text_encoder)
         runs.check(pipe, run)
-        runs.draw(pipe, run, say)
+        with settled(pipe.transformer):
+            runs.draw(pipe, run, say)
     run.save()
     if as_json:
         emit(run.as_dict())

@@ -20,6 +20,7 @@ from specmm.cli.options import (
     Model,
     Options,
     Seed,
+    Threads,
     compiled_as,
 )
 from specmm.cli.output import emit, say, stdout_reserved
@@ -92,6 +93,7 @@ def ask(
     compiled: Compiled = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -164,6 +166,7 @@ def complete(
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    threads: Threads = None,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:

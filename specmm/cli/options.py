@@ -30,6 +30,20 @@ Device = Annotated[
 Dtype = Annotated[
     str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")
 ]
+
+
+def _name_threads(count: int | None) -> None:
+    """What ``--threads`` does, whichever command it is given to."""
+    if count is not None:
+        from specmm.choose.threads import name_number
+
+        name_number(count, "--threads")
+
+
+Threads = Annotated[
+    int | None,
+    typer.Option(callback=_name_threads, help="Of a CPU's products; else the fastest, measured."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
 Compile = Annotated[
     bool,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specmm.cli.options import Json
+from specmm.cli.options import Json, Threads
 from specmm.cli.output import emit, say, stdout_reserved, table
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def train(
     given: Set = None,
     out: OutFolder = None,
     show: Show = False,
+    threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Train by a recipe: a config file for each. An interrupted run resumes from OUT."""

@@ -1,21 +1,25 @@
-"""Whether a job's pictures are compiled: decided once for each method, before its first picture.
+"""What a job decides once, before its first result: how many threads products take, and for each
+method whether its pictures are compiled.
 
-Programs round otherwise than the same steps uncompiled, and programs of other numbers of rows
-otherwise again, as do those of other numbers of threads. So that a picture does not depend on when
-or beside what it is drawn, all of a method's pictures are drawn by programs of one number of rows,
-or none is. ``programs.json`` beside ``job.json`` says which: whoever goes on does as it says.
+Products of other numbers of threads round otherwise. Programs do, too, and programs of other
+numbers of rows otherwise again. So that a result does not depend on when or beside what it is made,
+all of a job's products take one number of threads, and all of a method's pictures are drawn by
+programs of one number of rows, or none is. ``programs.json`` beside ``job.json`` says which:
+whoever goes on does as it says.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from torch import nn
 
 from specmm.checkpoints import read_json
+from specmm.choose.threads import settled
 from specmm.files import sync_folder, write_whole
 from specmm.jobs.folder import PROGRAMS, Job, alone
 from specmm.jobs.items import Item
@@ -42,15 +46,18 @@ class Programs:
         """Whether it was decided that ``method`` is."""
         return bool(self._read().get(ROWS, {}).get(method))
 
-    def check_threads(self) -> None:
-        """Raise ``ValueError`` where programs ran with other threads, which round otherwise."""
-        made = self._read()
-        threads = made.get(THREADS)
-        if any(made.get(ROWS, {}).values()) and threads != torch.get_num_threads():
-            raise ValueError(
-                f"{self.job.folder} was compiled for {threads} threads, got "
-                f"{torch.get_num_threads()}; set OMP_NUM_THREADS={threads}, or choose another --out"
-            )
+    @contextmanager
+    def one_number_of_threads(self, network: nn.Module | None) -> Iterator[None]:
+        """Within the block products take the threads that the job began with: those that were named
+        then, or the fastest for ``network``. Raises ``ValueError`` where others are named now.
+        """
+        if network is None:
+            yield
+            return
+        with alone(self.job.folder), settled(network, self._read().get(THREADS)) as choice:
+            self._write({THREADS: choice.count})
+        with settled(network, choice.count):
+            yield
 
     def rows(self, method: str, pays: Callable[[], bool]) -> int:
         """Rows of the programs of ``method``, 0 where it is not compiled.
@@ -60,17 +67,18 @@ class Programs:
         rows = self.rows_to_be(method)
         if method not in self.known:
             self._settle(method, rows if pays() else 0)
-            self.check_threads()  # another process may have decided
         return self.known[method]
 
     def _settle(self, method: str, rows: int) -> None:
         """Write a decision down, unless another process was first."""
         with alone(self.job.folder):
-            found = self._read()
-            self.known = {method: rows} | found.get(ROWS, {})
-            ran = any(found.get(ROWS, {}).values())
-            threads = found[THREADS] if ran else torch.get_num_threads()
-            made = {THREADS: threads, ROWS: self.known}
+            self.known = {method: rows} | self._read().get(ROWS, {})
+            self._write({ROWS: self.known})
+
+    def _write(self, more: dict[str, Any]) -> None:
+        """Write ``more`` down, unless it is there."""
+        found = self._read()
+        if (made := found | more) != found:
             text = json.dumps(made, indent=1, ensure_ascii=False) + "\n"
             write_whole(self.job.folder / PROGRAMS, text.encode(), durable=True)
             sync_folder(self.job.folder)

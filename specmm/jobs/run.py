@@ -22,6 +22,7 @@ from tqdm import tqdm
 from specmm.files import sentence_of
 from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.programs import Programs
 from specmm.jobs.results import save
 from specmm.jobs.workers import Worker
 
@@ -144,9 +145,13 @@ def work(
     The worker is opened only if there are items. Raises ``ValueError`` when results cannot be
     written; all that was done is kept.
     """
+    if not items:
+        return JobCounts()
     journal = Journal(job.journals, name)
     try:
-        return _Runner(opener(), job, journal, bar).run(items) if items else JobCounts()
+        worker = opener()
+        with Programs(job).one_number_of_threads(worker.network):
+            return _Runner(worker, job, journal, bar).run(items)
     finally:
         journal.close()
 

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from specmm.batch_invariant import batch_invariant
 from specmm.compiled import UNCOMPILED
@@ -40,7 +41,12 @@ TURNS = 4  # batches' worth of items that a killed job may have to make again
 
 
 class Worker(Protocol):
-    """Makes results of items; raises what the pipeline raises."""
+    """Makes results of items; raises what the pipeline raises.
+
+    ``network`` is what its threads are chosen for, None where there is nothing to choose.
+    """
+
+    network: nn.Module | None
 
     def check(self, item: Item) -> None:
         """Raise ``ValueError`` for an item that this model cannot make."""
@@ -136,6 +142,7 @@ class ImageWorker:
         place = Place.named(device, spec.dtype)
         given = dict(drafter=spec.drafter, text_encoder=spec.text_encoder)
         self.pipe = pipe or open_model("images", spec.model, place, **given)
+        self.network = self.pipe.transformer
         check_sampling(self.pipe, spec.model, spec.sampling)
         self.programs = programs if spec.compiled else None
         self.left = left or {}
@@ -144,7 +151,6 @@ class ImageWorker:
 
     def _check_compiled(self, programs: Programs) -> None:
         """Raise ``ValueError`` for a job's own method that has no programs."""
-        programs.check_threads()
         own = label(self.methods.own)
         if self.spec.compiled is True or programs.compiled(own):
             self._turn(True, self.methods.own, programs.rows_to_be(own))
@@ -254,6 +260,7 @@ class AnswerWorker:
         self.options = Options.of(dict(spec.sampling))
         place = Place.named(device, spec.dtype)
         self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
+        self.network = self.pipe.model
         self._check_drawing(self.methods.own, self.options.draw)
 
     def check(self, item: Item) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from specmm.choose.threads import settled
 from specmm.files import slug, writable, write_whole
 from specmm.methods import IMAGE_TOKENS
 from specmm.runs.race import race, summaries
@@ -64,7 +65,8 @@ def compare(
     contenders = parse_methods(IMAGE_TOKENS, METHODS)
     drawn = ", ".join(map(str, names))
     tell(f"drawing {len(rounds)} pictures ({drawn}) by {len(contenders)} methods, one at a time")
-    lanes = race(pipe, contenders, rounds, seed)
+    with settled(pipe.transformer):
+        lanes = race(pipe, contenders, rounds, seed)
     measured = card(model).get("metrics", {}).get("quality", [])
     rows = [
         {**row, "recorded": _recorded(measured, row["method"])}

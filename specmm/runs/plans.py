@@ -10,6 +10,7 @@ import torch
 
 from specmm import methods
 from specmm.autotune import WIDEST, AcceptanceCounter, Candidate, Plan, planned
+from specmm.choose.threads import in_use, settled
 from specmm.decode import decode
 from specmm.hardware import LARGE, choose_dtype
 from specmm.hf.drafting import row_uniforms
@@ -57,15 +58,16 @@ def plan_model(
     if tv is not None and (own or pipe.plans == "scales"):
         raise ValueError(f"tv is for models of picture tokens and their own drafters, got {tv}")
     target = pipe.measured({"cfg": cfg}, prompt, **wanted)
-    if pipe.plans == "scales":
-        with planning_bar():
-            return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
-    if not own:
-        auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
-        return _trees(pipe, model, batch, target, auto)
-    uniforms = Uniforms.from_seeds(range(batch), target.device)
-    asked = Asked(target, target.any_prompt(batch), target.length, uniforms, target.processor)
-    return _made(model, batch, place_of(pipe.transformer), *_own(drafter, asked))
+    with settled(pipe.transformer):
+        if pipe.plans == "scales":
+            with planning_bar():
+                return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
+        if not own:
+            auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
+            return _trees(pipe, model, batch, target, auto)
+        uniforms = Uniforms.from_seeds(range(batch), target.device)
+        asked = Asked(target, target.any_prompt(batch), target.length, uniforms, target.processor)
+        return _made(model, batch, place_of(pipe.transformer), *_own(drafter, asked))
 
 
 def plan_language(
@@ -77,15 +79,16 @@ def plan_language(
     kind: Kind = "text" if isinstance(asked[0], str) else "questions"
     pipe = open_model(kind, model, place, "auto" if drafter is None else None, drafter)
     given = (list(asked),) if kind == "text" else tuple(map(list, zip(*asked, strict=True)))
-    facts = place_of(pipe.model)
-    if drafter is not None and of_others(drafter):
-        target, prompt = pipe.prepared(*given, **options)
-        text = Asked(target, prompt, ROOM, row_uniforms(prompt), target.processor)
-        return _made(model, len(asked), facts, *_own(drafter, text))
-    with planning_bar():
-        said = pipe.planned(*given, **options)
-    made = [(str(key[0]), plan) for key, plan in pipe.plans.items()]
-    return _made(model, len(asked), facts, said, made)
+    with settled(pipe.model):
+        facts = place_of(pipe.model)
+        if drafter is not None and of_others(drafter):
+            target, prompt = pipe.prepared(*given, **options)
+            text = Asked(target, prompt, ROOM, row_uniforms(prompt), target.processor)
+            return _made(model, len(asked), facts, *_own(drafter, text))
+        with planning_bar():
+            said = pipe.planned(*given, **options)
+        made = [(str(key[0]), plan) for key, plan in pipe.plans.items()]
+        return _made(model, len(asked), facts, said, made)
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,12 @@ def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
 
 
 def _made(
-    model: str, batch: int, facts: dict[str, str], said: str, made: Sequence[tuple[str, Plan]]
+    model: str, batch: int, facts: dict[str, Any], said: str, made: Sequence[tuple[str, Plan]]
 ) -> Planned:
     """A record of the plans ``made`` by drafter, and of what is taken, as ``said``."""
-    threads = torch.get_num_threads()
-    found: dict[str, Any] = {"model": model, "batch": batch, **facts, "threads": threads}
+    found: dict[str, Any] = {"model": model, "batch": batch, **facts}
     found |= {"choice": said.removeprefix("auto: "), "plans": []}
-    lines = [f"{model}, {batch} at a time, {facts['dtype']}, {threads} threads"]
+    lines = [f"{model}, {batch} at a time, {facts['dtype']}, {facts['threads']} threads"]
     for name, one in made:
         found["plans"].append({"of": name, **_record(one)})
         lines += [f"{name}:", *(f"  {line}" for line in _lines(one))]
@@ -188,7 +190,7 @@ def _trees(pipe: Images, model: str, batch: int, target: Any, auto: methods.Auto
         "model": model,
         "batch": batch,
         "dtype": str(target.dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
+        **in_use().as_dict(),
         "choice": said,
         **_record(made),
     }

@@ -16,6 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from specmm import methods
+from specmm.choose.threads import settled
 from specmm.compiled import NotCompiled
 from specmm.hf.drafting import KINDS
 from specmm.runs.run import label, place_of
@@ -213,8 +214,9 @@ def measure(
         raise ValueError(f"--{name} does not serve models such as {model}; leave it out")
     asked: Sequence[str | int] = prompts or range(pipe.transformer.config.num_classes)
     rounds = _batches(asked, batch, runs)
-    lanes = race(pipe, _with_plain(contenders), rounds, seed, compiled, **wanted)
-    facts = _facts(model, seed, pipe.transformer) | wanted
+    with settled(pipe.transformer):
+        lanes = race(pipe, _with_plain(contenders), rounds, seed, compiled, **wanted)
+        facts = _facts(model, seed, pipe.transformer) | wanted
     return [{**row, **facts} for row in summaries(pipe, lanes, rounds, batch)]
 
 
@@ -241,8 +243,9 @@ def measure_language(
     """As :func:`measure`, of what is ``asked`` of a model of texts or answers, by ``call``."""
     contenders = _with_plain(contenders)
     pipe.graphs.most = max(pipe.graphs.most, len(contenders))  # in turn: none is recorded anew
-    lanes = raced(call, contenders, _batches(asked, batch, runs), seed)
-    facts = _facts(model, seed, pipe.model)
+    with settled(pipe.model):
+        lanes = raced(call, contenders, _batches(asked, batch, runs), seed)
+        facts = _facts(model, seed, pipe.model)
     return [
         {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": None}, **facts}
         for lane in lanes
@@ -260,5 +263,4 @@ def _batches(asked: Sequence[T], batch: int, runs: int) -> list[list[T]]:
 
 
 def _facts(model: str, seed: int, network: torch.nn.Module) -> dict[str, Any]:
-    threads = torch.get_num_threads()
-    return {"model": model, "seed": seed, **place_of(network), "threads": threads, "outputs": []}
+    return {"model": model, "seed": seed, **place_of(network), "outputs": []}

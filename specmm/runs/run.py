@@ -25,6 +25,7 @@ from specmm import methods, zoo
 from specmm.autotune import Measured
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
+from specmm.choose.threads import in_use, settled
 from specmm.files import slug, write_whole
 from specmm.hardware import Place as Place
 from specmm.hf.picture_models import draws_pictures, processes
@@ -48,10 +49,11 @@ Kind = Literal["images", "questions", "text"]
 HERE = Place()
 
 
-def place_of(network: nn.Module) -> dict[str, str]:
-    """Device and dtype of ``network``, for JSON."""
+def place_of(network: nn.Module) -> dict[str, Any]:
+    """Device and dtype of ``network``, and the threads in use, for JSON."""
     weight = next(network.parameters())
-    return {"device": str(weight.device), "dtype": str(weight.dtype).removeprefix("torch.")}
+    place = {"device": str(weight.device), "dtype": str(weight.dtype).removeprefix("torch.")}
+    return place | in_use().as_dict()
 
 
 def kinds_of(model: str) -> tuple[Kind, ...]:
@@ -261,14 +263,17 @@ def answered(
 ) -> tuple[Any, dict[str, Any]]:
     """What ``call`` returns for the pipeline of ``model``, and a record of it for JSON."""
     pipe = open_model(kind, model, place, method, drafter)
-    begin = time.perf_counter()
-    out = call(pipe)
+    with settled(pipe.model):
+        place_and_threads = place_of(pipe.model)
+        begin = time.perf_counter()
+        out = call(pipe)
+        seconds = time.perf_counter() - begin
     record = {
         "model": model,
         "method": out.method,
         "method_options": _options(method),
-        **place_of(pipe.model),
-        "seconds": time.perf_counter() - begin,
+        **place_and_threads,
+        "seconds": seconds,
         "tokens": sum(map(len, out.tokens)),
         "rounds": out.stats.rounds,
         "tau": out.stats.tau,
@@ -310,7 +315,7 @@ class PictureRun:
     reason: str = ""
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)
     interrupted: bool = False
-    place: dict[str, str] = field(default_factory=dict)  # device and dtype
+    place: dict[str, Any] = field(default_factory=dict)  # device, dtype and threads
 
     @property
     def rows(self) -> int:

@@ -1,0 +1,1 @@
+"""What is fastest here: chosen by measurement, remembered, and said."""

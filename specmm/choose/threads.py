@@ -1,0 +1,351 @@
+"""How many threads a model's products take on a CPU, chosen by measurement.
+
+OpenMP's threads wait for one another at the end of each product. Where another program has a core,
+that wait lasts a time slice of the system, which is a thousand small products: a picture of
+pocket/llamagen took 0.37 s by one thread and 1.4 s by two beside one busy program. So the products
+of a network are timed by one thread, two, four and so on, in turn, before its first call; what was
+fastest is remembered by machine and network, and measured anew where products have become slower.
+
+Whoever names a number gets it: :func:`threads`, ``--threads``, ``OMP_NUM_THREADS``. The number
+changes the last digits of a product. So a job, a training, and a command whose record says how to
+make its result again keep one number to the end (:func:`settled`); calls of a pipeline choose.
+
+Shape letters: R rows of an input, K inputs and N outputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from threading import local
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from specmm import program_cache
+from specmm.files import write_whole
+
+VARIABLE = "OMP_NUM_THREADS"
+ROWS = 8  # of an input: a round's draft tree
+PASSES = 3  # through the products, by each number of threads, in turn
+MOST = 2**24  # weights that a pass reads
+GAIN = 1.05  # more threads must make products so much faster
+OTHER = 1.5  # times slower or faster than the pass that was chosen by: measured anew
+SHARE = 0.02  # of a call's seconds that measuring may take, once it has been measured
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number of threads, and why it is that one."""
+
+    count: int
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"threads": self.count, "threads_reason": self.reason}
+
+
+class _Named:
+    """The number that somebody named for this process, and who."""
+
+    choice: Choice | None = None
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """What the block says of threads holds within it."""
+    before, took = _Named.choice, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        _Named.choice = before
+        torch.set_num_threads(took)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within the block products take ``count`` threads, in all of this process.
+
+    Raises ``ValueError`` unless it is from 1 to the machine's cores.
+    """
+    with _restored():
+        name_number(count, "specmm.threads")
+        yield
+
+
+def name_number(count: int, who: str) -> None:
+    """From now on products of this process take ``count`` threads, as ``who`` said.
+
+    Raises ``ValueError`` unless it is from 1 to the machine's cores.
+    """
+    cores = os.cpu_count() or 1
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= cores:
+        raise ValueError(
+            f"{who} must be a whole number from 1 to {cores}, the cores of this machine, "
+            f"got {count!r}"
+        )
+    _Named.choice = Choice(count, f"{who} says so")
+    torch.set_num_threads(count)
+
+
+@contextmanager
+def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> Iterator[Choice]:
+    """Within the block products of this process take one number of threads: the one ``recorded``
+    for what is made again, or the one that was named or is fastest for ``network``.
+
+    Raises ``ValueError`` where another number than the recorded one was named, other than by
+    ``OMP_NUM_THREADS``, which launchers set.
+    """
+    with _restored():
+        if recorded is None:
+            _Named.choice = choose(network, rows)
+        else:
+            said = _Named.choice
+            if said is not None and said.count != recorded:
+                raise ValueError(
+                    f"this was begun with {recorded} threads, got {said.count}, since "
+                    f"{said.reason}; leave that out, or begin anew elsewhere"
+                )
+            _Named.choice = Choice(recorded, "it was begun with so many")
+        torch.set_num_threads(_Named.choice.count)
+        yield _Named.choice
+
+
+def named() -> Choice | None:
+    """The number that was named for this process, None where it is chosen.
+
+    Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number, which OpenMP ignores.
+    """
+    if _Named.choice is not None:
+        return _Named.choice
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    first = text.partition(",")[0].strip()  # the others are of products within products
+    if not first.isdecimal() or int(first) < 1:
+        raise ValueError(f"{VARIABLE} must be a whole number from 1, got {text!r}")
+    return Choice(torch.get_num_threads(), f"{VARIABLE} says so")
+
+
+def in_use() -> Choice:
+    """What products take now."""
+    return named() or Choice(torch.get_num_threads(), "PyTorch's own")
+
+
+def allowed() -> int:
+    """The most threads that may be chosen: what PyTorch was told, or found, within the cores that
+    this process may run on and the share of them that its container has.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, math.ceil(min(torch.get_num_threads(), cores or 1, _quota())))
+
+
+def _quota() -> float:
+    """Cores' worth of time that a container may take, infinity without a limit."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            folder = Path("/sys/fs/cgroup/cpu")
+            limit = (folder / "cpu.cfs_quota_us").read_text()
+            period = (folder / "cpu.cfs_period_us").read_text()
+        except OSError:
+            return math.inf
+    found = float(limit) if limit.strip() != "max" else -1.0
+    return found / float(period) if found > 0 else math.inf
+
+
+@dataclass
+class Products:
+    """The products of a network's linear layers with inputs of ``rows`` rows, and the seconds that
+    a pass through them takes.
+
+    ``taken`` are those of a pass by the number chosen, when it was; ``due`` is when that may be
+    looked at again, which a choice that is ``kept`` is not.
+    """
+
+    layers: list[nn.Linear]
+    rows: int
+    choice: Choice | None = None
+    taken: float = math.inf
+    due: float = 0.0
+    kept: bool = False
+    file: Path | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, network: nn.Module, rows: int) -> Products:
+        """Those of ``network``, the first ones where they are more than a pass reads."""
+        found = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
+        read = accumulate(layer.weight.numel() for layer in found)
+        layers = [layer for layer, so_far in zip(found, read, strict=True) if so_far <= MOST]
+        layers = layers or found[:1]
+        return cls(layers, rows, file=_file(layers, rows))
+
+    def choose(self, most: int) -> Choice:
+        """The fastest number of threads up to ``most``: remembered, unless products are slower
+        than they were.
+        """
+        if self.choice is None or self.choice.count > most:
+            self._recall(most)
+        now = time.monotonic()
+        if self.choice is not None and (self.kept or now < self.due):
+            return self.choice
+        if self.choice is None or self._has_changed(self.choice.count):
+            self.choice = self._measured(most)
+        self.due = now + (time.monotonic() - now) / SHARE
+        return self.choice
+
+    def _has_changed(self, count: int) -> bool:
+        """Whether a pass takes more than it did, or less: the machine was busy then. The faster of
+        two counts, since the first one may find the weights out of the caches.
+        """
+        now = min(self._pass(count), self._pass(count))
+        return not 1 / OTHER < now / self.taken < OTHER
+
+    def _measured(self, most: int) -> Choice:
+        """Every number of threads is timed, in turn: the fastest."""
+        counts = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
+        for count in counts:
+            self._pass(count)  # which starts the threads
+        taken = dict.fromkeys(counts, 0.0)
+        for _ in range(PASSES):
+            for count in counts:
+                taken[count] += self._pass(count) / PASSES
+        fastest = 1
+        for count in counts:
+            if taken[count] * GAIN < taken[fastest]:
+                fastest = count
+        times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
+        found = Choice(fastest, f"measured: the network's products take {times}")
+        self.taken = taken[fastest]
+        self._remember(found)
+        return found
+
+    @torch.inference_mode()
+    def _pass(self, count: int) -> float:
+        """Seconds of a pass by ``count`` threads."""
+        inputs: dict[int, Tensor] = {}
+        for layer in self.layers:
+            if layer.in_features not in inputs:
+                inputs[layer.in_features] = layer.weight.new_zeros(self.rows, layer.in_features)
+        torch.set_num_threads(count)
+        start = time.perf_counter()
+        for layer in self.layers:
+            type(layer).forward(layer, inputs[layer.in_features])  # without hooks
+        return time.perf_counter() - start
+
+    def _recall(self, most: int) -> None:
+        """What an earlier process found; nothing where the file is damaged or not there."""
+        if self.file is None:
+            return
+        try:
+            found = json.loads(self.file.read_text())
+            count, taken, reason = int(found["threads"]), float(found["taken"]), found["reason"]
+        except (OSError, ValueError, TypeError, KeyError):
+            return
+        if 1 <= count <= most:
+            self.choice, self.taken = Choice(count, str(reason)), taken
+
+    def _remember(self, choice: Choice) -> None:
+        if self.file is None:
+            return
+        made = {"threads": choice.count, "taken": self.taken, "reason": choice.reason}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.file, json.dumps(made).encode())
+        except OSError:  # to measure takes some milliseconds
+            self.file = None
+
+
+def _plain(layer: nn.Linear) -> bool:
+    """Whether its products are a CPU's, with a weight of numbers that PyTorch multiplies."""
+    weight = layer.weight
+    return weight.device.type == "cpu" and weight.is_floating_point() and weight.ndim == 2
+
+
+def _file(layers: Sequence[nn.Linear], rows: int) -> Path | None:
+    """Where the choice for products of these sizes is remembered; None without a home."""
+    sizes = [(layer.out_features, layer.in_features, str(layer.weight.dtype)) for layer in layers]
+    name = hashlib.sha256(repr((sizes, rows, allowed())).encode()).hexdigest()[:24]
+    try:
+        return program_cache.root() / f"{program_cache.machine()}-threads" / f"{name}.json"
+    except RuntimeError:
+        return None
+
+
+class _Calls(local):
+    """What this thread's call is measured by, while it may change its number of threads."""
+
+    inside = False
+    products: Products | None = None
+    most = 1
+
+
+_calls = _Calls()
+_products: WeakKeyDictionary[nn.Module, Products] = WeakKeyDictionary()
+
+
+def choose(network: nn.Module, rows: int = 0) -> Choice:
+    """The number of threads for ``network``: the one that was named, or the fastest. Sets PyTorch's
+    to it. Its products have so many ``rows``; without them the network's ``step_rows``, and
+    :data:`ROWS` where it has none.
+
+    Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number.
+    """
+    found = named()
+    if found is None:
+        most = allowed()
+        if network not in _products:
+            rows = rows or getattr(network, "step_rows", ROWS)
+            _products[network] = Products.of(network, rows)
+        products = _products[network]
+        if most == 1 or not products.layers:
+            return Choice(torch.get_num_threads(), "PyTorch's own")
+        found = products.choose(most)
+    torch.set_num_threads(found.count)
+    return found
+
+
+@contextmanager
+def chosen(network: object) -> Iterator[None]:
+    """A call of ``network`` within the block takes the threads that are fastest for it, unless a
+    number was named; PyTorch's own number is back after it.
+    """
+    if not isinstance(network, nn.Module) or _calls.inside or named() is not None:
+        yield
+        return
+    before = torch.get_num_threads()
+    _calls.inside = True
+    try:
+        _calls.most = allowed()
+        choose(network)
+        found = _products[network]
+        _calls.products = found if found.layers else None
+        yield
+    finally:
+        _calls.inside, _calls.products = False, None
+        torch.set_num_threads(before)
+
+
+def look_again() -> None:
+    """Between two rounds of a call: other threads, if products have become slower."""
+    products = _calls.products
+    if products is not None and not products.kept and time.monotonic() >= products.due:
+        torch.set_num_threads(products.choose(_calls.most).count)
+
+
+def keep_threads() -> None:
+    """The network of this call keeps its number: programs are built for one."""
+    if _calls.products is not None:
+        _calls.products.kept = True
