@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -194,7 +196,7 @@ def demo(
     ] = None,
     model: Annotated[str, typer.Option(help="A folder or pocket model.")] = DEFAULT,
     n: Annotated[
-        int | None, typer.Option("-n", min=1, help="Pictures of each of four classes; 3, if not.")
+        int | None, typer.Option("-n", min=1, help="Pictures of each of four classes; 2, if not.")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Same seed, same pictures; 0 if not given.")
@@ -222,24 +224,35 @@ def demo(
     """Draw a few classes by three methods, one picture at a time, and compare them; or open the
     app.
     """
-    from specmm.runs import figures
-    from specmm.runs.run import Place
-
     if app:
+        from specmm.hardware import Place
+
         refuse("the app, which shows what it makes", out=out, n=n, seed=seed, json=as_json)
         extra = (model,) if model != DEFAULT else ()
         return _open(extra, host or LOCAL, port, share, Place.named(device, dtype), text_encoder)
     refuse("the page (give --app)", host=host, port=port, share=share, text_encoder=text_encoder)
     seed = seed or 0
     folder = writable(out or Path("out/demo"))
+    say(f"opening {model}, which takes some seconds; pictures go to {folder}")
+    from tqdm import tqdm
+
+    from specmm.runs.demo import compare, in_letters, notes, table_of
+    from specmm.runs.run import Place
+
+    def show(line: str, image: Any) -> None:
+        """Between two states of the bar."""
+        with tqdm.external_write_mode():
+            if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
+                say(in_letters(image))
+            say(line)
+
     with stdout_reserved():
         place = Place.named(device, dtype)
-        rows, paths = figures.compare(model, place, folder, n or 3, seed, say)
+        rows, paths = compare(model, place, folder, n or 2, seed, say, show)
     if as_json:
         return emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})
-    typer.echo(table(figures.table_of(rows, figures.COLUMNS)))
-    typer.echo(figures.notes(rows))
-    typer.echo("\n".join(paths[:2]))
+    typer.echo(f"{table(table_of(rows))}\n\n{notes(rows)}\n")
+    typer.echo(f"side by side: {Path(paths[0]).absolute().as_uri()}")
 
 
 def _open(

@@ -19,7 +19,7 @@ from specmm import methods
 from specmm.choose.threads import settled
 from specmm.compiled import NotCompiled
 from specmm.hf.drafting import KINDS
-from specmm.runs.run import label, place_of
+from specmm.runs.run import label, moving, place_of
 from specmm.stats import Certificate, Stats, merged_certificate, quartiles, speedup
 
 if TYPE_CHECKING:
@@ -79,10 +79,11 @@ def race(
     rounds: Sequence[Classes],
     seed: int,
     compiled: bool = False,
+    made: Callable[[Lane], None] | None = None,
     **wanted: Any,
 ) -> list[Lane]:
     """Every method draws every round's classes or prompts with the same seeds, in rotating order,
-    ``compiled`` where it can be; a lane says why not.
+    ``compiled`` where it can be; a lane says why not. ``made`` is called after each.
 
     ``wanted`` says what pictures are like: height and width, where a model draws several sizes.
     """
@@ -90,27 +91,47 @@ def race(
     def draw(method: Any, classes: Classes, seed: int, compiled: bool = False) -> Any:
         options: dict[str, Any] = dict(wanted, batch_size=len(classes), compiled=compiled)
         options["generator"] = torch.Generator().manual_seed(seed)
+        if not bar.disable:
+            options["callback_on_step_end"] = moving(bar, 1, steps)
         return pipe(**{pipe.takes: list(classes)}, method=method, **options)
 
-    return raced(Quickest(draw) if compiled else draw, contenders, rounds, seed)
+    steps = pipe.steps(**wanted)
+    bar = _bar(len(contenders), len(rounds))
+    call = Quickest(draw) if compiled else draw
+    return raced(call, contenders, rounds, seed, bar, made)
+
+
+def _bar(contenders: int, rounds: int) -> Any:
+    """A bar of all runs and of those that are not counted."""
+    return tqdm(total=contenders * (rounds + 1), unit="run", disable=None, leave=False)
 
 
 def raced(
-    call: Call | Quickest, contenders: Sequence[Any], rounds: Sequence[Any], seed: int
+    call: Call | Quickest,
+    contenders: Sequence[Any],
+    rounds: Sequence[Any],
+    seed: int,
+    bar: Any = None,
+    made: Callable[[Lane], None] | None = None,
 ) -> list[Lane]:
-    """As :func:`race`, by whatever ``call``.
+    """As :func:`race`, by whatever ``call``, which may move the ``bar`` within a run.
 
     Each first runs one round that is not counted, so that caches, plans and memory are ready.
     """
     lanes = [Lane(method) for method in contenders]
-    with tqdm(total=len(lanes) * (len(rounds) + 1), unit="run", disable=None, leave=False) as bar:
+    with bar or _bar(len(lanes), len(rounds)) as bar:
+        ready = 0
         for lane in lanes:
             call(lane.method, rounds[0], seed)
-            bar.update()
+            ready += 1
+            bar.update(ready - bar.n)
         for i, asked in enumerate(rounds):
             for lane in in_turn(lanes, i):
                 _once(call, lane, asked, seed + i)
-                bar.update()
+                ready += 1
+                bar.update(ready - bar.n)
+                if made is not None:
+                    made(lane)
     refused = call.refused if isinstance(call, Quickest) else {}
     for lane in lanes:
         lane.refused = refused.get(label(lane.method))

@@ -427,7 +427,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
                 own = source if method.one_generator else [generators[i] for i in rows]
                 seen = callback
                 if callback is None and not bar.disable:  # for nobody else a callback costs time
-                    seen = _moving(bar, len(rows), pipe.steps(**run.wanted))
+                    seen = moving(bar, len(rows), pipe.steps(**run.wanted))
                 _draw_batch(pipe, run, rows, method, own, seen)
                 bar.update(len(run.outputs) - bar.n)
     except KeyboardInterrupt:
@@ -456,7 +456,7 @@ def planning_bar() -> Iterator[None]:
             yield
 
 
-def _moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
+def moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
     """A callback that moves ``bar`` within ``rows`` pictures that are whole after ``steps``."""
     before = bar.n
 

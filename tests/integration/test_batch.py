@@ -108,6 +108,7 @@ class Faulty:
     def __init__(self, worker: ImageWorker, fault: Callable[[Sequence[Item]], None]) -> None:
         self.worker, self.fault, self.sizes = worker, fault, []
         self.check, self.key, self.turns = worker.check, worker.key, lambda item: 1
+        self.network = worker.network
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         self.sizes.append(rows)

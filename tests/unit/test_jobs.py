@@ -17,14 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import specmm
 from benchmarks.soak.fuzz import fuzz
 from specmm.cache import Cache, CacheSize, alike
 from specmm.decode import decide
 from specmm.jobs import run
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import JOURNALS, Journal, Spec, ledger, pack, unpack
+from specmm.jobs.folder import JOURNALS, Job, Journal, Spec, ledger, pack, prepare, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.model_files import PARTS, PIECE, digest, files_of_models
+from specmm.jobs.programs import Programs
 from specmm.jobs.results import name_of, place_of
 from specmm.jobs.run import Bar, BatchSizer, out_of_memory
 from specmm.randomness import Uniforms
@@ -396,3 +398,19 @@ def test_a_log_holds_the_progress_of_a_long_job(capsys, monkeypatch):
             bar.observe(2, 0, 2, 0.1)
     told = capsys.readouterr().err
     assert "8/10" in told and "10/10" in told and "item" in told
+
+
+def test_a_jobs_threads_are_those_it_began_with(tmp_path, monkeypatch) -> None:
+    network = torch.nn.Linear(2, 2)
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    job = Job(tmp_path / "job", Spec("some"))
+    prepare(job.folder, job.spec)
+    with specmm.threads(2), Programs(job).one_number_of_threads(network):
+        assert torch.get_num_threads() == 2
+    with Programs(job).one_number_of_threads(network):  # launchers set the variable
+        assert torch.get_num_threads() == 2
+    refused = pytest.raises(ValueError, match="begun with 2 threads, got 1")
+    with specmm.threads(1), refused, Programs(job).one_number_of_threads(network):
+        pass

@@ -122,9 +122,9 @@ def test_whoever_names_a_number_gets_it(network, machine, monkeypatch) -> None:
 
 @pytest.mark.parametrize("count", [0, 1000, -1, True, "2", 1.5])
 def test_numbers_that_cannot_be_are_refused(network, count) -> None:
-    with pytest.raises(ValueError, match=r"specmm.threads must be a whole number from 1 to 4"):
-        with specmm.threads(count):
-            pass
+    match = r"specmm.threads must be a whole number from 1 to 4"
+    with pytest.raises(ValueError, match=match), specmm.threads(count):
+        pass
     assert torch.get_num_threads() == 4
 
 
@@ -154,9 +154,9 @@ def test_what_is_made_again_takes_the_threads_recorded(network, machine) -> None
             assert torch.get_num_threads() == 4, "to the end"
     with settled(network, recorded=3):
         assert torch.get_num_threads() == 3
-    with specmm.threads(2), pytest.raises(ValueError, match="begun with 3 threads, got 2"):
-        with settled(network, recorded=3):
-            pass
+    refused = pytest.raises(ValueError, match="begun with 3 threads, got 2")
+    with specmm.threads(2), refused, settled(network, recorded=3):
+        pass
     assert torch.get_num_threads() == 4
 
 
