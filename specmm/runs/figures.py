@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from specmm.extras import install
 from specmm.files import slug, writable, write_whole
 from specmm.methods import IMAGE_TOKENS
 from specmm.runs.race import race, summaries
@@ -215,7 +216,7 @@ def check_plot(file: Path) -> None:
         import matplotlib.figure  # noqa: F401  only whether it is there
     except ImportError:
         raise ValueError(
-            "a picture needs the package matplotlib, got none; run: pip install 'specmm[bench]'"
+            f"a picture needs the package matplotlib, got none; run: {install('bench')}"
         ) from None
     writable(file.parent, "--plot")
 
