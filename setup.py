@@ -15,7 +15,7 @@ from setuptools import find_packages, setup
 ROOT = Path(__file__).parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
-REPOSITORY = PYPROJECT["project"]["urls"].get("Repository")
+REPOSITORY = PYPROJECT["project"].get("urls", {}).get("Repository")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:)([^)]+)\)")  # to a file of the repository
 
 

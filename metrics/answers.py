@@ -5,7 +5,7 @@ Files are VQAv2's JSON, DocVQA's JSON, or JSON lines. An entry is an object with
 (texts, or VQAv2's objects with an ``answer`` each). A file is a list of them, one a line, or an
 object with the list under ``annotations`` (VQAv2) or ``data`` (DocVQA).
 
-BLEU is sacrebleu's and CIDEr pycocoevalcap's (extra ``specmm[captions]``). The published CIDEr uses
+BLEU is sacrebleu's and CIDEr pycocoevalcap's (extra ``captions``). The published CIDEr uses
 Stanford's tokenizer (Java), ours differs on abbreviations and hyphens, as the protocol says.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from specmm.extras import install
 from specmm.metrics.features import Protocol
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement
@@ -31,7 +32,7 @@ Score = Callable[[str, Sequence[str]], float]  # of a prediction on its question
 T = TypeVar("T")
 QUESTION = ("question_id", "questionId", "id")
 LISTS = ("annotations", "data")
-EXTRA = "captions need sacrebleu and pycocoevalcap; run: pip install 'specmm[captions]'"
+EXTRA = f"captions need sacrebleu and pycocoevalcap; run: {install('captions')}"
 
 
 def mean_score(

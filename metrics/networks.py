@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, float32
 
+from specmm.extras import install
 from specmm.metrics.extractors import Extractor, channels_first
 from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate, main_file
@@ -85,7 +86,9 @@ class FidelityInception(Extractor):
         if dtype != float32:
             raise ValueError(f"torch-fidelity's Inception runs in torch.float32, got {dtype}")
         path = locate("inception-fidelity", weights)
-        module = _package("torch_fidelity.feature_extractor_inceptionv3", "torch-fidelity")
+        module = _package(
+            "torch_fidelity.feature_extractor_inceptionv3", "pip install torch-fidelity"
+        )
         model = module.FeatureExtractorInceptionV3(
             "inception", ["2048", "logits_unbiased"], feature_extractor_weights_path=path
         ).to(device)
@@ -131,7 +134,7 @@ def load_network(path: Path) -> Any:
 
 def new_network() -> Any:
     """EfficientNet-lite0 with random weights; ``ValueError`` where its package is missing."""
-    package = _package("efficientnet_lite_pytorch", "'specmm[fid]'")
+    package = _package("efficientnet_lite_pytorch", install("fid"))
     return package.EfficientNet.from_name("efficientnet-lite0")
 
 
@@ -153,7 +156,7 @@ class DINOv2(Extractor):
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None
     ) -> None:
         folder = locate("dinov2", weights)
-        timm = _package("timm", "'specmm[fid]'")
+        timm = _package("timm", install("fid"))
         options = {"pretrained": True, "num_classes": 0, "img_size": SIDE}
         model = timm.create_model(f"local-dir:{folder}", **options).eval().to(device, dtype)
         name = model.pretrained_cfg.get("architecture", "dinov2")
@@ -218,9 +221,9 @@ def _protocol(features: str, weights: Path, resize: str) -> Protocol:
     return {"features": features, "weights": fingerprint(weights), "resize": resize}
 
 
-def _package(module: str, install: str) -> ModuleType:
+def _package(module: str, line: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise ValueError(f"{package} is needed, got none; run: pip install {install}") from None
+        raise ValueError(f"{package} is needed, got none; run: {line}") from None

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specmm.extras import install
 from specmm.metrics.extractors import Extractor, batches, channels_first, checked
 from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
@@ -107,7 +108,7 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
     try:
         from torchmetrics.functional.image import structural_similarity_index_measure as measure
     except ImportError:
-        raise ValueError("SSIM needs torchmetrics; run: pip install 'specmm[fid]'") from None
+        raise ValueError(f"SSIM needs torchmetrics; run: {install('fid')}") from None
     if min(first.shape[2:]) < WINDOW:
         got = list(first.shape[2:])
         raise ValueError(f"SSIM needs pictures of at least {WINDOW} pixels, got {got}")

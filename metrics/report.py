@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specmm.extras import install
 from specmm.metrics.measurement import Measurement, difference, parse_measurements, read_json
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("a plot needs matplotlib; run: pip install 'specmm[bench]'") from None
+        raise ValueError(f"a plot needs matplotlib; run: {install('bench')}") from None
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")  # no pyplot: no global state
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

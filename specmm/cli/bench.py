@@ -25,6 +25,7 @@ from specmm.cli.options import (
     refuse,
 )
 from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.extras import install
 from specmm.files import writable
 
 if TYPE_CHECKING:
@@ -274,6 +275,6 @@ def _open(
     try:
         from specmm.app.page import build, serve
     except ModuleNotFoundError as error:
-        raise ValueError(f"the app needs {error.name}, run: pip install 'specmm[app]'") from error
+        raise ValueError(f"the app needs {error.name}, run: {install('app')}") from error
     say("loading the models and opening the app; Ctrl-C ends it")
     serve(build(models), host, port, share)

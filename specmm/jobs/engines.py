@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from specmm.extras import install
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
@@ -148,7 +149,7 @@ def run_ray(
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise ValueError("engine ray needs ray, run: pip install 'specmm[ray]'") from error
+        raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
     if not ray.is_initialized():
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
     job = replace(job, folder=job.folder.absolute())

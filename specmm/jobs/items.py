@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from specmm.extras import install
 from specmm.kinds import shown
 from specmm.registry import unknown
 
@@ -210,9 +211,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
-        raise ValueError(
-            "reading Parquet needs pyarrow, run: pip install 'specmm[batch]'"
-        ) from error
+        raise ValueError(f"reading Parquet needs pyarrow, run: {install('batch')}") from error
     try:
         with parquet.ParquetFile(path) as file:
             rows = (row for batch in file.iter_batches() for row in batch.to_pylist())

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from specmm.extras import install
 from specmm.files import sentence_of
 from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger
 from specmm.jobs.items import Item
@@ -78,9 +79,7 @@ class Metrics:
         try:
             from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
         except ModuleNotFoundError as error:
-            raise ValueError(
-                "metrics need prometheus_client, run: pip install 'specmm[batch]'"
-            ) from error
+            raise ValueError(f"metrics need prometheus_client, run: {install('batch')}") from error
         registry = CollectorRegistry()
 
         def counter(name: str, text: str) -> Any:

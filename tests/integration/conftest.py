@@ -136,18 +136,22 @@ def write_drafters(folder, target, words):
     save_dflash(block, folder / "block", target.get_input_embeddings().weight, torch.float32)
 
 
-@pytest.fixture(scope="session")
-def text_folder(tmp_path_factory):
-    """Folder of a tiny Qwen2 with a tokenizer and every drafter beside it; copy it before changing
-    anything in it.
-    """
-    folder = tmp_path_factory.mktemp("text")
+def save_text(folder):
+    """A tiny Qwen2 with a tokenizer and every drafter beside it."""
     words = build_tokenizer([TEXT], 280)
     target = qwen2(len(words), 0)
     target.save_pretrained(folder)
     words.save_pretrained(folder)
     write_drafters(folder / "drafters", target, words)
     return folder
+
+
+@pytest.fixture(scope="session")
+def text_folder(tmp_path_factory):
+    """Folder of a tiny Qwen2 with a tokenizer and every drafter beside it; copy it before changing
+    anything in it.
+    """
+    return save_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="session")

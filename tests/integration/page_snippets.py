@@ -30,7 +30,7 @@ FENCE = re.compile(
     r"(?:^<!-- test: (?P<told>[^\n]*) -->\n+)?^```(?P<kind>[\w-]*)[^\n]*\n(?P<code>.*?)^```",
     re.M | re.S,
 )
-EXTRA = re.compile(r"specmm\[([\w,]+)\]")
+EXTRA = re.compile(r"(?:\.|specmm[\w.-]*)\[([\w,]+)\]")
 
 
 @dataclass(frozen=True)

@@ -291,9 +291,9 @@ def saved(kind, tmp_path_factory):
     return found
 
 
-def opened(folder, **options):
+def opened(folder, dtype=torch.float32, **options):
     """Its pipeline."""
-    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32, **options)
+    found = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=dtype, **options)
     found.set_progress_bar_config(disable=True)
     return found
 

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from benchmarks.soak.kills import campaign, items_of
 from specmm.cli import app
+from specmm.extras import install
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
@@ -268,7 +269,7 @@ def test_what_the_machine_lacks_is_said_before_any_work(
     if not torch.cuda.is_available():
         assert "device must be one of this machine's" in refused(*common, "--device", "cuda")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install 'specmm[batch]'" in refused(*common, "--parquet")
+    assert install("batch") in refused(*common, "--parquet")
     assert not (tmp_path / "out" / "results").exists()
 
 

@@ -2,9 +2,11 @@
 Face's ``kernels``.
 """
 
+import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,8 +19,13 @@ from pathlib import Path
 
 import pytest
 
+from specmm import zoo
+from specmm.extras import install
+from tests.integration.page_snippets import blocks, commands
+
 ROOT = Path(__file__).parents[2]
-FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
 FIVE = {name: folder for name, folder in FOLDERS.items() if name != "specmm"}
 
 
@@ -93,6 +100,43 @@ def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = pip("--python", executable, "install", "--no-deps", wheel)
     assert done.returncode == 0, done.stderr
     return executable
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """The folder of the programs of a fresh environment, which sees what specmm needs and no
+    specmm; its ``pip`` asks no index.
+    """
+    needed, programs = tmp_path / "needed", tmp_path / "venv/bin"
+    needed.mkdir()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "specmm" not in entry.name:
+            (needed / entry.name).symlink_to(entry)
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    [site] = python(programs / "python", code, tmp_path)
+    Path(site, "needed.pth").write_text(f"{needed}\n")
+    own = f'"{sys.executable}" -m pip --python "{programs}/python" -q'
+    offline = "--no-index --no-build-isolation --disable-pip-version-check"
+    (programs / "pip").write_text(f'#!/bin/sh\nshift\nexec {own} install {offline} "$@"\n')
+    (programs / "pip").chmod(0o755)
+    return programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_readmes_own_lines_install(
+    number: int, checkout: Path, wheel: Path, empty: Path, tmp_path: Path
+) -> None:
+    """From a checkout, and elsewhere from its wheel."""
+    where = (checkout, wheel.parent)[number]
+    line = commands(blocks(ROOT / "README.md")[0].code)[number]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment["PATH"] = f"{empty}:{environment['PATH']}"
+    for words, place in ((line, where), (["specmm", "zoo"], tmp_path)):
+        done = subprocess.run(words, cwd=place, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert "pocket/llamagen" in done.stdout and (empty / "specmm").is_file()
 
 
 @pytest.mark.slow
@@ -214,8 +258,20 @@ def test_an_sdist_holds_the_repository_and_its_readme_renders_on_an_index(tmp_pa
         told = facts.read().decode()
     assert set(names) - held <= {".gitignore"}, sorted(set(names) - held)[:10]
     assert "Description-Content-Type: text/markdown" in told
-    assert "Project-URL: Homepage" in told and "Classifier: " in told
-    assert "pip install specmm" in told and "](docs/" not in told
+    assert "Classifier: " in told and "pip install ." in told and "](docs/" not in told
+
+
+def test_a_line_to_install_names_packages_of_an_extra() -> None:
+    """Which a checkout and a wheel have alike; no index knows specmm. So do cards' own lines."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert install("app") == "pip install 'gradio>=6' pandas"
+    for name in ("fid", "batch", "captions"):
+        assert shlex.split(install(name)) == ["pip", "install", *extras[name]]
+    for folder in zoo.pocket_models().values():
+        line = json.loads((folder / "card.json").read_text()).get("install", "")
+        packages = set(line.partition(" && ")[0].split()[2:])
+        assert packages <= set(extras["smol"]) and "specmm" not in line
+        assert line in (folder / "README.md").read_text()
 
 
 def test_links_of_the_readme_lead_to_the_repository_or_are_words() -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -6,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from specmm.extras import install
 from specmm.metrics.extractors import extractor
 
-timm = pytest.importorskip("timm", reason="needs the extra specmm[fid]")
+timm = pytest.importorskip("timm", reason="needs the extra fid")
 TINY = {"depth": 1, "embed_dim": 16, "num_heads": 2}
 
 
@@ -72,5 +74,5 @@ def test_missing_weights_say_what_to_put_where(tmp_path: Path) -> None:
 
 def test_missing_timm_names_the_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(ValueError, match=r"pip install 'specmm\[fid\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("fid"))):
         extractor("dinov2", weights=folder)

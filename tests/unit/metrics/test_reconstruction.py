@@ -6,7 +6,7 @@ from specmm.metrics.extractors import Extractor, channels_first
 from specmm.metrics.frechet import frechet_distance
 from specmm.metrics.paired import reconstruction
 
-image = pytest.importorskip("torchmetrics.functional.image", reason="needs the extra specmm[fid]")
+image = pytest.importorskip("torchmetrics.functional.image", reason="needs the extra fid")
 
 
 def sets(count: int = 7) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,18 @@
+"""The line that installs what an optional part of this package needs, wherever the package itself
+came from: it names the packages of an extra of ``pyproject.toml``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib.metadata import PackageNotFoundError, requires
+
+
+def install(extra: str) -> str:
+    """``pip install`` and the packages of ``extra``."""
+    try:
+        found = [line.partition(";") for line in requires("specmm") or ()]
+    except PackageNotFoundError:  # a checkout that nothing installed
+        return f"pip install -e '.[{extra}]'"
+    packages = [name.strip() for name, _, when in found if f'extra == "{extra}"' in when]
+    return shlex.join(["pip", "install", *packages])
