@@ -6,7 +6,7 @@ A process opens ``pocket/llamagen`` and draws one picture several times. ``first
 after opening, of which ``beyond`` is what it takes more than the quickest later one; ``process``
 is all of it with imports and opening. ``before them`` is the first call of one more process, which
 builds the programs unless they are in the folder ``--programs``. The runs are in turn with those
-of ``--before``, the code of an earlier release, whose programs have a folder of their own.
+of ``--before``, the code of an earlier commit, whose programs have a folder of their own.
 """
 
 from __future__ import annotations

@@ -338,8 +338,6 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
 def load_block_for(owner: Owner, folder: Path) -> BlockHead:
     """As :func:`load_block`, for a target of any class."""
     facts = read_json(folder / "config.json")
-    if "taps" in facts:  # as older folders say
-        facts["aux_layers"] = facts.pop("taps")
     _check_facts(owner, folder, facts, ("levels", "layers", "aux_layers"))
     later = {key: facts[key] for key in ("inner", "memory", "surroundings") if key in facts}
     config = BlockConfig(
