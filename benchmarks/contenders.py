@@ -22,7 +22,6 @@ SPEED: tuple[methods.Method, ...] = (
     methods.Lantern(),
     methods.Lantern(drafter="block"),
     methods.SJD(),
-    methods.SJD(corrected=True),
 )
 
 QUALITY: tuple[methods.Method, ...] = (

@@ -36,7 +36,7 @@ T = TypeVar("T")
 Method: TypeAlias = methods.Method | methods.PromptLookup
 DEFAULT_TREE = (3, 2, 2, 1, 1)
 ANY = "any"  # drafter: the one given, else the first of the trained ones, EAGLE's head on its tree
-TRAINED = ("eagle", "block", "corrector")
+TRAINED = ("eagle", "block")
 
 
 @dataclass
@@ -84,8 +84,6 @@ class PictureParts:
         self.given = kind
         if kind == "block":
             self.acceptance = self.chains = ()
-        if kind == "corrector":
-            self.taus = {name: tau for name, tau in self.taus.items() if name != kind}
 
     @property
     def any(self) -> str:
@@ -219,8 +217,7 @@ def _jacobi(
     init: Init = "last" if kind.relaxed else methods.SJD.init
     method = choice.method or methods.SJD(coupled=coupled, init=init)
     window = min(_chain(choice, method.window), target.length - 1)
-    corrector = parts.head("corrector") if choice.drafter == "corrector" else None
-    return JacobiDrafter(target, window, method.init, method.coupled, corrector)
+    return JacobiDrafter(target, window, method.init, method.coupled)
 
 
 def _chain(choice: methods.Choice, usual: int) -> int:
@@ -271,7 +268,6 @@ def _outside(
 
 DRAFTERS = {
     "block": _block,
-    "corrector": _jacobi,
     "eagle": _eagle,
     "jacobi": _jacobi,
     "prompt-lookup": _lookup,

@@ -34,7 +34,7 @@ SIZES = (3, 4, 8, 12, 16, 24)
 PLANNED = methods.Speculative(rule="recursive")
 SURE = 0.1  # the least chance of a draft where chains end by it
 # methods without a tree to choose, whose tau is measured as the drafters are trained, by setting
-JACOBI: dict[str, Method] = {"sjd": methods.SJD(), "corrector": methods.SJD(corrected=True)}
+JACOBI: dict[str, Method] = {"sjd": methods.SJD()}
 UNPLANNED: tuple[Method, ...] = (
     *JACOBI.values(),
     methods.SelfDraft(),

@@ -21,7 +21,6 @@ FEATURES = "specmm.hf.drafters.features:FeatureDrafter"
 SMALL = "specmm.hf.drafters.small_model:ModelDrafter"
 DRAFTERS = {  # the class of each drafter that takes trees and rules, which is asked what it can do
     "block": "specmm.image_ar.tokens.drafters.block:BlockDrafter",
-    "corrector": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
     "eagle": "specmm.image_ar.tokens.drafters.eagle:EagleDrafter",
     "jacobi": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
     "prompt-lookup": "specmm.hf.drafters.prompt_lookup:PromptLookupDrafter",
@@ -140,7 +139,7 @@ class Composed(Declared):
         """Of drafters whose trees have as many nodes and levels every round, or end early at a few
         depths.
         """
-        return self.choice.drafter in ("block", "eagle", "any", "jacobi", "corrector")
+        return self.choice.drafter in ("block", "eagle", "any", "jacobi")
 
     @property
     def batch_dependent(self) -> bool:

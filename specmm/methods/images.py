@@ -19,8 +19,7 @@ class SJD(Composed):
     there is none yet they begin, by ``init``, with the token above, with the one to the left, from
     the last position's distribution or at random. ``coupled`` drafts change as rarely as they can
     from round to round (MC-SJD, arXiv 2510.24211), which rules "block" and "traversal" do not
-    allow. ``corrected`` ones need a corrector, a small network trained for the target, which makes
-    the first place's distribution that after the token drawn last.
+    allow.
     """
 
     name: ClassVar[str] = "sjd"
@@ -28,7 +27,6 @@ class SJD(Composed):
     init: Init = "above"
     coupled: bool = True
     rule: str = "recursive"
-    corrected: bool = False
 
     def __post_init__(self) -> None:
         check_init(self.init)
@@ -36,8 +34,7 @@ class SJD(Composed):
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        drafter = "corrector" if self.corrected else "jacobi"
-        return Choice(drafter, f"chain({self.window})", self.rule, method=self)
+        return Choice("jacobi", f"chain({self.window})", self.rule, method=self)
 
 
 @dataclass(frozen=True)

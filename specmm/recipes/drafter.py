@@ -232,7 +232,7 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
     chains = measure_chains(head, judge, [prompt.rows(slice(i, i + 1)) for i in range(pictures)])
-    taus = settings.taus | measure_taus({}, judge, prompt, range(pictures))
+    taus = settings.taus | measure_taus(judge, prompt, range(pictures))
     made = dataclasses.replace(settings, acceptance=table, chains=chains, taus=taus)
     write_settings(made, model)
 

@@ -167,7 +167,7 @@ def _accepted(head: BlockHead, judge: PictureTarget, seen: SeenPictures) -> dict
     return {
         "acceptance": measure_acceptance(head, judge, together, range(len(ids))),
         "chains": measure_chains(head, judge, alone),
-        "taus": measure_taus({}, judge, together, range(len(ids))),
+        "taus": measure_taus(judge, together, range(len(ids))),
     }
 
 

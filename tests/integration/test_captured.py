@@ -350,7 +350,7 @@ def pictures_of(pipe, compiled, calls=3, **options):
 
 
 @pytest.mark.parametrize(
-    "name", some(["guided tree", "eagle", "sjd", "sjd, corrected", "lantern++"], ["sjd", "eagle"])
+    "name", some(["guided tree", "eagle", "sjd", "lantern++"], ["sjd", "eagle"])
 )
 def test_calls_share_a_graph(name, taped, strict):
     pipe = tiny_pipeline(tokens=36)

@@ -27,12 +27,6 @@ OPTIONS = {  # method, guidance, top k
     "lantern++ of eagle": (methods.LanternPP(5.0, 10, drafter="eagle", tree=(2, 1)), 1.0, 0),
     "sjd": (methods.SJD(window=4), 1.0, 20),
     "sjd, left": (methods.SJD(window=4, init="left"), 1.0, 20),
-    "sjd, corrected": (methods.SJD(window=4, corrected=True), 1.5, 20),
-    "lantern++, corrected": (
-        methods.Draft(drafter="corrector", tree="chain(4)", rule="lantern++(k=10, lambda_=5.0)"),
-        1.0,
-        0,
-    ),
     "sjd, drawn afresh": (methods.SJD(window=4, init="last", coupled=False), 1.0, 20),
 }
 

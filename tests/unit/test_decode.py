@@ -19,7 +19,6 @@ from specmm.decode import decode, decode_plain, first_token
 from specmm.drafter import Feedback, check_rule
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
-from specmm.image_ar.tokens.drafters.corrector import Corrector, CorrectorConfig
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
@@ -71,11 +70,6 @@ def recurrent(target, tree, sampled=False):
     return BlockDrafter(random_weights(BlockHead(config), 1), target, tree, sampled)
 
 
-def corrected(target, window, **options):
-    head = random_weights(Corrector(CorrectorConfig(target.model.config)), 1)
-    return JacobiDrafter(target, window, corrector=head, **options)
-
-
 LOPSIDED = TreeShape.from_parents(
     [-1, 0, 0, 1, 0, 1, 3, 2]
 )  # levels are not numbered one after the other
@@ -100,8 +94,6 @@ DRAFTERS = {
         f"jacobi, {init}, coupled": partial(JacobiDrafter, window=7, init=init, coupled=True)
         for init in ("last", "above")
     },
-    "jacobi, corrected": partial(corrected, window=4),
-    "jacobi, corrected, coupled": partial(corrected, window=4, init="above", coupled=True),
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
@@ -258,8 +250,6 @@ DRAWN = {
         f"jacobi, {init}, coupled": partial(JacobiDrafter, window=4, init=init, coupled=True)
         for init in ("last", "left", "above", "random")
     },
-    "jacobi, corrected": partial(corrected, window=4),
-    "jacobi, corrected, coupled": partial(corrected, window=4, init="above", coupled=True),
 }
 WAYS = {
     "plain": (Processor(), Guidance()),

@@ -190,7 +190,7 @@ def test_drafters_are_asked_whether_their_rows_can_be_refilled() -> None:
     able = {name for name in DRAFTERS if methods.Draft(name).can_refill}
     declared = {name for name in presets if methods.make(methods.GENERATE, name).can_refill}
     assert (
-        able == declared | {"jacobi", "corrector", "prompt-lookup", "self"}
+        able == declared | {"jacobi", "prompt-lookup", "self"}
         and {"eagle3", "mtp", "block"} <= able
     )
 

@@ -136,7 +136,7 @@ def test_without_a_checkout_its_recipes_are_not_there(tmp_path, monkeypatch):
     assert {"coder", "emoji-drafter", "deer"} <= set(recipes.recipes())
     monkeypatch.setattr(recipes, "CHECKOUT", tmp_path)
     assert set(recipes.recipes()) == {
-        *("corrector", "deer", "dflash", "diffusion", "drafter", "eagle3", "msd", "mtp", "proxy")
+        *("deer", "dflash", "diffusion", "drafter", "eagle3", "msd", "mtp", "proxy")
     }
 
 

@@ -7,7 +7,7 @@ layers read, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from specmm.image_ar.tokens.choosing import JACOBI, unsure
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.surroundings import tokens_above
 from specmm.image_ar.tokens.gpt import RotaryTable
-from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.randomness import Uniforms
 from specmm.recipes.training.blocks import along, silence
 from specmm.shape.trees import spine
@@ -257,20 +256,16 @@ def measure_chains(
     )
 
 
-def measure_taus(
-    heads: Mapping[str, DrafterHead], target: DrawingTarget, prompt: Any, seeds: Sequence[int]
-) -> dict[str, float]:
-    """Tokens a round of the methods without a tree to choose that can draft by these ``heads``,
-    over one batch of pictures, one seed each.
+def measure_taus(target: DrawingTarget, prompt: Any, seeds: Sequence[int]) -> dict[str, float]:
+    """Tokens a round of the methods without a drafter, over one batch of pictures, one seed
+    each.
     """
-    parts = PictureParts(heads)
     found = {}
     for name, method in JACOBI.items():
-        if parts.serves(method):
-            own, drafter, rule = assemble(method, target, parts)
-            uniforms = Uniforms.from_seeds(seeds, own.device)
-            *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
-            found[name] = round(end.stats.tau, 4)
+        own, drafter, rule = assemble(method, target, PictureParts())
+        uniforms = Uniforms.from_seeds(seeds, own.device)
+        *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
+        found[name] = round(end.stats.tau, 4)
     return found
 
 
