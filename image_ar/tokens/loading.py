@@ -337,10 +337,8 @@ def load_block_for(owner: Owner, folder: Path) -> BlockHead:
     """As :func:`load_block`, for a target of any class."""
     facts = read_json(folder / "config.json")
     _check_facts(owner, folder, facts, ("levels", "layers", "aux_layers"))
-    later = {key: facts[key] for key in ("inner", "memory", "surroundings") if key in facts}
-    config = BlockConfig(
-        facts["levels"], facts["layers"], owner.sizes, tuple(facts["aux_layers"]), **later
-    )
+    sizes = facts["levels"], facts["layers"], owner.sizes, tuple(facts["aux_layers"])
+    config = BlockConfig(*sizes, facts.get("inner", 0))
     with WithoutWeights():
         head = BlockHead(config)
     load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)

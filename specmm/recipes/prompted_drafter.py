@@ -205,8 +205,7 @@ def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> Bl
             return EagleHead(EagleConfig(owner.sizes, sizes["inner"] or None))
     before = None if training.start is None else load_block_for(owner, training.start)
     if before is not None:
-        given = {name: sizes[name] for name in ("inner", "memory", "surroundings") if sizes[name]}
-        sizes = vars(before.config) | given
+        sizes = vars(before.config) | ({"inner": sizes["inner"]} if sizes["inner"] else {})
     with seeded(seed):
         head = BlockHead(BlockConfig(**sizes | {"target": owner.sizes}))
     start_from(head, network.get_decoder().norm.weight)

@@ -65,11 +65,6 @@ def block(target, tree, sampled=False, rejected_weight=0.0):
     return BlockDrafter(head, target, tree, sampled, rejected_weight)
 
 
-def recurrent(target, tree, sampled=False):
-    config = BlockConfig(3, 2, target.model.config, memory=5, surroundings=True)
-    return BlockDrafter(random_weights(BlockHead(config), 1), target, tree, sampled)
-
-
 LOPSIDED = TreeShape.from_parents(
     [-1, 0, 0, 1, 0, 1, 3, 2]
 )  # levels are not numbered one after the other
@@ -79,8 +74,6 @@ DRAFTERS = {
     "block, rejected_weight": lambda target: block(
         target, branching([2, 2, 1]), sampled=True, rejected_weight=0.4
     ),
-    "recurrent block": lambda target: recurrent(target, branching([2, 2, 1])),
-    "recurrent block drawn": lambda target: recurrent(target, branching([2, 2, 1]), sampled=True),
     "eagle static": lambda target: eagle(target, LOPSIDED),
     "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
@@ -239,7 +232,6 @@ DRAWN = {
     "block, rejected_weight": lambda target: block(
         target, branching([2, 1]), sampled=True, rejected_weight=0.5
     ),
-    "recurrent block": lambda target: recurrent(target, branching([2, 1]), sampled=True),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
     "jacobi": lambda target: JacobiDrafter(target, 2),
     **{
@@ -269,9 +261,7 @@ UNEVEN = TreeShape.from_parents(
 )  # a later parent has more children than an earlier one
 
 
-@pytest.mark.parametrize(
-    "make", [eagle, block, recurrent], ids=["eagle", "block", "recurrent block"]
-)
+@pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
 def test_every_node_records_the_distribution_it_was_drawn_from(make):
     """Where not every child that is drawn has a place: earlier siblings have no mass, the token has
     some, and all is 1.
