@@ -45,8 +45,7 @@ class PictureParts:
 
     Drafters by kind, the codebook [W, E] and the rising ids [W] of the tokens that are its codes
     (None: all, in order), trees by method that the model's maker recommends (children by level of a
-    spine), the block drafter's measured acceptance by level and rank, and how its ``chains`` went
-    that end where it is unsure (see :class:`specmm.autotune.Chain`). ``taus`` are those of methods
+    spine), the block drafter's measured acceptance by level and rank. ``taus`` are those of methods
     without a tree to choose, by name. ``given`` is the kind of the drafter that whoever opened the
     model gave.
     ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
@@ -58,7 +57,6 @@ class PictureParts:
     code_ids: Tensor | None = None
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
-    chains: tuple[tuple[float, ...], ...] = ()
     taus: Mapping[str, float] = field(default_factory=dict)
     given: str | None = None
     plans: dict[Hashable, Plan] = field(default_factory=dict)
@@ -83,7 +81,7 @@ class PictureParts:
         """
         self.given = kind
         if kind == "block":
-            self.acceptance = self.chains = ()
+            self.acceptance = ()
 
     @property
     def any(self) -> str:
@@ -117,8 +115,6 @@ def assemble(
     make = _outside if own else DRAFTERS.get(choice.drafter)
     if make is None:
         raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
-    if choice.sure and choice.drafter != "block":
-        raise ValueError(f"sure needs the block drafter, whose chain it ends, got {choice.drafter}")
     kind = rule_kind(choice.rule)
     greedy = target.processor.greedy
     target.read_layers(())  # the drafter says which it reads
@@ -193,8 +189,7 @@ def _block(
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    weight = choice.rejected_weight
-    return BlockDrafter(head, target, shape, sampled, weight, siblings, choice.sure)
+    return BlockDrafter(head, target, shape, sampled, choice.rejected_weight, siblings)
 
 
 def _eagle(

@@ -118,7 +118,6 @@ class Choice:
     rule: Own
     rejected_weight: float = 0.0
     method: Any = None
-    sure: float = 0.0
 
 
 class Composed(Declared):
@@ -136,15 +135,8 @@ class Composed(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """Of drafters whose trees have as many nodes and levels every round, or end early at a few
-        depths.
-        """
+        """Of drafters whose trees have as many nodes and levels every round."""
         return self.choice.drafter in ("block", "eagle", "any", "jacobi")
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Where a row is unsure it is cut by itself, not beside others."""
-        return self.choice.sure > 0
 
 
 class Itself:

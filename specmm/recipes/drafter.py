@@ -31,7 +31,7 @@ from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.recipes.prompted_drafter import Request, Training, train_prompted
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
-from specmm.recipes.training.block_drafter import measure_acceptance, measure_chains, measure_taus
+from specmm.recipes.training.block_drafter import measure_acceptance, measure_taus
 from specmm.recipes.training.drawn_pictures import draw_all
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.recipes.training.llamagen_drafters import train_block, train_eagle
@@ -220,17 +220,16 @@ def _draw(
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
-    """Measure what is accepted by level and rank at the model's sampling, how chains go that end
-    early, and the tau of methods without a drafter, and write it where method auto reads it.
+    """Measure what is accepted by level and rank at the model's sampling, and the tau of methods
+    without a drafter, and write it where method auto reads it.
     """
     settings = read_settings(LlamaGenSettings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
-    chains = measure_chains(head, judge, [prompt.rows(slice(i, i + 1)) for i in range(pictures)])
     taus = settings.taus | measure_taus(judge, prompt, range(pictures))
-    made = dataclasses.replace(settings, acceptance=table, chains=chains, taus=taus)
+    made = dataclasses.replace(settings, acceptance=table, taus=taus)
     write_settings(made, model)
 
 

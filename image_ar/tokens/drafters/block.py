@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
 from specmm.drawing import DrawingTarget, Sizes
-from specmm.image_ar.tokens.drafters.gate import Gate
 from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, rotary_table
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
@@ -170,8 +169,7 @@ class BlockDrafter:
     or, with ``sampled=False``, takes the most likely tokens (point masses).
 
     ``rejected_weight`` is the weight of :class:`RejectedPositions` in what is drawn from;
-    ``siblings`` says how siblings are drawn instead. With ``sure`` above 0 a chain of a single
-    picture may end early, see :class:`Gate`.
+    ``siblings`` says how siblings are drawn instead.
     """
 
     def __init__(
@@ -182,7 +180,6 @@ class BlockDrafter:
         sampled: bool = True,
         rejected_weight: float = 0.0,
         siblings: Siblings = "distinct",
-        sure: float = 0.0,
     ) -> None:
         if shape.depth > head.config.levels:
             raise ValueError(
@@ -196,10 +193,8 @@ class BlockDrafter:
         self.siblings: Siblings = siblings
         self.max_nodes = shape.size
         self.max_depth = shape.depth
-        self.gate = Gate(shape, sure) if sure else None
-        self.shapes = [shape] if self.gate is None else list(self.gate.shapes.values())
         mixes = rejected_weight and sampled
-        self.rejected = RejectedPositions(self.shapes, rejected_weight) if mixes else None
+        self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
         target.read_layers(head.config.aux_layers)
         self.rotary = head.rotary_for(target.sizes).to(target.device)
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
@@ -227,8 +222,7 @@ class BlockDrafter:
         self.cache = Cache(size, hidden.dtype, hidden.device)
         self.branches = size.branches
         self.order = torch.arange(size.scratch, device=hidden.device)
-        # what the features and queries of a round see, by the tokens M of the round before
-        self.biases = {shape.depth + 1: self._causal(shape.depth + 1) for shape in self.shapes}
+        self.bias = self._causal(most)  # what the features and queries of a round see
 
     def _causal(self, most: int) -> Tensor:
         """The mask [R, 1, M + K, S] under which M = ``most`` features see those before them."""
@@ -254,28 +248,17 @@ class BlockDrafter:
         vocabulary = self.target.vocabulary
         probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
         place = self.cache.lengths[:, None]  # guidance may depend on the place
-        shape = self.shape
-        gate = self.gate if len(feedback.token) == 1 else None
-        if gate is not None:
-            gate.open()
         for depth, level in enumerate(self.plan):
             latest = tokens[-1]
             previous = latest if level.above is None else latest.index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
             dist = self._dist(self.target.drawn_logits(logits, place + depth), level)
-            if gate is not None and gate.shuts(dist if self.sampled else dist.softmax(-1), depth):
-                shape = gate.shapes[depth]
-                break
             drafts, drawn = self._draw(dist, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)
         recorded = torch.cat(probs, 1) if self.sampled else None
-        return DraftTree(torch.cat(tokens, 1), shape, recorded)
-
-    def ended(self, tree: DraftTree) -> DraftTree:
-        """The part of ``tree`` to be scored, where :class:`Gate` left its end open."""
-        return tree if self.gate is None or len(tree.tokens) > 1 else self.gate.ended(tree)
+        return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
 
     def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
         """What a level's children are drawn from [B, P, V], of each parent's ``logits``; these
@@ -337,7 +320,7 @@ class BlockDrafter:
         mask [R, 1, M + K, S]: features see those before them, queries only what was ``kept`` [B].
         """
         capacity = self.cache.size.capacity
-        bias = self.biases[most]
+        bias = self.bias
         self.cache.aim(capacity, bias.shape[-1])
         bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         shut = branched(self.order[:most] >= kept[:, None], self.branches)
@@ -354,7 +337,7 @@ class BlockDrafter:
 
 class RejectedPositions:
     """The target's distributions after the drafts it rejected, mixed into a drafter's, whose trees
-    have one of the ``shapes``.
+    have this ``shape``.
 
     The round before scored its whole tree. After a rejected draft the target gave a distribution
     for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
@@ -367,11 +350,10 @@ class RejectedPositions:
 
     aside: ClassVar[tuple[str, ...]] = ("older", "rest")  # by graphs: each round makes them anew
 
-    def __init__(self, shapes: Sequence[TreeShape], weight: float) -> None:
+    def __init__(self, shape: TreeShape, weight: float) -> None:
         check_rejected_weight(weight)
         self.weight = weight
-        for shape in shapes:  # now, for a program cannot
-            shape.once("first below", first_below)
+        shape.once("first below", first_below)  # now, for a program cannot
         # w log s by level [B, 1, V]; None after a prefill
         self.older: tuple[Tensor, ...] | None = None
 

@@ -20,7 +20,7 @@ from specmm.autotune import WIDEST, AcceptanceCounter
 from specmm.decode import decode
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
-from specmm.image_ar.tokens.choosing import JACOBI, unsure
+from specmm.image_ar.tokens.choosing import JACOBI
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
 from specmm.image_ar.tokens.gpt import RotaryTable
 from specmm.randomness import Uniforms
@@ -188,31 +188,6 @@ def block_loss(
     overlap = torch.minimum(probs, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
     cross_entropy = -(probs * drafted).sum(-1).mean()
     return cross_entropy, overlap.mean((0, 1))
-
-
-def measure_chains(
-    head: BlockHead, target: DrawingTarget, prompts: Sequence[Any]
-) -> tuple[tuple[float, ...], ...]:
-    """How chains go that end where the drafter is unsure, over a picture of each of ``prompts``:
-    drafts, share of rounds and tokens a round of each length.
-    """
-    parts = PictureParts({"block": head})
-    own, drafter, rule = assemble(unsure(parts), target, parts)
-    tokens: dict[int, list[int]] = {}  # of each round, by its drafts
-    for seed, prompt in enumerate(prompts):
-        kept = []
-        uniforms = Uniforms.from_seeds([seed], target.device)
-        for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
-            assert progress.gained is not None
-            kept.append(int(progress.gained[1]))
-        # the end is told twice
-        for drafts, count in zip(progress.stats.depths, kept, strict=False):
-            tokens.setdefault(drafts, []).append(count)
-    rounds = sum(map(len, tokens.values()))
-    return tuple(
-        (drafts, round(len(found) / rounds, 4), round(sum(found) / len(found), 4))
-        for drafts, found in sorted(tokens.items())
-    )
 
 
 def measure_taus(target: DrawingTarget, prompt: Any, seeds: Sequence[int]) -> dict[str, float]:
