@@ -124,7 +124,6 @@ TEXTS: dict[str, Any] = {
     "diffuspec, reuse": DiffuSpec(reuse=True),
     "deer, tree": DEER(tree=6),
     "block, drawn tree": Block(tree=(2, 2, 1)),
-    "block, sure": Block(sure=0.3),
     "block, recall": Block(recall=3),
 }
 

@@ -176,7 +176,9 @@ def test_methods_declare_what_jobs_and_the_app_ask() -> None:
     assert having(methods.TEXT, "batch_dependent") == {"self"}
     pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "self", "draft"}
     assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
-    assert methods.Block(sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
+    assert (
+        methods.SelfDraft(3, sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
+    )
 
 
 def test_drafters_are_asked_whether_their_rows_can_be_refilled() -> None:
