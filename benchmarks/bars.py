@@ -120,28 +120,6 @@ def var_bars(rows: Sequence[Row]) -> list[Bar]:
     return [Bar(what, wanted, found, held), *ideal_bars(rows), table]
 
 
-def loop_bars(rows: Sequence[Row]) -> list[Bar]:
-    """Plain decoding over a first loop, as it is and compiled, each at all batches."""
-    found = []
-    for kind in ("", ", compiled"):
-        loops = [r for r in rows if r["method"].endswith("compiled") == bool(kind)]
-        if kind and not loops:
-            continue
-        equal = all(r["token_equal"] == 1 for r in loops)
-        held = equal and all(r["speedup"] >= 1.3 for r in loops)
-        text = ", ".join(f"{r['speedup']:.2f}× at batch {r['batch']}" for r in loops)
-        text += "" if equal else ", not token-equal"
-        found.append(
-            Bar(
-                f"plain VAR over a first loop{kind}",
-                "≥ 1.3×, token-equal",
-                text,
-                held if loops else None,
-            )
-        )
-    return found
-
-
 def ideal_bars(rows: Sequence[Row], where: str = "") -> list[Bar]:
     """How much of CoDe's arithmetic comes out as time, over all its N, for each batch size."""
     bars = []

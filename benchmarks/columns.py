@@ -85,14 +85,6 @@ VAR = {
     "realised": "realised / ideal",
     **SAMPLED,
 }
-LOOP = {
-    "method": "method",
-    "batch": "batch",
-    "seconds": "s / picture",
-    "speedup": "speed-up",
-    "token_equal": "token-equal, greedy",
-    "drawn_equal": "equal pictures, drawn",
-}
 LANGUAGE = {
     "questions": "what",
     "temperature": "T",

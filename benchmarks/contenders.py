@@ -8,7 +8,6 @@ SPEED: tuple[methods.Method, ...] = (
     methods.AR(),
     methods.Speculative(),
     methods.Speculative(tree=(1, 1, 1, 1, 1, 1)),
-    methods.Speculative(tree="chain(10)", sure=0.1),
     methods.Speculative(rule="recursive"),
     methods.Speculative(rejected_weight=0.0),
     methods.Speculative(drafter="eagle"),
@@ -22,7 +21,6 @@ SPEED: tuple[methods.Method, ...] = (
     methods.Lantern(),
     methods.Lantern(drafter="block"),
     methods.SJD(),
-    methods.SJD(corrected=True),
 )
 
 QUALITY: tuple[methods.Method, ...] = (

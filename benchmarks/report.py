@@ -13,13 +13,12 @@ from benchmarks.bars import (
     jacobi_bar,
     job_bars,
     loading_bar,
-    loop_bars,
     mar_bars,
     metric_bars,
     round_bars,
     var_bars,
 )
-from benchmarks.columns import AUTOTUNE, FRECHET, LANGUAGE, LOOP, MAR, QUALITY, SPEED, TEXT, VAR
+from benchmarks.columns import AUTOTUNE, FRECHET, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
 from benchmarks.common import Row, read_results
 from benchmarks.drafter_bars import drafter_bars
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
@@ -28,7 +27,7 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
-    *("cifar_fid", "frechet_speed", "mar", "var", "var_loop", "var_published"),
+    *("cifar_fid", "frechet_speed", "mar", "var", "var_published"),
     *(
         "vlm_speed_llava",
         "vqa_accuracy_llava",
@@ -84,7 +83,6 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             jacobi_bar(rows["draft_free_speed"]),
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
-            *loop_bars(rows["var_loop"]),
             *var_bars(rows["var"]),
             *ideal_bars(rows["var_published"], ", published sizes"),
             *vlm_bars(rows["vlm_speed_llava"]),
@@ -157,16 +155,6 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
             "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
         )
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
-    if rows["var_loop"]:
-        text = (
-            "Tokens in float32 at temperature 1. Drawn with the same uniforms, rounding decides "
-            "between two tokens now and then; greedily all must be equal."
-        )
-        found += [
-            "## Next scales: plain decoding over a first loop",
-            text,
-            table(rows["var_loop"], LOOP),
-        ]
     if rows["var_published"]:
         text = (
             "Tokens only; random weights, on which time does not depend. The depths are under "

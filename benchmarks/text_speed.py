@@ -111,7 +111,7 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     for kind in (methods.DEER, methods.Block):
         if drafts(pipe, kind()):
             chosen += [kind(length=n) for n in LENGTHS] + [kind(tree=n) for n in TREES]
-            chosen += [kind(sure=0.3), kind(recall=3)]
+            chosen.append(kind(recall=3))
     if drafts(pipe, methods.Eagle3()):
         chosen += [methods.Eagle3(sampled=True, tree=tree) for tree in GROWN]
         chosen += dynamic(methods.Eagle3, temperature)

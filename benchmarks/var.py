@@ -1,4 +1,4 @@
-"""VAR and CoDe by N: seconds, memory, FID; and our plain VAR over a first loop.
+"""VAR and CoDe by N: seconds, memory, FID.
 
     python -m benchmarks.var pocket/var [--specialised FOLDER …]
 
@@ -9,8 +9,7 @@ pixels; ``realised`` is the measured speed-up of drawing tokens over it.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -27,22 +26,17 @@ from benchmarks.common import (
     Row,
     Threads,
     environment,
-    generators,
     load_pipeline,
     write_results,
 )
 from benchmarks.memory import measured_peak
 from benchmarks.quality import Real
 from benchmarks.settings import Options
-from benchmarks.straightforward_var import straightforward
 from benchmarks.sweep import Setting, draw_samples, plot, quality, time_settings, timing
 from specmm import methods, zoo
-from specmm.image_ar.scales.loading import load_var
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.planner import model_work
 from specmm.image_ar.scales.tuning import workload
-from specmm.image_ar.scales.var import VAR
-from specmm.randomness import Uniforms
 
 
 def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Setting]:
@@ -118,62 +112,6 @@ def loop(setting: Setting) -> float:
     return statistics.median(s.seconds for s in setting.stats)
 
 
-def against_straightforward(
-    pipe: VARPipeline, model: VAR, batch: int, repeats: int, compiled: bool = False
-) -> Row:
-    """Our plain decoding over a straightforward loop, in float32 at temperature 1.
-
-    ``model`` is the pipeline's as loaded, its weights not prepacked. Tokens are compared greedily,
-    and as drawn with the same uniforms, where rounding decides now and then (the share of equals).
-    """
-    sampling = pipe.target(temperature=1.0)
-    labels = torch.arange(batch) % model.config.num_classes
-
-    def theirs(seeds: Sequence[int], top_k: int = sampling.top_k) -> torch.Tensor:
-        cut = sampling.cfg, top_k, sampling.top_p
-        tokens, _ = straightforward(
-            model, pipe.vae.quantize, labels, *cut, Uniforms(generators(seeds))
-        )
-        return torch.cat(tokens, dim=1)
-
-    def ours(seeds: Sequence[int], top_k: int = sampling.top_k) -> torch.Tensor:
-        options = dict(
-            method="ar", temperature=1.0, top_k=top_k, batch_size=batch, output_type="latent"
-        )
-        return pipe(
-            classes=labels.tolist(), generator=generators(seeds), compiled=compiled, **options
-        ).tokens
-
-    times: dict[str, list[float]] = {"theirs": [], "ours": []}
-    drawn = []
-    for repeat in range(-1, repeats):
-        seeds = range((repeat + 1) * batch, (repeat + 2) * batch)
-        made = [
-            _timed(draw, seeds, times[name]) for name, draw in (("theirs", theirs), ("ours", ours))
-        ]
-        drawn += (made[0] == made[1]).all(1).tolist()
-    first, second = (statistics.median(t[1:]) for t in times.values())
-    greedy = (theirs(range(batch), 1) == ours(range(batch), 1)).all(1)
-    return {
-        "method": f"plain over a straightforward loop{', compiled' if compiled else ''}",
-        "batch": batch,
-        "seconds": second / batch,
-        "speedup": first / second,
-        "token_equal": float(greedy.float().mean()),
-        "drawn_equal": sum(drawn) / len(drawn),
-        "certificate": "exact",
-    }
-
-
-def _timed(
-    draw: Callable[[Sequence[int]], torch.Tensor], seeds: Sequence[int], times: list[float]
-) -> torch.Tensor:
-    start = time.perf_counter()
-    made = draw(seeds)
-    times.append(time.perf_counter() - start)
-    return made
-
-
 def main(
     model: Annotated[str, typer.Argument(help="A VAR with its small model.")] = "pocket/var",
     specialised: Annotated[
@@ -189,26 +127,18 @@ def main(
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
-    """Write ``var.json``, ``var.csv`` and ``var.png``; ``var_loop`` for the first loop."""
+    """Write ``var.json``, ``var.csv`` and ``var.png``."""
     torch.set_num_threads(threads)
     pipe = load_pipeline(model)
     specials = [load_pipeline(folder) for folder in specialised]
     facts = environment(model=model, dtype=str(pipe.transformer.dtype), cfg=pipe.settings.cfg)
-    single = load_pipeline(model, torch.float32)
     rows = list[Row]()
-    loops = list[Row]()
-    first = load_var(zoo.find(model) / "transformer")
     for batch in (1, 16):
         settings = settings_of(pipe, specials)
         time_settings(
             settings, pipe.transformer.config.num_classes, batch, repeats, Budget(minutes)
         )
         rows += [row(s, settings[0], batch) for s in settings]
-        loops += [
-            against_straightforward(single, first, batch, repeats, compiled)
-            for compiled in (False, True)
-        ]
-        write_results(out, "var_loop", loops, facts)
         write_results(out, "var", rows, facts)
     real = Real(Options(data=data, cache=cache))
     found = draw_samples(

@@ -93,12 +93,10 @@ def make_block(
     length = method.length or source.longest or LENGTH
     tree = method.tree
     if not tree:
-        chain = ChainDrafter(source, target, length, method.sure, method.recall)
+        chain = ChainDrafter(source, target, length, method.recall)
         return Assembly(chain, chain_rule(target))
-    if method.sure or method.recall:
-        raise ValueError(
-            f"tree takes neither sure nor recall, got {tree} and {method.sure or method.recall}"
-        )
+    if method.recall:
+        raise ValueError(f"tree takes no recall, got {tree} and {method.recall}")
     if isinstance(tree, int):
         target.check_tree(tree - 1)
         return Assembly(TreeDrafter(source, target, tree, length), Recursive())

@@ -30,10 +30,9 @@ from specmm.growth import Level
 from specmm.hf.drafters.prompt_lookup import Recall
 from specmm.hf.drafting import drafting_probs
 from specmm.hf.target import VLMTarget
-from specmm.methods import check_sure
 from specmm.randomness import UniformSource, categorical
 from specmm.shape import eagle2
-from specmm.shape.blocks import adaedl_stop, block_tree
+from specmm.shape.blocks import block_tree
 from specmm.shape.trees import Siblings, draw_siblings
 from specmm.sorting import largest
 from specmm.stats import Clock
@@ -85,31 +84,19 @@ class ChainDrafter(SourceDrafter):
     """Chains of ``length`` drafts (None: the source's longest).
 
     ``recall`` above 0: where that many of a row's latest tokens occur earlier in it, what followed
-    them there is drafted (as point masses), and the block elsewhere. ``sure`` above 0 cuts a block
-    in front of the first token whose marginal promises less acceptance than that (AdaEDL's bound,
-    arXiv 2410.18351), before anything is drawn; or by what the source's own head says of a place
-    and the drafts before it, never of the draft itself. All rows of a batch stay as long as the
-    longest; where drafts are sampled a batch of several rows is never cut, for a row's uniforms
-    must not depend on the others. Raises ``ValueError`` for a length that the source cannot draft,
-    a bound outside [0, 1] and a negative ``recall``.
+    them there is drafted (as point masses), and the block elsewhere. Raises ``ValueError`` for a
+    length that the source cannot draft and a negative ``recall``.
     """
 
     def __init__(
-        self,
-        source: BlockSource,
-        target: VLMTarget,
-        length: int | None = None,
-        sure: float = 0.0,
-        recall: int = 0,
+        self, source: BlockSource, target: VLMTarget, length: int | None = None, recall: int = 0
     ) -> None:
         super().__init__(source, target, length)
-        check_sure(sure)
         if recall < 0:
             raise ValueError(f"recall must be at least 0 tokens, got {recall}")
-        self.sure = sure
         self.recall = Recall(target, recall) if recall else None
         self.max_nodes = self.max_depth + 1
-        self.shapes = [TreeShape.chain(n, target.device) for n in range(self.max_nodes)]
+        self.shape = TreeShape.chain(self.max_depth, target.device)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Let the source read the prompt."""
@@ -133,20 +120,11 @@ class ChainDrafter(SourceDrafter):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
             fixed = self._recalled(feedback)
             if self.next_drafts is not None:
-                if self.sure and self.source.confidence is None:
-                    probs = self.next_drafts.marginals(root, block)
-                    # A point mass on any token is as sure.
-                    point = None if fixed is None else fixed.clamp(max=0)
-                    block = block[:, : self._length(with_point_masses(probs, point))]
-                shape = self.shapes[block.shape[1]]
-                chain = self.next_drafts.chain(root, block, shape, numbers, fixed)
-                return self._cut(chain, block, fixed)
+                return self.next_drafts.chain(root, block, self.shape, numbers, fixed)
             probs = with_point_masses(self.source.vocabulary.spread(self.probs(block)), fixed)
-            probs = probs[:, : self._length(probs)]
-            shape = self.shapes[probs.shape[1]]
             if numbers is not None:
-                return marginal_chain(root, probs, numbers, shape)
-            return DraftTree(torch.cat([root[:, None], probs.argmax(-1)], dim=1), shape)
+                return marginal_chain(root, probs, numbers, self.shape)
+            return DraftTree(torch.cat([root[:, None], probs.argmax(-1)], dim=1), self.shape)
 
     def _recalled(self, feedback: Feedback) -> Tensor | None:
         """What followed the rows' latest tokens earlier [B, K]; -1 where they did not occur."""
@@ -158,31 +136,6 @@ class ChainDrafter(SourceDrafter):
             if guess := log.guess(self.max_depth, self.recall.ngram):
                 fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
         return fixed
-
-    def _cut(self, chain: DraftTree, block: Tensor, fixed: Tensor | None) -> DraftTree:
-        """``chain`` up to the first draft that the source's own head is not ``sure`` of."""
-        if self.source.confidence is None or not self._cuts(len(block)):
-            return chain
-        sure = self.source.confidence(block, chain.tokens[:, :-1])  # [B, K]
-        if fixed is not None:
-            sure = torch.where(fixed >= 0, 1.0, sure)
-        length = _shared_length(sure >= self.sure)
-        probs = None if chain.probs is None or not length else chain.probs[:, : length + 1]
-        return DraftTree(chain.tokens[:, : length + 1], self.shapes[length], probs)
-
-    def _cuts(self, rows: int) -> bool:
-        return self.sure > 0 and (rows == 1 or self.greedy)
-
-    def _length(self, probs: Tensor) -> int:
-        """Drafts that a block of ``probs`` [B, K, v or V] is cut to."""
-        if not self._cuts(len(probs)):
-            return probs.shape[1]
-        return _shared_length(~adaedl_stop(probs, self.sure))
-
-
-def _shared_length(going: Tensor) -> int:
-    """Drafts before the first that is not ``going`` [B, K], of the row that goes on longest."""
-    return int(going.long().cumprod(1).sum(1).max())
 
 
 class TreeDrafter(SourceDrafter):
@@ -309,12 +262,12 @@ class NextDrafts:
         """A chain after ``root`` [B], token i drawn by place i of ``block`` [B, K, S] and the
         tokens before.
 
-        Where ``fixed`` [B, ≥ K] holds a token (not -1) it is taken, as a point mass. Without
+        Where ``fixed`` [B, K] holds a token (not -1) it is taken, as a point mass. Without
         ``uniforms`` every token is the likeliest one and no distributions are recorded.
         """
         count = block.shape[1]
         numbers = None if uniforms is None else uniforms.draw(count)
-        points = [None] * count if fixed is None else fixed[:, :count].unbind(1)
+        points = [None] * count if fixed is None else fixed.unbind(1)
         tokens = [root]
         recorded: list[Tensor] = []
         memory = None
@@ -327,7 +280,6 @@ class NextDrafts:
                 draft = self.vocabulary.to_target(categorical(dist, numbers[:, i]))
                 recorded.append(with_point_masses(self.vocabulary.spread(dist), point))
             tokens.append(draft if point is None else torch.where(point >= 0, point, draft))
-        # A chain without drafts has no distributions either.
         probs = with_root(torch.stack(recorded, 1)) if recorded else None
         return DraftTree(torch.stack(tokens, 1), shape, probs)
 
@@ -355,25 +307,6 @@ class NextDrafts:
             scores, memory = self.next_logits(places, beam.tokens, before)  # [B, W, v]
             beam = eagle2.step(beam, self.probs(scores).log(), shift)
         return eagle2.finish(beam, root, total)
-
-    def marginals(self, root: Tensor, block: Tensor, width: int = 4) -> Tensor:
-        """Marginals [B, K, v] of what :meth:`chain` draws, over the ``width`` likeliest tokens
-        before each.
-
-        Approximate with a memory: the next place gets the mean of the memories after those tokens.
-        """
-        scores, memory = self.next_logits(block[:, 0], root, None)
-        found = [self.probs(scores)]
-        for place in block[:, 1:].unbind(1):
-            likeliest = found[-1].topk(min(width, self.vocabulary.count))  # [B, W]
-            count = likeliest.indices.shape[1]
-            share = (likeliest.values / likeliest.values.sum(1, keepdim=True))[..., None]
-            before = None if memory is None else memory[:, None].expand(-1, count, -1)
-            tokens = self.vocabulary.to_target(likeliest.indices)
-            scores, memory = self.next_logits(place[:, None].expand(-1, count, -1), tokens, before)
-            found.append((self.probs(scores) * share).sum(1))
-            memory = None if memory is None else (memory * share).sum(1)
-        return torch.stack(found, dim=1)
 
 
 def with_point_masses(probs: Tensor, fixed: Tensor | None) -> Tensor:

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.sources import (
-    Confidence,
-    DiffusionSource,
-    NextLogits,
-    end_token,
-    shared_tokens,
-)
+from specmm.diffusion_drafters.sources import DiffusionSource, NextLogits, end_token, shared_tokens
 from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
@@ -110,7 +104,6 @@ class CausalSource:
 
     longest: int | None
     next_logits: NextLogits | None = None
-    confidence: Confidence | None = None
 
     def __init__(
         self, model: DEERModel, target: VLMTarget, translation: Translation | None = None

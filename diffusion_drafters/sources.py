@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.diffusion_drafters.models.block_heads import DominoHead, MarkovHead
+from specmm.diffusion_drafters.models.block_heads import DominoHead
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
@@ -46,31 +46,18 @@ class NextLogits(Protocol):
         ...
 
 
-class Confidence(Protocol):
-    """Says how sure the drafts of a block are, as a drafter's own head has learnt it."""
-
-    def __call__(self, block: Tensor, before: Tensor) -> Tensor:
-        """For every place of ``block`` [B, K, S], after the target's tokens ``before`` [B, K], the
-        chance [B, K] that its draft is kept where those before it are. It must not depend on the
-        draft itself, or a chain cut by it would not be exact.
-        """
-        ...
-
-
 class BlockSource(Protocol):
     """Predicts the tokens after the root, all at once.
 
     ``longest`` is the longest block (None: no limit), ``end`` the target's id of its end token,
     ``vocabulary`` the tokens that its logits are of. ``next_logits``, where there is one, makes
-    logits of a place after the tokens that were drafted before it; ``confidence`` says how sure
-    they are, where the drafter has learnt it.
+    logits of a place after the tokens that were drafted before it.
     """
 
     longest: int | None
     end: int | None
     vocabulary: DrafterVocabulary
     next_logits: NextLogits | None
-    confidence: Confidence | None
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Start a batch after the target's prefill, with rounds of at most ``most`` drafts."""
@@ -98,7 +85,6 @@ class DiffusionSource:
 
     longest: int | None = None
     next_logits: NextLogits | None = None
-    confidence: Confidence | None = None
 
     def __init__(
         self, model: DiffusionLM, target: VLMTarget, translation: Translation | None = None
@@ -188,7 +174,6 @@ class DFlashSource:
     longest: int | None
     end: int | None = None
     next_logits: NextLogits | None = None
-    confidence: Confidence | None = None
 
     def __init__(self, model: DFlash, target: VLMTarget) -> None:
         check_dflash(model, target)
@@ -211,11 +196,9 @@ class DFlashSource:
         self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
         self.head = model.lm_head or family.logits_of(model.ids)
         self.embed = model.embed_tokens or plain_embedding(family)
-        heads = (model.markov, model.recurrent, model.markov_head, model.confidence_head)
+        heads = (model.markov, model.recurrent, model.markov_head)
         if any(head is not None for head in heads):
             self.next_logits = self._next_logits
-        if model.confidence_head is not None:
-            self.confidence = self._confidence
         if model.recurrent is not None:
             embeddings = family.decoder.get_input_embeddings().weight
             self.token_table = model.recurrent.table(embeddings)  # [V, R]
@@ -253,8 +236,8 @@ class DFlashSource:
         states = self.model.draft(self.embed(ids))[:, first : block + first]
         if self.model.recurrent is not None:
             return self.model.recurrent.places(states)
-        heads = (self.model.markov_head, self.model.confidence_head)
-        read = [head.read(states) for head in heads if head is not None]
+        head = self.model.markov_head
+        read = [] if head is None else [head.read(states)]
         return torch.cat([self._scored(states), *read], dim=-1)
 
     def _scored(self, states: Tensor) -> Tensor:
@@ -274,22 +257,12 @@ class DFlashSource:
         place, rest = place.tensor_split([self.vocabulary.count], dim=-1)
         head = self.model.markov_head
         if head is not None:
-            if self.model.confidence_head is not None:
-                rest = rest[..., :-1]
             read = self.embed(before) if isinstance(head, DominoHead) else before
             added, memory = head(rest.to(self.dtype), read, memory)
             place = place + added.float()
         if self.model.markov is not None:
             place = place + self.model.pairs(before).float()
         return place, memory
-
-    def _confidence(self, block: Tensor, before: Tensor) -> Tensor:
-        """See :class:`Confidence`."""
-        head = self.model.markov_head
-        latent = head.markov_w1(before) if isinstance(head, MarkovHead) else None
-        assert self.model.confidence_head is not None
-        found: Tensor = self.model.confidence_head(block[..., -1:].to(self.dtype), latent)
-        return found
 
 
 def layers_read(config: DFlashConfig, family: Family) -> list[nn.Module]:

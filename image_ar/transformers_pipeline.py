@@ -111,7 +111,6 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
             heads,
             trees=self.settings.trees,
             acceptance=self.settings.acceptance,
-            chains=self.settings.chains,
             taus=self.settings.taus,
         )
         self._read_codebook()

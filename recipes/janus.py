@@ -1,5 +1,5 @@
-"""``janus-tokenizer``, ``janus`` and ``janus-judge``: a Janus that draws emoji from words and is
-asked about them, and a judge of what it draws, as pocket/janus was made.
+"""``janus-tokenizer`` and ``janus``: a Janus that draws emoji from words and is asked about
+them, as pocket/janus was made.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from safetensors.torch import save_model
 from torch import Tensor
 from tqdm import tqdm
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
 from recipes.captioned import SIDE, captioned
 from recipes.training.janus import Sizes, build_model, train_model, train_tower
-from recipes.training.janus_judge import WEIGHTS, Heads, all_features, right, train_judge
 from recipes.training.janus_vq import LEVELS, JanusCodes, finished, tokens_of, vq_config
 from recipes.training.vq import train_codes
 from recipes.wording import build_processor, build_tokenizer
@@ -97,22 +95,3 @@ def encoded(vq: JanusVQVAE, images: Tensor) -> Tensor:
     parts = images.split(64)
     bar = tqdm(parts, desc="encode", mininterval=5)
     return torch.cat([tokens_of(vq, to_float(part)) for part in bar])
-
-
-def judge(
-    *, data: Path, views: Count, steps: Count, batch: Count, lr: Amount, seed: Seed, out: Path
-) -> Found:
-    """Train the judge of kinds and styles on real pictures; the result is OUT/model.safetensors."""
-    writable(out)
-    pictures, held_out = (captioned(data, split) for split in ("train", "test"))
-    shown = torch.from_numpy(pictures.views(views, seed))
-    seen = all_features(shown.flatten(0, 1)).unflatten(0, shown.shape[:2])
-    with seeded(seed):
-        model = Heads()
-    train_judge(model, pictures, seen, out, steps=steps, batch=batch, lr=lr, seed=seed)
-    save_model(model, str(out / WEIGHTS))
-    unseen = all_features(torch.from_numpy(held_out.images))
-    found = right(model, unseen, held_out.kinds, held_out.styles)
-    shares = {name: float(rows.float().mean()) for name, rows in found.items()}
-    outputs = [str(out / WEIGHTS)]
-    return {"kind": "janus-judge", "steps": steps, "held_out": shares, "outputs": outputs}

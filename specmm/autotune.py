@@ -181,31 +181,6 @@ def _faster(made: Plan, other: Plan) -> Plan:
     return replace(chosen, candidates=(*made.candidates, one))
 
 
-class Chain(NamedTuple):
-    """Of chains of several lengths, those of one: ``drafts``, the ``share`` of rounds that have
-    them, and the ``tokens`` that such a round commits.
-    """
-
-    drafts: int
-    share: float
-    tokens: float
-
-
-def plan_chains(made: Plan, chains: Sequence[Chain], method: Any) -> Plan:
-    """``made``, or ``method``, whose ``chains`` end where the drafter is unsure, if that should be
-    faster by more than noise.
-    """
-    costs = made.costs
-    if costs is None or not chains:
-        return made
-    tau = sum(chain.share * chain.tokens for chain in chains)
-    seconds = sum(x.share * costs.round(x.drafts + 1, x.drafts) for x in chains)
-    speedup = tau * costs.step / seconds
-    lengths = ", ".join(f"{x.drafts} ({x.share:.0%})" for x in chains)
-    reason = f"chains of {lengths}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"
-    return _faster(made, Plan(None, tau, speedup, reason, costs, method))
-
-
 class RoundSeconds(NamedTuple):
     """Median seconds of drafting, of scoring, and of deciding and committing."""
 

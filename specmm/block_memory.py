@@ -1,4 +1,4 @@
-"""A memory along a block of drafts, for drafters of texts and of pictures.
+"""A memory along a block of drafts, for drafters of texts.
 
 Shape letters: C width, R size of the memory, V vocabulary.
 """

@@ -24,14 +24,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from specmm.compiled import (
-    CPU,
-    CompiledChain,
-    CompiledRound,
-    NotCompiled,
-    count_uncompiled,
-    prepare_compiler,
-)
+from specmm.compiled import CPU, CompiledRound, count_uncompiled, prepare_compiler
 from specmm.decode import Parts, Progress, one_round
 from specmm.drafter import Feedback
 from specmm.graph_memory import (
@@ -55,7 +48,6 @@ from specmm.graph_memory import (
 )
 from specmm.randomness import PredrawnUniforms, Uniforms
 from specmm.stats import Clock
-from specmm.tree import DraftTree
 
 Pool: TypeAlias = Any  # a handle of PyTorch
 TRIES = 6  # calls that may show something else than the one before, until nothing is recorded
@@ -454,7 +446,7 @@ class CapturedRound(CompiledRound):
         self.captured = Captured(lambda *given: played()(*given), quiet)  # type: ignore[misc]
         self.uniforms = 0
 
-    def _count(self, used: int, tree: DraftTree) -> None:
+    def _count(self, used: int) -> None:
         """Nothing: later rounds may take more than the first, and say so themselves."""
         self.captured.begin()
 
@@ -504,19 +496,14 @@ def captures(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def prepare_programs(device: torch.device, ends_early: bool = False) -> None:
-    """What must be before there are programs on ``device``; ``ends_early``: of chains that may.
-
-    Raises ``ValueError`` for such chains on a GPU, and as :func:`specmm.compiled.prepare_compiler`.
+def prepare_programs(device: torch.device) -> None:
+    """What must be before there are programs on ``device``; raises ``ValueError`` as
+    :func:`specmm.compiled.prepare_compiler` does.
     """
     if not captures(device):
         prepare_compiler(device)
-    elif ends_early:
-        raise NotCompiled("compiled=True serves chains that end early (sure) on processors only")
 
 
-def round_program(device: torch.device = CPU, ends_early: bool = False) -> CompiledRound:
-    """What plays rounds as programs on ``device``; ``ends_early``: of chains that may."""
-    if captures(device):
-        return CapturedRound()
-    return CompiledChain(device) if ends_early else CompiledRound(device)
+def round_program(device: torch.device = CPU) -> CompiledRound:
+    """What plays rounds as programs on ``device``."""
+    return CapturedRound() if captures(device) else CompiledRound(device)

@@ -3,8 +3,7 @@
 For models whose steps are many small operators, where the overhead of each call is most of the
 time. It needs what ``torch.compile`` needs (on a CPU a C++ compiler), and half a minute to two for
 the first call of each method, options and batch size on a machine. The drafter's trees must have
-as many nodes and levels, and take as many uniforms, every round; where they branch may differ, and
-chains may end at one of a few depths.
+as many nodes and levels, and take as many uniforms, every round; where they branch may differ.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from torch._higher_order_ops.while_loop import while_loop
 from specmm import program_cache
 from specmm.batch_invariant import outside_batch_invariant
 from specmm.choose.threads import keep_threads
-from specmm.decode import Parts, Progress, one_round, verified
-from specmm.drafter import Drafter, Feedback
-from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms, UniformSource
+from specmm.decode import Parts, Progress, one_round
+from specmm.drafter import Feedback
+from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms
 from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
 from specmm.whole_programs import ProgramFile, WholeProgram
 
@@ -282,7 +280,7 @@ class CompiledRound:
         if feedback.result is None:
             counted = CountedUniforms(uniforms)
             first = one_round(parts, feedback, progress, counted, clock, measure)
-            self._count(counted.used, first.drafted[0])
+            self._count(counted.used)
             return first
         if feedback.fresh is None:
             # always a tensor, so that one program serves whether or not rows have just started
@@ -302,8 +300,8 @@ class CompiledRound:
         target.check_round()
         target.keep_round(done.drafted[1])
 
-    def _count(self, used: int, tree: DraftTree) -> None:
-        """Note the uniforms that a row ``used`` for the round of ``tree``."""
+    def _count(self, used: int) -> None:
+        """Note the uniforms that a row ``used`` for a round."""
         self.uniforms = used
 
     def _played(
@@ -316,58 +314,6 @@ class CompiledRound:
                 parts, feedback, progress, drawn, clock, not parts[2].exact
             )
         return done
-
-
-class CompiledChain(CompiledRound):
-    """The same with a drafter whose chains may end early (its ``gate``), as two programs for each
-    length: one drafts a whole chain, the other plays on with what is kept of it.
-
-    The first round of each length is played uncompiled: it makes what is made once of a tree, and
-    with that there, a program would be another.
-    """
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        self.draft = compiled(drafted, device)
-        self.program = compiled(verified, device)
-        self.each = 0  # uniforms that a row takes for a draft
-        self.known: set[TreeShape] = set()
-
-    def _count(self, used: int, tree: DraftTree) -> None:
-        self.each = (used - _deciding(tree)) // tree.levels
-        self.known.add(tree.shape)
-
-    def _played(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
-    ) -> Feedback:
-        drafter = parts[1]
-        with clock("draft"):
-            drawn = _predrawn(uniforms.ahead(self.each * drafter.max_depth))
-            drafter.gate.later = True
-            try:
-                whole = self.draft(drafter, feedback, drawn)
-            finally:
-                drafter.gate.later = False
-            tree = drafter.ended(whole)
-        uniforms.draw(self.each * tree.levels)
-        drawn = _predrawn(uniforms.draw(_deciding(tree)))
-        target, _, rule = parts
-        target.cache.bias_for(tree.shape.ancestors)  # now, or each length before gets a program
-        without = target, None, rule  # the drafter's state is of the length before, too
-        play = self.program if tree.shape in self.known else verified
-        self.known.add(tree.shape)
-        with clock("verify"):
-            done: Feedback = play(without, tree, progress, drawn, clock, not rule.exact)
-        return done
-
-
-def drafted(drafter: Drafter, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-    """The ``drafter``'s tree, for a program."""
-    return drafter.propose(feedback, uniforms)
-
-
-def _deciding(tree: DraftTree) -> int:
-    """Uniforms that a row takes for the decisions about ``tree``, and for the next token."""
-    return tree.shape.size + 1
 
 
 def _predrawn(numbers: Tensor) -> PredrawnUniforms:

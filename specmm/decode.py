@@ -224,20 +224,8 @@ def one_round(
 
     With ``measure`` a relaxed rule's excess is computed.
     """
-    tree = parts[1].propose(feedback, uniforms)
-    return verified(parts, tree, progress, uniforms, clock, measure)
-
-
-def verified(
-    parts: Parts,
-    tree: DraftTree,
-    progress: Progress,
-    uniforms: UniformSource,
-    clock: Clock,
-    measure: bool,
-) -> Feedback:
-    """What :func:`one_round` does with the ``tree`` it drafted."""
-    target, _, rule = parts
+    target, drafter, rule = parts
+    tree = drafter.propose(feedback, uniforms)
     with clock("verify"):
         output = target.score(tree)
     result = decide(rule, tree, output.probs, uniforms, measure=measure)

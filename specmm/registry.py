@@ -23,10 +23,6 @@ MOST_NAME = 200  # characters of an unknown name that an error shows
 REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
 
-class OldName(FutureWarning):
-    """Warns of a name that still works, for one release."""
-
-
 def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
 

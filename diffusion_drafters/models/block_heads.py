@@ -1,4 +1,4 @@
-"""What binds the drafts of a block to one another, and says how sure they are: small networks on a
+"""What binds the drafts of a block to one another: small networks on a
 DFlash drafter's states.
 
 A block's marginals do not depend on which of its tokens were drawn. Our own :class:`PairTable` and
@@ -143,25 +143,13 @@ class DominoHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """DSpark's estimate of how likely a draft is kept where those before it were.
+    """The weights of DSpark's estimate of how likely a draft is kept, over a place's state [C] and,
+    with a ``rank`` R above 0, W1 of the Markov head for the token before.
 
-    It reads the place's state [..., C] and, with a ``rank`` R above 0, W1 of the Markov head for
-    the token before.
+    Nothing here reads them: chains that such estimates cut were slower. They are kept so that a
+    release's files are loaded and written whole.
     """
 
     def __init__(self, width: int, rank: int = 0) -> None:
         super().__init__()
-        self.width = width
         self.proj = nn.Linear(width + rank, 1)
-
-    def read(self, states: Tensor) -> Tensor:
-        """What it reads of ``states`` [..., C]: [..., 1]."""
-        return F.linear(states, self.proj.weight[:, : self.width], self.proj.bias)
-
-    def forward(self, place: Tensor, latent: Tensor | None) -> Tensor:
-        """The estimate [...] at a ``place`` [..., 1] of :meth:`read`, after W1 ``latent`` [..., R]
-        of the token before.
-        """
-        if latent is not None and self.proj.in_features > self.width:
-            place = place + F.linear(latent, self.proj.weight[:, self.width :])
-        return place[..., 0].float().sigmoid()

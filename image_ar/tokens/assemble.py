@@ -36,7 +36,7 @@ T = TypeVar("T")
 Method: TypeAlias = methods.Method | methods.PromptLookup
 DEFAULT_TREE = (3, 2, 2, 1, 1)
 ANY = "any"  # drafter: the one given, else the first of the trained ones, EAGLE's head on its tree
-TRAINED = ("eagle", "block", "corrector")
+TRAINED = ("eagle", "block")
 
 
 @dataclass
@@ -45,8 +45,7 @@ class PictureParts:
 
     Drafters by kind, the codebook [W, E] and the rising ids [W] of the tokens that are its codes
     (None: all, in order), trees by method that the model's maker recommends (children by level of a
-    spine), the block drafter's measured acceptance by level and rank, and how its ``chains`` went
-    that end where it is unsure (see :class:`specmm.autotune.Chain`). ``taus`` are those of methods
+    spine), the block drafter's measured acceptance by level and rank. ``taus`` are those of methods
     without a tree to choose, by name. ``given`` is the kind of the drafter that whoever opened the
     model gave.
     ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
@@ -58,7 +57,6 @@ class PictureParts:
     code_ids: Tensor | None = None
     trees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
-    chains: tuple[tuple[float, ...], ...] = ()
     taus: Mapping[str, float] = field(default_factory=dict)
     given: str | None = None
     plans: dict[Hashable, Plan] = field(default_factory=dict)
@@ -83,9 +81,7 @@ class PictureParts:
         """
         self.given = kind
         if kind == "block":
-            self.acceptance = self.chains = ()
-        if kind == "corrector":
-            self.taus = {name: tau for name, tau in self.taus.items() if name != kind}
+            self.acceptance = ()
 
     @property
     def any(self) -> str:
@@ -119,8 +115,6 @@ def assemble(
     make = _outside if own else DRAFTERS.get(choice.drafter)
     if make is None:
         raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
-    if choice.sure and choice.drafter != "block":
-        raise ValueError(f"sure needs the block drafter, whose chain it ends, got {choice.drafter}")
     kind = rule_kind(choice.rule)
     greedy = target.processor.greedy
     target.read_layers(())  # the drafter says which it reads
@@ -195,8 +189,7 @@ def _block(
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    weight = choice.rejected_weight
-    return BlockDrafter(head, target, shape, sampled, weight, siblings, choice.sure)
+    return BlockDrafter(head, target, shape, sampled, choice.rejected_weight, siblings)
 
 
 def _eagle(
@@ -219,8 +212,7 @@ def _jacobi(
     init: Init = "last" if kind.relaxed else methods.SJD.init
     method = choice.method or methods.SJD(coupled=coupled, init=init)
     window = min(_chain(choice, method.window), target.length - 1)
-    corrector = parts.head("corrector") if choice.drafter == "corrector" else None
-    return JacobiDrafter(target, window, method.init, method.coupled, corrector)
+    return JacobiDrafter(target, window, method.init, method.coupled)
 
 
 def _chain(choice: methods.Choice, usual: int) -> int:
@@ -271,7 +263,6 @@ def _outside(
 
 DRAFTERS = {
     "block": _block,
-    "corrector": _jacobi,
     "eagle": _eagle,
     "jacobi": _jacobi,
     "prompt-lookup": _lookup,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from specmm import autotune, methods
-from specmm.autotune import Candidate, Chain, Measured, Plan, Rival
+from specmm.autotune import Candidate, Measured, Plan, Rival
 from specmm.decode import decode, decode_plain
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
@@ -32,9 +32,8 @@ from specmm.watching import tell
 SIZES = (3, 4, 8, 12, 16, 24)
 # the rule that acceptance by level and rank describes
 PLANNED = methods.Speculative(rule="recursive")
-SURE = 0.1  # the least chance of a draft where chains end by it
 # methods without a tree to choose, whose tau is measured as the drafters are trained, by setting
-JACOBI: dict[str, Method] = {"sjd": methods.SJD(), "corrector": methods.SJD(corrected=True)}
+JACOBI: dict[str, Method] = {"sjd": methods.SJD()}
 UNPLANNED: tuple[Method, ...] = (
     *JACOBI.values(),
     methods.SelfDraft(),
@@ -102,13 +101,9 @@ def _exact(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     shapes = candidates(parts)
     prompt = target.any_prompt(batch)
     rivals = jacobi(target, parts)
-    made = autotune.planned(
+    return autotune.planned(
         target, drafter_of, shapes, Recursive(), prompt, uniforms, parts.acceptance, rivals=rivals
     )
-    if batch > 1 or target.processor.greedy:  # chains end in a single picture's rounds
-        return made
-    chains = [Chain(int(drafts), *rest) for drafts, *rest in parts.chains]
-    return autotune.plan_chains(made, chains, unsure(parts))
 
 
 def jacobi(target: DrawingTarget, parts: PictureParts) -> list[Rival]:
@@ -120,11 +115,6 @@ def jacobi(target: DrawingTarget, parts: PictureParts) -> list[Rival]:
     known = {JACOBI[name]: tau for name, tau in parts.taus.items() if name in JACOBI}
     serve = serving(list(known), target, parts)
     return [Rival(method, assemble(method, target, parts)[1], known[method]) for method in serve]
-
-
-def unsure(parts: PictureParts) -> methods.Speculative:
-    """The longest chains of the block drafter, which end where it is unsure."""
-    return methods.Speculative(tree=f"chain({parts.head('block').config.levels})", sure=SURE)
 
 
 def candidates(parts: PictureParts) -> list[TreeShape]:

@@ -32,12 +32,11 @@ from specmm.drawing import Sizes
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.shared import count, read_config, save_module, save_weights, shape_of
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
-from specmm.image_ar.tokens.drafters.corrector import Corrector, CorrectorConfig
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
 from specmm.mapped import DtypeChoice, WithoutWeights, chosen_dtype, give_back
 
-DrafterHead = BlockHead | EagleHead | Corrector
+DrafterHead = BlockHead | EagleHead
 VQ_LEFTOVERS = ("codebook_used",)  # the release's ring buffer of used codes
 EAGLE_LEFTOVERS = ("rotary_emb", "freqs_cis")
 EAGLE_GATE = "layers.0.mlp.gate_proj.weight"
@@ -281,12 +280,11 @@ def load_drafters(
 def kind_of(drafter: str | Path) -> str:
     """The kind of the ``drafter`` in a folder of its own; raises ``ValueError`` for none."""
     file = Path(drafter) / "config.json"
-    kinds = {"BlockHead": "block", "EagleHead": "eagle", "Corrector": "corrector"}
+    kinds = {"BlockHead": "block", "EagleHead": "eagle"}
     kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
     if kind is None:
         raise ValueError(
-            f"drafter must be a folder with a block drafter, an EAGLE head or a corrector, got "
-            f"{drafter}; "
+            f"drafter must be a folder with a block drafter or an EAGLE head, got {drafter}; "
             "specmm train drafter makes one"
         )
     return kind
@@ -338,13 +336,9 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
 def load_block_for(owner: Owner, folder: Path) -> BlockHead:
     """As :func:`load_block`, for a target of any class."""
     facts = read_json(folder / "config.json")
-    if "taps" in facts:  # as older folders say
-        facts["aux_layers"] = facts.pop("taps")
     _check_facts(owner, folder, facts, ("levels", "layers", "aux_layers"))
-    later = {key: facts[key] for key in ("inner", "memory", "surroundings") if key in facts}
-    config = BlockConfig(
-        facts["levels"], facts["layers"], owner.sizes, tuple(facts["aux_layers"]), **later
-    )
+    sizes = facts["levels"], facts["layers"], owner.sizes, tuple(facts["aux_layers"])
+    config = BlockConfig(*sizes, facts.get("inner", 0))
     with WithoutWeights():
         head = BlockHead(config)
     load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)
@@ -395,18 +389,6 @@ def load_eagle_for(owner: Owner, folder: Path) -> EagleHead:
     return head.to(owner.device)
 
 
-def load_corrector_for(owner: Owner, folder: Path) -> Corrector:
-    """The corrector in ``folder``, where and as its target runs; raises ``ValueError`` when it was
-    trained for another target.
-    """
-    facts = read_json(folder / "config.json")
-    _check_facts(owner, folder, facts, ("inner",))
-    with WithoutWeights():
-        head = Corrector(CorrectorConfig(owner.sizes, facts["inner"]))
-    load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)
-    return head.to(owner.device, owner.dtype).eval()
-
-
 def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
     file = weights_file(path).with_name("config.json")
     facts = read_json(file) if file.is_file() else {}
@@ -424,5 +406,4 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
 READERS: Mapping[str, Callable[[Owner, Path], DrafterHead]] = {
     "block": load_block_for,
     "eagle": load_eagle_for,
-    "corrector": load_corrector_for,
 }

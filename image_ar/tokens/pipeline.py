@@ -66,8 +66,7 @@ TURNS = 8
 class LlamaGenSettings:
     """Recommended sampling, class names by id, recommended trees (children by level) by method, the
     block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
-    kept), its chains that end where it is unsure (drafts, share of rounds, tokens a round of each
-    length), and the ``taus`` of methods without a tree to choose: what ``settings.json`` holds.
+    kept), and the ``taus`` of methods without a tree to choose: what ``settings.json`` holds.
     """
 
     cfg: float = 1.0
@@ -78,7 +77,6 @@ class LlamaGenSettings:
     classes: tuple[str, ...] = ()
     trees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     acceptance: tuple[tuple[float, ...], ...] = ()
-    chains: tuple[tuple[float, ...], ...] = ()
     taus: dict[str, float] = field(default_factory=dict)
 
 
@@ -141,7 +139,6 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
             vq.quantize.embedding.weight.detach(),
             trees=self.settings.trees,
             acceptance=self.settings.acceptance,
-            chains=self.settings.chains,
             taus=self.settings.taus,
         )
         self.method = methods.resolve(method)

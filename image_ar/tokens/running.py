@@ -91,7 +91,7 @@ def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
     if not target.static_shapes:
         return one_round
     key = methods.filed(method)
-    make = partial(round_program, target.device, method.batch_dependent)
+    make = partial(round_program, target.device)
     if target.programs is None:
         own = ("round", parts.made.get("static of"), key)
         return parts.once(own, make)
@@ -119,7 +119,7 @@ def static_target(
             "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
             f"(rounds all alike), got {method}"
         )
-    prepare_programs(device, method.batch_dependent)
+    prepare_programs(device)
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache
         parts.made["static of"] = key
         parts.made.pop("static", None)

@@ -81,7 +81,6 @@ def generate(
             help="Pictures do not depend on --batch-size, to the last bit (float32, CPU).",
         ),
     ] = False,
-    steady: Annotated[bool, typer.Option("--steady", hidden=True)] = False,
     text_encoder: Annotated[
         Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")
     ] = None,
@@ -97,8 +96,6 @@ def generate(
 
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
-    if steady:  # for one release
-        say("deprecated: --steady is called --batch-invariant")
     chosen = runs.parse_method(runs.methods_of("images", model), method, option)
     chosen, drafter = with_own(runs.methods_of("images", model), chosen, drafter)
     seed = secrets.randbelow(2**31) if seed is None else seed
@@ -118,7 +115,7 @@ def generate(
         batch_size,
         writable(out or Path("out") / f"{method}-{seed}"),
         compiled_as(compiled, compile_all),
-        batch_invariant or steady,
+        batch_invariant,
         given(**wanted),
     )
     with stdout_reserved():

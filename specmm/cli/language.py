@@ -54,8 +54,8 @@ CompleteOptions = Annotated[
     typer.Option(
         "--option",
         "-o",
-        help="KEY=VALUE of the method; may be repeated. sure=… counts for a single prompt or at "
-        "temperature 0 only.",
+        help="KEY=VALUE of the method; may be repeated. sure=… of self counts for a single prompt "
+        "or at temperature 0 only.",
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +14,6 @@ import typer
 from typer.core import TyperGroup
 
 from specmm.files import sentence_of, write_whole
-from specmm.registry import OldName
 
 DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
 ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -23,22 +21,6 @@ ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "C
 
 class Interrupted(Exception):
     """Ctrl-C, once everything finished is safe; its text says where that is."""
-
-
-@contextlib.contextmanager
-def deprecations_in_a_line() -> Iterator[None]:
-    """Old names are told on stderr as a line each, without the place in our own code."""
-    with warnings.catch_warnings():
-        shown = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if issubclass(category, OldName):
-                say(f"deprecated: {message}")
-            else:
-                shown(message, category, *where)
-
-        warnings.showwarning = show  # type: ignore[assignment]
-        yield
 
 
 class OneLine(TyperGroup):
@@ -55,10 +37,9 @@ class OneLine(TyperGroup):
     ) -> Any:
         """Run a command; exit status 0, 2 for a user's mistake, 130 after Ctrl-C."""
         try:
-            with deprecations_in_a_line():
-                status = super().main(
-                    args, prog_name, complete_var, False, windows_expand_args, **extra
-                )
+            status = super().main(
+                args, prog_name, complete_var, False, windows_expand_args, **extra
+            )
         except ClickError as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()

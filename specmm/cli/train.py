@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from specmm.cli.options import Json, Threads
 from specmm.cli.output import emit, say, stdout_reserved, table
 
-if TYPE_CHECKING:
-    from specmm.recipes.recipe import Recipe
-
-OLD = {"drafter": "emoji-drafter", "msd": "scenes-msd"}  # what old options of these names meant
-UNKNOWN_OPTIONS = {"ignore_unknown_options": True}  # old options are read here
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -53,10 +48,8 @@ def train(
     name, *rest = words
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
-    if any(word.startswith("-") for word in rest) and OLD.get(name) in recipes():
-        name = OLD[name]
     recipe = load(name)
-    settings = _pairs([*(given or []), *_rest(recipe, rest), *([f"out={out}"] if out else [])])
+    settings = _pairs([*(given or []), *map(_setting, rest), *([f"out={out}"] if out else [])])
     with stdout_reserved():
         found = recipe.having(settings).run()
     if as_json:
@@ -70,6 +63,12 @@ def _listed(file: Path) -> tuple[str, str]:
     return file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
+def _setting(word: str) -> str:
+    """A word after the recipe's name as KEY=VALUE: a setting, or the model."""
+    name, equals, _ = word.partition("=")
+    return word if equals and name.isidentifier() else f"model={word}"
+
+
 def _pairs(given: list[str]) -> dict[str, str | list[str]]:
     """Values by name; all of them where a name is repeated."""
     found: dict[str, list[str]] = {}
@@ -79,24 +78,3 @@ def _pairs(given: list[str]) -> dict[str, str | list[str]]:
             raise ValueError(f"--set must be given KEY=VALUE, got {pair!r}")
         found.setdefault(name, []).append(value)
     return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
-
-
-def _rest(recipe: Recipe, words: list[str]) -> list[str]:
-    """The words after the recipe's name as KEY=VALUE: settings, the model, options of old."""
-    kinds: dict[str, Any] = recipe.kinds()
-    pairs: list[str] = []
-    old: list[str] = []
-    left = iter(words)
-    for word in left:
-        option, equals, value = word.removeprefix("--").partition("=")
-        name = recipe.current(option.replace("-", "_"))
-        flag = name.removeprefix("no_")
-        if not word.startswith("--"):
-            pairs.append(word if equals and option.isidentifier() else f"model={word}")
-        elif kinds.get(flag) is bool:
-            old.append(f"{flag}={str(name == flag).lower()}")
-        else:
-            old.append(f"{name}={value if equals else next(left, '')}")
-    if old:
-        say(f"deprecated: write specmm train {recipe.name} … --set {' '.join(old)}")
-    return pairs + old

@@ -100,7 +100,7 @@ def _header(file: Path) -> dict[str, Weight]:
 @dataclass(frozen=True)
 class DrafterFormat:
     """A layout: its ``title``, whether a folder ``matches`` it, and the ``methods`` that use it,
-    the best first, with ``options`` where that needs some.
+    the best first.
 
     Of ``own`` layouts the drafter belongs to one target; others are models by themselves. What may
     be a target, too, has a ``command``, by which it is run. ``exports`` are functions that write
@@ -114,7 +114,6 @@ class DrafterFormat:
     own: bool = True
     command: str = ""
     exports: Mapping[str, str] = field(default_factory=dict)
-    options: tuple[str, ...] = ()
 
 
 def _named(*kinds: str) -> Callable[[ModelFolder], bool]:
@@ -158,12 +157,6 @@ EAGLE3 = {layout: f"{HEADS}:to_{layout}" for layout in ("speculators", "eagle", 
 FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("picture model's block drafter", _model("BlockHead"), ("speculative",)),
     DrafterFormat("picture model's EAGLE head", _model("EagleHead"), ("eagle",)),
-    DrafterFormat(
-        "picture model's corrector of Jacobi drafts",
-        _model("Corrector"),
-        ("sjd",),
-        options=("corrected=true",),
-    ),
     DrafterFormat("speculators EAGLE-3 head", _named("eagle3"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators P-EAGLE head", _named("peagle"), ("eagle3",), exports=EAGLE3),
     DrafterFormat("speculators DFlash drafter", _named("dflash"), ("block",)),

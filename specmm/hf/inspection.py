@@ -194,8 +194,7 @@ class _Reader:
             return "nothing here uses it"
         if known[0] in methods.IMAGE_TOKENS:
             place = path.name if path.parent.name == "drafters" else known[0]
-            asked = " -o ".join([known[0], *kind.options])
-            return f"specmm generate MODEL --method {asked}, from the model's drafters/{place}"
+            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{place}"
         run = "complete" if known[0] in methods.TEXT else "ask"
         return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
 

@@ -128,7 +128,7 @@ def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) ->
             write_whole(file, text.encode(), durable=True)
             sync_folder(folder)
             return
-        found = {"compiled": False, **read_json(file)}  # earlier releases never compiled
+        found = read_json(file)
     check_files(folder, found.pop(FILES, {}), wanted.pop(FILES))
     changed = [
         f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v

@@ -46,9 +46,6 @@ class Item:
     def digest(self) -> str:
         """What distinguishes this item from another of the same id, wherever the job file is."""
         fields = {name: value for name, value in asdict(self).items() if name != "folder"}
-        for later, none in (("videos", ()), ("draw", None)):
-            if fields[later] == none:  # items without any are those of earlier releases
-                del fields[later]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias, get_args
 
 from specmm.methods.base import (
     AR,
-    RENAMED_VALUES,
     Auto,
     Choice,
     Composed,
@@ -22,7 +21,6 @@ from specmm.methods.base import (
     by_hand,
     check_rejected_weight,
     check_sure,
-    current_option,
     filed,
     make,
 )
@@ -63,7 +61,6 @@ __all__ = [
     "IMAGE_TOKENS",
     "MSD",
     "MTP",
-    "RENAMED_VALUES",
     "SCALES",
     "SJD",
     "TEXT",
@@ -106,7 +103,6 @@ __all__ = [
     "by_hand",
     "check_rejected_weight",
     "check_sure",
-    "current_option",
     "filed",
     "make",
     "resolve",

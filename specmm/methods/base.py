@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from specmm.kinds import check_kind, shown
-from specmm.registry import (
-    OldName,
-    Registry,
-    maker_of,
-    named,
-    names_of_others,
-    registered,
-    unknown,
-    whole,
-)
+from specmm.registry import Registry, maker_of, named, names_of_others, registered, unknown, whole
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
 Own = Any  # a name, or an object of one's own: see specmm.register
 M = TypeVar("M")
 
-# old names and values, which work for one release
-RENAMED = {"hindsight": "rejected_weight", "belief": "predictor"}
-RENAMED_VALUES = {("residual", "official"): "release"}
 TV = 0.2  # total variation a token that auto allows where relaxed methods may be taken
 FEATURES = "specmm.hf.drafters.features:FeatureDrafter"
 SMALL = "specmm.hf.drafters.small_model:ModelDrafter"
 DRAFTERS = {  # the class of each drafter that takes trees and rules, which is asked what it can do
     "block": "specmm.image_ar.tokens.drafters.block:BlockDrafter",
-    "corrector": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
     "eagle": "specmm.image_ar.tokens.drafters.eagle:EagleDrafter",
     "jacobi": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
     "prompt-lookup": "specmm.hf.drafters.prompt_lookup:PromptLookupDrafter",
@@ -49,20 +35,19 @@ DRAFTERS = {  # the class of each drafter that takes trees and rules, which is a
 }
 
 
-class _OldNames(type):
-    """Makes methods of options of the right kinds; by their old names, too, with a warning."""
+class _Checked(type):
+    """Makes methods of options of the right kinds."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
-        given = current_options(cls, options)
         fields: tuple[dataclasses.Field[Any], ...] = ()
         if dataclasses.is_dataclass(cls):
             fields = dataclasses.fields(cls)
         kinds = {field.name: field.type for field in fields}
-        if strange := [name for name in given if kinds and name not in kinds]:
+        if strange := [name for name in options if kinds and name not in kinds]:
             raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds)))
-        for name, value in (dict(zip(kinds, values, strict=False)) | given).items():
+        for name, value in (dict(zip(kinds, values, strict=False)) | options).items():
             check_kind(kinds.get(name), **{name: value})
-        return super().__call__(*values, **given)
+        return super().__call__(*values, **options)
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -72,7 +57,7 @@ class _OldNames(type):
         return found.replace(parameters=options, return_annotation=inspect.Signature.empty)
 
 
-class Declared(metaclass=_OldNames):
+class Declared(metaclass=_Checked):
     """What a method declares about itself, so that nobody asks its type."""
 
     name: ClassVar[str]
@@ -133,7 +118,6 @@ class Choice:
     rule: Own
     rejected_weight: float = 0.0
     method: Any = None
-    sure: float = 0.0
 
 
 class Composed(Declared):
@@ -151,15 +135,8 @@ class Composed(Declared):
 
     @property
     def static_shapes(self) -> bool:
-        """Of drafters whose trees have as many nodes and levels every round, or end early at a few
-        depths.
-        """
-        return self.choice.drafter in ("block", "eagle", "any", "jacobi", "corrector")
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Where a row is unsure it is cut by itself, not beside others."""
-        return self.choice.sure > 0
+        """Of drafters whose trees have as many nodes and levels every round."""
+        return self.choice.drafter in ("block", "eagle", "any", "jacobi")
 
 
 class Itself:
@@ -365,7 +342,6 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
     kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
     if not isinstance(method, (str, kind)):
         raise ValueError(f"method {kind.name!r} must be {kind.__name__} here, got {method}")
-    options = current_options(kind, options)
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
         raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
@@ -396,32 +372,3 @@ def by_hand(
     if given.keys() & {"tree", "rule"} and hasattr(found, "sampled"):
         given["sampled"] = True  # or neither would be read
     return make(registry, found if found.drafts else Draft.name, **given)
-
-
-def current_option(kind: type[Any], option: str) -> str:
-    """The name that ``option`` of ``kind`` has now."""
-    new = RENAMED.get(option)
-    known = {field.name for field in dataclasses.fields(kind)}
-    return new if new in known else option
-
-
-def current_options(kind: type[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` of ``kind`` by the names and with the values that they have now.
-
-    Warns about deprecated ones; raises ``TypeError`` for an option given by both names.
-    """
-    found: dict[str, Any] = {}
-    for option, value in options.items():
-        new = current_option(kind, option)
-        if new in found:
-            raise TypeError(f"{kind.name} takes {new} once, got it as {option}, too")
-        found[new] = value
-        if new != option:
-            message = f"option {option} of {kind.name} is called {new} now"
-            warnings.warn(message, OldName, stacklevel=3)
-    for (option, old), new in RENAMED_VALUES.items():
-        if found.get(option) == old:
-            message = f'{option} "{old}" is called "{new}" now'
-            warnings.warn(message, OldName, stacklevel=3)
-            found[option] = new
-    return found

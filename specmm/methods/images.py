@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias, get_args, get_type_hints
 
-from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight, check_sure
+from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight
 
 Init: TypeAlias = Literal["last", "left", "above", "random"]
 """What Jacobi guesses begin from: see specmm/image_ar/tokens/drafters/jacobi.py."""
@@ -19,8 +19,7 @@ class SJD(Composed):
     there is none yet they begin, by ``init``, with the token above, with the one to the left, from
     the last position's distribution or at random. ``coupled`` drafts change as rarely as they can
     from round to round (MC-SJD, arXiv 2510.24211), which rules "block" and "traversal" do not
-    allow. ``corrected`` ones need a corrector, a small network trained for the target, which makes
-    the first place's distribution that after the token drawn last.
+    allow.
     """
 
     name: ClassVar[str] = "sjd"
@@ -28,7 +27,6 @@ class SJD(Composed):
     init: Init = "above"
     coupled: bool = True
     rule: str = "recursive"
-    corrected: bool = False
 
     def __post_init__(self) -> None:
         check_init(self.init)
@@ -36,8 +34,7 @@ class SJD(Composed):
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        drafter = "corrector" if self.corrected else "jacobi"
-        return Choice(drafter, f"chain({self.window})", self.rule, method=self)
+        return Choice("jacobi", f"chain({self.window})", self.rule, method=self)
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,7 @@ class Speculative(Composed):
     """A tree of siblings drawn without replacement from recorded distributions; exact.
 
     A block drafter draws from a mixture with the target's distributions at rejected positions,
-    which have the weight ``rejected_weight``. ``sure`` above 0 ends its chain where it expects a
-    further draft to be kept less often; not in a batch of several pictures.
+    which have the weight ``rejected_weight``.
     """
 
     name: ClassVar[str] = "speculative"
@@ -101,16 +97,14 @@ class Speculative(Composed):
     tree: Tree = None
     rule: str = "traversal"
     rejected_weight: float = 0.3
-    sure: float = 0.0
 
     def __post_init__(self) -> None:
         check_rejected_weight(self.rejected_weight)
-        check_sure(self.sure)
 
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
-        return Choice(self.drafter, self.tree, self.rule, self.rejected_weight, sure=self.sure)
+        return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
 
 
 @dataclass(frozen=True)
@@ -162,8 +156,7 @@ class Lantern(Composed):
 class LanternPP(Composed):
     """LANTERN++ (arXiv 2502.06352): LANTERN on a static tree, borrowing at most (λ - 1) p(x).
 
-    ``residual`` is LANTERN's: by default it never emits an excluded token. ``sure`` is
-    Speculative's.
+    ``residual`` is LANTERN's: by default it never emits an excluded token.
     """
 
     name: ClassVar[str] = "lantern++"
@@ -174,18 +167,16 @@ class LanternPP(Composed):
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rejected_weight: float = 0.3  # as Speculative's
-    sure: float = 0.0
 
     def __post_init__(self) -> None:
         check_rejected_weight(self.rejected_weight)
-        check_sure(self.sure)
         _check_residual(self.residual)
 
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
         rule = _lantern_rule(self, f"k={self.k}, lambda_={self.lambda_}")
-        return Choice(self.drafter, self.tree, rule, self.rejected_weight, sure=self.sure)
+        return Choice(self.drafter, self.tree, rule, self.rejected_weight)
 
 
 def _dynamic(method: Eagle | Lantern) -> str:

@@ -32,15 +32,9 @@ class DrawnIfAsked(Declared):
 
 
 class OfBlocks(Declared):
-    """Those of drafters that give a block at once, cut where less than ``sure`` is promised."""
+    """Those of drafters that give a block at once."""
 
-    sure: float
     tree: int | TreeName
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Blocks are cut by what the rows of a batch promise together."""
-        return self.sure > 0
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -224,8 +218,7 @@ class DEER(OfBlocks):
     """DEER (arXiv 2512.15176): a diffusion drafter's block of ``length`` tokens in one step.
 
     ``length`` 0 is the drafter's own. The block's distribution is the product of its marginals.
-    ``sure`` above 0 cuts a block before the first token that promises less acceptance (ignored in a
-    batch of several at T > 0). ``recall`` above 0 drafts what followed an earlier occurrence of
+    ``recall`` above 0 drafts what followed an earlier occurrence of
     that many latest tokens. ``tree`` above 0 verifies that many nodes of the likeliest paths, as
     point masses; a tree of fixed shape, as MSD's, is drawn from recorded distributions.
     """
@@ -233,7 +226,6 @@ class DEER(OfBlocks):
     name: ClassVar[str] = "deer"
     can_refill: ClassVar[bool] = True
     length: int = 0
-    sure: float = 0.0
     tree: int | TreeName = 0
     recall: int = 0
     rule: str = ""  # of a tree of fixed shape
@@ -249,7 +241,6 @@ class Block(OfBlocks):
     name: ClassVar[str] = "block"
     can_refill: ClassVar[bool] = True
     length: int = 0
-    sure: float = 0.0
     tree: int | TreeName = 0
     recall: int = 0
     rule: str = ""  # of a tree of fixed shape
@@ -258,4 +249,4 @@ class Block(OfBlocks):
     def static_shapes(self) -> bool:
         """Of chains of one length and drawn trees of a fixed shape."""
         likeliest = isinstance(self.tree, int) and self.tree > 0
-        return not (self.sure or self.recall or likeliest)
+        return not (self.recall or likeliest)

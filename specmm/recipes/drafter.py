@@ -31,7 +31,7 @@ from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.recipes.prompted_drafter import Request, Training, train_prompted
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
-from specmm.recipes.training.block_drafter import measure_acceptance, measure_chains, measure_taus
+from specmm.recipes.training.block_drafter import measure_acceptance, measure_taus
 from specmm.recipes.training.drawn_pictures import draw_all
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.recipes.training.llamagen_drafters import train_block, train_eagle
@@ -52,8 +52,6 @@ def drafter(
     layers: Count,
     aux_layers: str,
     inner: Size,
-    memory: Size,
-    surroundings: bool,
     overlap_weight: Amount,
     temperature: Annotated[float, 0.01],
     noise: Amount,
@@ -79,7 +77,6 @@ def drafter(
     )
     if kind != "block" and (start is not None or only_drawn):
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
-    parts: dict[str, Any] = dict(inner=inner, memory=memory, surroundings=surroundings)
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
     if prompted is not None:
@@ -87,7 +84,7 @@ def drafter(
         request = Request(*sources, drawn, cfg, (height, width), seed, folder)
         config = load_config(prompted.folders(place)[0]).get_text_config()
         read = _layers(aux_layers, config.num_hidden_layers, 1)
-        sizes = dict(levels=levels, layers=layers, aux_layers=read, **parts)
+        sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
         options |= {"noise": noise} if kind == "eagle" else {"overlap_weight": overlap_weight}
         train_prompted(place, request, Training(kind, sizes, start, temperature, options))
         return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
@@ -99,10 +96,10 @@ def drafter(
     options |= {"noise": noise} if kind == "eagle" else block
     target, *examples = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
     read = _layers(aux_layers, target.config.n_layer)
-    sizes = dict(levels=levels, layers=layers, aux_layers=read, **parts)
+    sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
     if start is not None:
         options["start"] = begun = load_block(start, target)
-        sizes = vars(begun.config) | {name: part for name, part in parts.items() if part}
+        sizes = vars(begun.config) | ({"inner": inner} if inner else {})
         sizes["levels"] = max(levels, begun.config.levels)
     head = _train_drafter(kind, (target, *examples), sizes, folder, options)
     save_drafters({kind: head}, result.parent, target, torch.bfloat16)
@@ -223,17 +220,16 @@ def _draw(
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
-    """Measure what is accepted by level and rank at the model's sampling, how chains go that end
-    early, and the tau of methods without a drafter, and write it where method auto reads it.
+    """Measure what is accepted by level and rank at the model's sampling, and the tau of methods
+    without a drafter, and write it where method auto reads it.
     """
     settings = read_settings(LlamaGenSettings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
-    chains = measure_chains(head, judge, [prompt.rows(slice(i, i + 1)) for i in range(pictures)])
-    taus = settings.taus | measure_taus({}, judge, prompt, range(pictures))
-    made = dataclasses.replace(settings, acceptance=table, chains=chains, taus=taus)
+    taus = settings.taus | measure_taus(judge, prompt, range(pictures))
+    made = dataclasses.replace(settings, acceptance=table, taus=taus)
     write_settings(made, model)
 
 

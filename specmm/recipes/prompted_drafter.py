@@ -28,7 +28,6 @@ from specmm.recipes.training.block_drafter import (
     fit_block,
     go_on_from,
     measure_acceptance,
-    measure_chains,
     measure_taus,
     start_from,
 )
@@ -156,18 +155,16 @@ def _fit_eagle(head: EagleHead, seen: SeenPictures, out: Path, options: dict[str
 
 
 def _accepted(head: BlockHead, judge: PictureTarget, seen: SeenPictures) -> dict[str, Any]:
-    """The acceptance by level and rank over pictures of some of the prompts, how chains go that end
-    early, and the tau of methods without a drafter, as the model's settings have them.
+    """The acceptance by level and rank over pictures of some of the prompts, and the tau of methods
+    without a drafter, as the model's settings have them.
     """
     count = len(seen.tokens)
     held = range(0, count, -(-count // HELD))
     ids, away = ([rows[i] for i in held] for rows in seen.rows)
     together = picture_prompt(judge, ids, away)
-    alone = [picture_prompt(judge, [x], [y]) for x, y in zip(ids, away, strict=True)]
     return {
         "acceptance": measure_acceptance(head, judge, together, range(len(ids))),
-        "chains": measure_chains(head, judge, alone),
-        "taus": measure_taus({}, judge, together, range(len(ids))),
+        "taus": measure_taus(judge, together, range(len(ids))),
     }
 
 
@@ -205,8 +202,7 @@ def _begun(pipe: TransformersImagePipeline, training: Training, seed: int) -> Bl
             return EagleHead(EagleConfig(owner.sizes, sizes["inner"] or None))
     before = None if training.start is None else load_block_for(owner, training.start)
     if before is not None:
-        given = {name: sizes[name] for name in ("inner", "memory", "surroundings") if sizes[name]}
-        sizes = vars(before.config) | given
+        sizes = vars(before.config) | ({"inner": sizes["inner"]} if sizes["inner"] else {})
     with seeded(seed):
         head = BlockHead(BlockConfig(**sizes | {"target": owner.sizes}))
     start_from(head, network.get_decoder().norm.weight)

@@ -18,7 +18,6 @@ import sysconfig
 import tomllib
 import types
 import typing
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import specmm
-from specmm.registry import OldName, named, unknown
+from specmm.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
 CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # of the pocket models, no wheel
@@ -46,10 +45,6 @@ WORDS = {
     Path: "a path",
 }
 BOOLEANS = {"true": True, "false": False}
-RENAMED = {  # settings, for one release
-    "law_weight": "probs_weight",
-    "taps": "aux_layers",
-}
 
 
 @dataclass(frozen=True)
@@ -77,27 +72,13 @@ class Recipe:
         hints = typing.get_type_hints(self.function(), include_extras=True)
         return {name: hint for name, hint in hints.items() if name not in ("return", "chosen")}
 
-    def current(self, setting: str) -> str:
-        """The name that ``setting`` has now."""
-        new = RENAMED.get(setting, setting)
-        return new if new in self.kinds() else setting
-
     def having(self, given: Mapping[str, Any]) -> Recipe:
-        """This recipe with settings that the user chose.
-
-        Warns of old names; raises ``ValueError`` for unknown ones.
-        """
+        """This recipe with settings that the user chose; raises ``ValueError`` for unknown ones."""
         kinds = self.kinds()
-        chosen: dict[str, Any] = {}
-        for old, value in given.items():
-            name = self.current(old)
+        for name in given:
             if name not in kinds:
                 raise unknown(f"setting of recipe {self.name}", name, kinds)
-            if name != old:
-                text = f"setting {old} of recipe {self.name} is called {name} now"
-                warnings.warn(text, OldName, stacklevel=2)
-            chosen[name] = value
-        return replace(self, settings={**self.settings, **chosen}, chosen=self.chosen | set(chosen))
+        return replace(self, settings={**self.settings, **given}, chosen=self.chosen | set(given))
 
     def run(self) -> Found:
         """Train; raises ``ValueError`` for settings that are missing or do not fit."""

@@ -166,10 +166,8 @@ def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> 
             raise ValueError(f"a method's option must read KEY=VALUE, got {option!r}")
         key = key.strip().replace("-", "_")
         key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
-        new = methods.current_option(kind, key)
         text = text.strip()
-        old_value = (new, text) in methods.RENAMED_VALUES
-        given[key] = text if old_value or new not in known else _value(new, text, hints[new])
+        given[key] = _value(key, text, hints[key]) if key in known else text
     return methods.make(registry, name, **given)
 
 

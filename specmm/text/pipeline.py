@@ -162,8 +162,8 @@ class TextPipeline(Pipeline):
 
         ``options`` are those of :class:`specmm.hf.options.Options`; ``chat`` is off unless given. A
         text depends on its own random stream, not on the batch, but for auto's plan and, where
-        uniforms are drawn, blocks cut by ``sure``. ``streamer`` gets a single text's ids, as
-        transformers' do, but not the prompt's: leave its ``skip_prompt`` off. Raises
+        uniforms are drawn, what ``self`` cuts or searches. ``streamer`` gets a single text's ids,
+        as transformers' do, but not the prompt's: leave its ``skip_prompt`` off. Raises
         ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):

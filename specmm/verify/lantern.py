@@ -24,7 +24,6 @@ table columns.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Literal, TypeAlias, cast, get_args
@@ -32,7 +31,6 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from specmm.registry import OldName
 from specmm.tree import DraftTree
 from specmm.verify.bottom_up import deepest_first
 from specmm.verify.exact import (
@@ -76,10 +74,7 @@ def neighbour_table(codebook: Tensor, columns: int) -> Tensor:
 
 
 def checked_residual(name: str) -> Residual:
-    """``name`` as a residual; the old name of ``"release"`` warns, others raise ``ValueError``."""
-    if name == "official":  # for one release
-        warnings.warn('residual "official" is called "release" now', OldName, stacklevel=4)
-        return "release"
+    """``name`` as a residual; raises ``ValueError`` for another."""
     if name not in get_args(Residual):
         raise ValueError(f"residual must be one of {', '.join(get_args(Residual))}, got {name!r}")
     return cast(Residual, name)

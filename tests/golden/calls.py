@@ -143,7 +143,6 @@ TEXTS: dict[str, Any] = {
     "diffuspec, reuse": DiffuSpec(reuse=True),
     "deer, tree": DEER(tree=6),
     "block, drawn tree": Block(tree=(2, 2, 1)),
-    "block, sure": Block(sure=0.3),
     "block, recall": Block(recall=3),
 }
 
@@ -153,8 +152,6 @@ def calls() -> dict[str, Call]:
     found: dict[str, Call] = {}
     for label, method in IMAGES.items():
         found[f"tokens: {label}"] = partial(drawn, "pocket/llamagen", method)
-    sure = Speculative(tree="chain(10)", sure=0.1)
-    found["tokens: speculative, sure"] = partial(drawn, "pocket/llamagen", sure, batch_size=1)
     for label in ("ar", "speculative", "lantern++"):
         greedy = partial(drawn, "pocket/llamagen", IMAGES[label], temperature=0.0)
         found[f"tokens, greedy: {label}"] = greedy

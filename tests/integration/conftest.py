@@ -15,10 +15,8 @@ from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.diffusion_drafters.models.dflash import DFlash, save_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
-from specmm.drawing import Sizes
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
-from specmm.image_ar.tokens.drafters.corrector import Corrector, CorrectorConfig
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
@@ -51,7 +49,6 @@ def tiny_pipeline(
     heads = {
         "block": BlockHead(BlockConfig(LEVELS, 2, config)),
         "eagle": EagleHead(EagleConfig(config)),
-        "corrector": random_corrector(config),
     }
     trees = {"speculative": (2, 1, 1), "lantern++": (2, 2, 1)}
     return LlamaGenPipeline(
@@ -60,13 +57,6 @@ def tiny_pipeline(
         heads if drafters else {},
         LlamaGenSettings(classes=CLASSES, trees=trees),
     )
-
-
-def random_corrector(sizes: Sizes) -> Corrector:
-    """One that changes what it corrects."""
-    made = Corrector(CorrectorConfig(sizes))
-    torch.nn.init.normal_(made.write.weight, std=0.1)
-    return made
 
 
 @pytest.fixture(scope="session")

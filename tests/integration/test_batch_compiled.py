@@ -15,7 +15,6 @@ import torch
 import specmm
 from specmm import methods, when_compiled
 from specmm.batch_invariant import batch_invariant
-from specmm.checkpoints import read_json
 from specmm.compiled import UNCOMPILED
 from specmm.image_ar.tokens import pipeline as tokens_pipeline
 from specmm.image_ar.tokens.target import Prompt
@@ -223,10 +222,6 @@ def test_another_job(made, traced, tmp_path):
     made(items_of(2), "out", True)
     with pytest.raises(ValueError, match="holds a job with compiled True and not False"):
         made(items_of(3), "out", False)
-    made(items_of(2), "old", False)
-    file = tmp_path / "old" / "job.json"
-    file.write_text(json.dumps({k: v for k, v in read_json(file).items() if k != "compiled"}))
-    assert made(items_of(3), "old", False).done == ["c/2"], "a job of an earlier release"
     spec = Spec("tiny", compiled=True)
     prepare(tmp_path / "new", spec)
     (tmp_path / "new" / PROGRAMS).write_text("{}")

@@ -44,11 +44,11 @@ def model():
     return tf.AutoModelForCausalLM.from_pretrained(PARITY / "target").eval()
 
 
-def begun(folder, model, rows, anchor, sure=0.0, length=None):
+def begun(folder, model, rows, anchor, length=None):
     """A chain drafter of ``folder`` after the prefill of ``rows``, and the feedback it gets."""
     target = VLMTarget(model, Processor(0.0), "tiny")
     prompt = VLMPrompt(padded(rows, "cpu"), 16)
-    drafter = ChainDrafter(DFlashSource(load_dflash(folder), target), target, length, sure)
+    drafter = ChainDrafter(DFlashSource(load_dflash(folder), target), target, length)
     feedback = Feedback(target.prefill(prompt, drafter.max_nodes), anchor.expand(len(rows)))
     drafter.begin(feedback, Clock())
     return drafter, feedback
@@ -78,9 +78,6 @@ def test_one_round_is_the_releases(case, model):
             scores, memory = source.next_logits(scores, tree.tokens[:, place], memory)
         known = ~torch.isin(torch.arange(scores.shape[-1]), source.barred)
         torch.testing.assert_close(scores[0, known], wanted["logits"][place, known], **CLOSE)
-    if "confidence" in wanted:
-        sure = source.confidence(block, tree.tokens[:, :-1])[0]
-        torch.testing.assert_close(sure, wanted["confidence"].flatten(), **CLOSE)
 
 
 @torch.inference_mode()
@@ -91,21 +88,6 @@ def test_ragged_rows_are_those_of_one_row(case, model):
     drafter, feedback = begun(PARITY / case, model, [prompt[:3], prompt, [7]], wanted["anchor"])
     tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1, 2]))
     assert torch.equal(tree.tokens[1, 1:], wanted["drafts"])
-
-
-@torch.inference_mode()
-def test_a_confidence_head_cuts_a_chain_before_the_first_doubtful_draft(model):
-    folder = PARITY / "speculators-dspark-vanilla"
-    wanted = load_file(folder / "cases.safetensors")
-    sure = wanted["confidence"].flatten()
-    for bound in sure.tolist():
-        drafter, feedback = begun(
-            folder, model, [wanted["prompt"][0].tolist()], wanted["anchor"], bound + 1e-3
-        )
-        length = int((sure >= bound + 1e-3).long().cumprod(0).sum())
-        tree = drafter.propose(feedback, Uniforms.from_seeds([0]))
-        assert tree.tokens.shape[1] == length + 1
-        assert torch.equal(tree.tokens[0, 1:], wanted["drafts"][:length])
 
 
 def assistant(folder, window=64, kinds=("sliding_attention", "full_attention")):

@@ -149,20 +149,6 @@ def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, me
     assert pictures(tmp_path / "1") == pictures(tmp_path / "3")
 
 
-def test_steady_is_the_old_name_of_batch_invariant(tiny: Path, tmp_path: Path) -> None:
-    common = ("generate", tiny, "--class", "heart", "--seed", 1, "--dtype", "float32", "--out")
-    new = run(*common, tmp_path / "new", "--batch-invariant")
-    old = run(*common, tmp_path / "old", "--steady")
-    assert new.exit_code == 0 and "deprecated" not in new.stderr
-    assert old.stderr == "deprecated: --steady is called --batch-invariant\n" + new.stderr
-    assert pictures(tmp_path / "new") == pictures(tmp_path / "old") != []
-    refusal = run(
-        "generate", tiny, "--class", 0, "--steady", "--dtype", "bfloat16", "--out", tmp_path
-    )
-    assert refusal.exit_code == 2 and "--batch-invariant needs float32" in refusal.stderr
-    assert "--steady" not in run("generate", "--help").stdout
-
-
 def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None:
     common = ("--class", "time", "-n", 3, "--seed", 1, "--batch-size", 2, "--dtype", "float32")
     found = run_json("generate", tiny, *common, "--out", tmp_path)

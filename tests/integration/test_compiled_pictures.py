@@ -20,7 +20,6 @@ METHODS = {
     "speculative": methods.Speculative(tree=(2, 1)),
     "eagle": methods.Eagle(total=6, depth=2, top_k=2),
     "sjd": methods.SJD(window=4),
-    "sjd, corrected": methods.SJD(window=4, corrected=True),
     "sjd, last": methods.SJD(window=4, init="last"),
     "lantern++": methods.LanternPP(tree=(2, 1), k=3),  # which reads no greedy distributions
 }

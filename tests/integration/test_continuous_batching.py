@@ -32,8 +32,6 @@ CONTINUOUS = (
     methods.SJD(window=5),
     methods.SJD(window=5, init="last"),
     methods.SJD(window=5, coupled=False),
-    methods.SJD(window=5, corrected=True),
-    methods.Draft(drafter="corrector", tree="chain(5)", rule="lantern++(k=10, lambda_=5.0)"),
     methods.GSD(window=5, coupled=True),
 )
 

@@ -88,13 +88,15 @@ def test_none_is_lost_when_first_tokens_end_texts(text_pipe):
 
 
 def test_a_sampled_job_is_not_cut_by_its_batch(text_folder):
-    spec = Spec(str(text_folder), "block", options=("sure=0.3",), sampling={"temperature": 1.0})
+    spec = Spec(
+        str(text_folder), "self", options=("exit=1", "sure=0.3"), sampling={"temperature": 1.0}
+    )
     item = Item("a", "prompt", "x", 0)
     with pytest.raises(ValueError, match="must not be cut by sure"):
         AnswerWorker(spec, questions=False).check(item)
-    AnswerWorker(Spec(str(text_folder), "block", options=("sure=0.3",)), questions=False).check(
-        item
-    )
+    AnswerWorker(
+        Spec(str(text_folder), "self", options=("exit=1", "sure=0.3")), questions=False
+    ).check(item)
 
 
 @pytest.mark.slow

@@ -55,7 +55,6 @@ POCKET = {
     "coder/drafters/deer": "DEER drafter",
     "llava/drafters/msd": "MSD head",
     "llamagen/drafters/block": "picture model's block drafter",
-    "llamagen/drafters/corrector": "picture model's corrector of Jacobi drafts",
     "llamagen/drafters/eagle": "picture model's EAGLE head",
     "llava": "vision-language model",
     "smollm2": "language model in a Python package",
@@ -81,11 +80,6 @@ def test_folders_of_every_layout_are_told_apart(case):
 @pytest.mark.parametrize("case", POCKET)
 def test_what_ships_is_told_apart(case):
     assert inspect(ZOO / case).format == POCKET[case]
-
-
-def test_a_corrector_says_how_it_is_asked_for():
-    found = inspect(ZOO / "llamagen/drafters/corrector").use
-    assert found.startswith("specmm generate MODEL --method sjd -o corrected=true, from")
 
 
 def test_a_release_says_its_target():

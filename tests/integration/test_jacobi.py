@@ -13,6 +13,7 @@ from specmm import methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.guidance import Guidance
+from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import NEWEST, JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
@@ -200,3 +201,24 @@ def test_options_out_of_range_are_named():
     for method in (methods.SJD, methods.GSD):
         with pytest.raises(ValueError, match="init must be one of last, left, above, random, got"):
             method(init="up")
+
+
+def test_borrowed_drafts_are_bounded(make_tiny):
+    pipe = make_tiny()
+    given = dict(drafter="jacobi", rule="lantern++(k=10, lambda_=5.0)")
+    out = pipe(
+        classes=["heart"], method=methods.Draft(**given), generator=torch.Generator().manual_seed(0)
+    )
+    assert out.certificate.kind == "bounded" and out.certificate.tv > 0
+    with pytest.raises(ValueError, match=r"needs a chain, as chain\(15\)"):
+        pipe(classes=["heart"], method=methods.Draft(**given, tree=(2, 1)))
+
+
+def test_relaxed_rules_are_given_no_copies_of_neighbours(make_tiny):
+    """They would keep too many: of LANTERN++'s pictures of pocket/llamagen with such drafts the
+    Fréchet distance is 1.17 of plain decoding's, with a block drafter's 1.03.
+    """
+    pipe = make_tiny()
+    for rule, init in (("lantern++(k=10)", "last"), ("recursive", "above")):
+        method = methods.Draft(drafter="jacobi", rule=rule)
+        assert assemble(method, pipe.target(), pipe.parts)[1].init == init

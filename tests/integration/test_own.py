@@ -126,7 +126,7 @@ def test_pipelines_take_a_drafter_when_they_are_made(own, coder, tiny):
     assert draw(pictures).method == "draft"
     block = ImagePipeline.from_pretrained(tiny, drafter=tiny / "drafters" / "block")
     assert block.parts.serves(methods.Speculative())
-    with pytest.raises(ValueError, match="a block drafter, an EAGLE head or a corrector, got"):
+    with pytest.raises(ValueError, match="a block drafter or an EAGLE head, got"):
         ImagePipeline.from_pretrained(tiny, drafter=tiny)
 
 

@@ -176,7 +176,6 @@ for name in recipes():
     load(name).kinds(), print(name)
 """
     assert python(clean_python, code, tmp_path) == [
-        "corrector",
         "deer",
         "dflash",
         "diffusion",

@@ -68,7 +68,6 @@ def test_a_drafter_is_trained_and_drafts(kind, folder, trained, tmp_path, eager)
     train = ["train", "drafter", model, "--out", tmp_path / "run"]
     settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
     settings |= dict(kind=trained, drawn=5, aux_layers="1", inner=32, **sized(kind))
-    settings |= dict(memory=4, surroundings="true") if trained == "block" else {}
     sets = [f"--set={name}={value}" for name, value in settings.items()]
     made = run(*train, *sets)
     assert made.exit_code == 0, made.output
@@ -173,7 +172,7 @@ def test_what_is_learnt_is_what_is_drafted(tmp_path):
     seen = SeenPictures(target, ids, ids, tokens, ())
     read = seen.batch(torch.tensor([0]), torch.tensor([False]))
     torch.manual_seed(1)
-    head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes, memory=3, surroundings=True))
+    head = BlockHead(BlockConfig(2, 1, pipe.owner.sizes))
     asked = picture_prompt(target, ids, ids)
     drafted = after(2, target, BlockDrafter(head, target, TreeShape.chain(2)), asked, tokens)
     wanted = torch.minimum(read.logits[0, 2].softmax(-1), drafted).sum()

@@ -20,7 +20,6 @@ from specmm.hf.picture_tokens import PictureTarget
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
-from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import save_drafter, save_drafters_of
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
@@ -28,7 +27,6 @@ from specmm.shape.trees import branching
 from specmm.stats import Clock
 from tests.cases import some
 from tests.integration import tiny_glm_image, two_drafts
-from tests.integration.conftest import random_corrector
 from tests.integration.picture_kinds import (
     KINDS,
     PROMPTS,
@@ -54,7 +52,6 @@ def save(kind, place):
     with torch.no_grad():
         head.fc.weight[:, width : 2 * width] = torch.eye(width)
     drafters = {"block": head, "eagle": eagle_head(owner.sizes)}
-    drafters["corrector"] = random_corrector(owner.sizes)
     save_drafters_of(owner.fingerprint, drafters, place / "drafters")
     return place
 
@@ -91,7 +88,6 @@ EXACT = {
     "chosen": methods.Draft(drafter="block", tree=(2, 1), rule="point-mass"),
     "eagle": methods.Eagle(top_k=4),
     "eagle's tree": methods.Speculative(drafter="eagle", tree=(2, 2, 1)),
-    "corrected": methods.SJD(window=4, corrected=True),
     "exit": methods.SelfDraft(exit=1),
     "self": "self",
     "auto": "auto",
@@ -411,19 +407,13 @@ def test_a_given_drafter_takes_the_place_of_the_models(kind, folder, tmp_path):
     for name, (model, drafter) in {
         "block": (copied, folder / "drafters/block"),
         "eagle": (folder, folder / "drafters/eagle"),
-        "corrector": (folder, folder / "drafters/corrector"),
         "none": (folder, None),
     }.items():
         pipe = opened(model, drafter=drafter)
-        assert sorted(pipe.parts.drafters) == ["block", "corrector", "eagle"]
+        assert sorted(pipe.parts.drafters) == ["block", "eagle"]
         target = target_of(pipe, kind, SCALE)
         drafted[name] = type(assemble(methods.Lantern(k=3), target, pipe.parts)[1])
-    assert drafted == {
-        "block": BlockDrafter,
-        "eagle": EagleDrafter,
-        "corrector": JacobiDrafter,
-        "none": EagleDrafter,
-    }
+    assert drafted == {"block": BlockDrafter, "eagle": EagleDrafter, "none": EagleDrafter}
 
 
 def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
@@ -432,7 +422,7 @@ def test_mistakes_with_drafters_are_told(kind, folder, tmp_path):
         opened(bare)("tree", method="speculative", output_type="latent", **sized(kind))
     with pytest.raises(ValueError, match="has no 'eagle' drafter"):
         opened(bare)("tree", method="eagle", output_type="latent", **sized(kind))
-    with pytest.raises(ValueError, match="a block drafter, an EAGLE head or a corrector, got"):
+    with pytest.raises(ValueError, match="a block drafter or an EAGLE head, got"):
         opened(bare, drafter=bare)
     sizes = opened(bare).owner.sizes
     wide = replace(sizes, dim=2 * sizes.dim)

@@ -57,9 +57,7 @@ def test_a_row_has_its_own_uniforms_whatever_its_batch(text_pipe, method):
     [
         methods.DEER(tree=9),
         methods.DEER(length=2),
-        methods.DEER(sure=0.3),
         methods.Block(tree=6),
-        methods.Block(sure=0.3),
         methods.Block(recall=2),
         methods.DEER(recall=1),
         methods.DiffuSpec(search=False),

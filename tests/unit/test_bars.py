@@ -10,7 +10,6 @@ from benchmarks.bars import (
     jacobi_bar,
     job_bars,
     loading_bar,
-    loop_bars,
     metric_bars,
     var_bars,
 )
@@ -242,26 +241,6 @@ def test_bars_of_guesses_and_of_loading():
     assert loading_bar(rows).met and "1.20 at most (a, b)" in loading_bar(rows).found
     assert not loading_bar([*rows, {"model": "b", "over file": 1.21}]).met
     assert loading_bar([]).met is None
-
-
-def test_the_first_loop_must_be_beaten_at_every_batch_with_equal_tokens():
-    rows = [
-        {"method": m, "batch": b, "speedup": s, "token_equal": 1.0}
-        for m, b, s in (
-            ("plain", 1, 1.1),
-            ("plain", 16, 1.4),
-            ("plain, compiled", 1, 1.4),
-            ("plain, compiled", 16, 1.3),
-        )
-    ]
-    assert [b.met for b in loop_bars(rows)] == [False, True]
-    rows[3]["token_equal"] = 0.9
-    assert [b.met for b in loop_bars(rows)] == [False, False] and "not token-equal" in loop_bars(
-        rows
-    )[1].found
-    assert [b.met for b in loop_bars(rows[:2])] == [False] and [b.met for b in loop_bars([])] == [
-        None
-    ]
 
 
 def test_accuracy_and_verdict():

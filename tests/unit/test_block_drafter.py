@@ -102,16 +102,13 @@ TREE = TreeShape.from_parents([-1, 0, 0, 0, 1, 3, 5]), (0, 3, 5, 6)  # and a pat
 
 @torch.no_grad()
 @pytest.mark.parametrize(("shape", "path"), [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("added", [{}, {"memory": 5}, {"surroundings": True}], ids=str)
-def test_what_is_drafted_is_what_was_learnt(
-    added: dict[str, Any], shape: TreeShape, path: tuple[int, ...]
-) -> None:
+def test_what_is_drafted_is_what_was_learnt(shape: TreeShape, path: tuple[int, ...]) -> None:
     """In every round of a picture: the recorded distribution of each draft that has no earlier
     sibling is that which training compares with the target's, after the same tokens.
     """
     model = randomly(Transformer(GPT))
     target = LlamaGenTarget(model, Guidance(), Processor())
-    head = randomly(BlockHead(BlockConfig(3, 2, GPT, (1,), **added)))
+    head = randomly(BlockHead(BlockConfig(3, 2, GPT, (1,))))
     drafter = BlockDrafter(head, target, shape)
     alone = [int(shape.ranks[0, node]) == 0 for node in path[1:]]
     trees = []

@@ -19,7 +19,6 @@ from specmm.decode import decode, decode_plain, first_token
 from specmm.drafter import Feedback, check_rule
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
-from specmm.image_ar.tokens.drafters.corrector import Corrector, CorrectorConfig
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
@@ -66,16 +65,6 @@ def block(target, tree, sampled=False, rejected_weight=0.0):
     return BlockDrafter(head, target, tree, sampled, rejected_weight)
 
 
-def recurrent(target, tree, sampled=False):
-    config = BlockConfig(3, 2, target.model.config, memory=5, surroundings=True)
-    return BlockDrafter(random_weights(BlockHead(config), 1), target, tree, sampled)
-
-
-def corrected(target, window, **options):
-    head = random_weights(Corrector(CorrectorConfig(target.model.config)), 1)
-    return JacobiDrafter(target, window, corrector=head, **options)
-
-
 LOPSIDED = TreeShape.from_parents(
     [-1, 0, 0, 1, 0, 1, 3, 2]
 )  # levels are not numbered one after the other
@@ -85,8 +74,6 @@ DRAFTERS = {
     "block, rejected_weight": lambda target: block(
         target, branching([2, 2, 1]), sampled=True, rejected_weight=0.4
     ),
-    "recurrent block": lambda target: recurrent(target, branching([2, 2, 1])),
-    "recurrent block drawn": lambda target: recurrent(target, branching([2, 2, 1]), sampled=True),
     "eagle static": lambda target: eagle(target, LOPSIDED),
     "eagle drawn": lambda target: eagle(target, LOPSIDED, sampled=True),
     "eagle dynamic": lambda target: eagle(target, Dynamic(3, 2, 9)),
@@ -100,8 +87,6 @@ DRAFTERS = {
         f"jacobi, {init}, coupled": partial(JacobiDrafter, window=7, init=init, coupled=True)
         for init in ("last", "above")
     },
-    "jacobi, corrected": partial(corrected, window=4),
-    "jacobi, corrected, coupled": partial(corrected, window=4, init="above", coupled=True),
 }
 every_drafter = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
@@ -247,7 +232,6 @@ DRAWN = {
     "block, rejected_weight": lambda target: block(
         target, branching([2, 1]), sampled=True, rejected_weight=0.5
     ),
-    "recurrent block": lambda target: recurrent(target, branching([2, 1]), sampled=True),
     "eagle": lambda target: eagle(target, branching([2, 1]), sampled=True),
     "jacobi": lambda target: JacobiDrafter(target, 2),
     **{
@@ -258,8 +242,6 @@ DRAWN = {
         f"jacobi, {init}, coupled": partial(JacobiDrafter, window=4, init=init, coupled=True)
         for init in ("last", "left", "above", "random")
     },
-    "jacobi, corrected": partial(corrected, window=4),
-    "jacobi, corrected, coupled": partial(corrected, window=4, init="above", coupled=True),
 }
 WAYS = {
     "plain": (Processor(), Guidance()),
@@ -279,9 +261,7 @@ UNEVEN = TreeShape.from_parents(
 )  # a later parent has more children than an earlier one
 
 
-@pytest.mark.parametrize(
-    "make", [eagle, block, recurrent], ids=["eagle", "block", "recurrent block"]
-)
+@pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
 def test_every_node_records_the_distribution_it_was_drawn_from(make):
     """Where not every child that is drawn has a place: earlier siblings have no mass, the token has
     some, and all is 1.

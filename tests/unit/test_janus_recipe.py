@@ -12,13 +12,11 @@ from PIL import Image
 import specmm
 from recipes import captioned, janus
 from recipes.training.janus import PROMPT, Sizes, Writer, answer_logits, build_model, picture_logits
-from recipes.training.janus_judge import Heads, all_features, right, train_judge
 from recipes.training.janus_vq import JanusCodes, finished, tokens_of, vq_config
 from recipes.wording import asked_for, build_processor, build_tokenizer, chat, prompt
 from specmm.hf.janus import JANUS
 from specmm.recipes.training.encoding import to_float
 from specmm.training import seeded
-from specmm.zoo.efficientnet import new_network
 
 SIZES = Sizes(dim=32, layers=2, heads=2, inner=32, tower_dim=32, tower_layers=1)
 CODES = 16
@@ -153,18 +151,6 @@ def test_a_finished_tokenizer_chooses_the_codes_it_was_trained_with(pictures):
     torch.testing.assert_close(vq.decode(tokens), made, atol=1e-4, rtol=1e-4)
 
 
-def test_the_judge_learns_what_is_shown(pictures, tmp_path):
-    with seeded(0):
-        judge = Heads()
-        network = new_network().eval()
-    seen = all_features(torch.from_numpy(pictures.images), network)
-    before = right(judge, seen, pictures.kinds, pictures.styles)
-    train_judge(judge, pictures, seen[:, None], tmp_path, steps=60, batch=8, lr=3e-3, seed=0)
-    found = right(judge, seen, pictures.kinds, pictures.styles)
-    assert found["styles"].float().mean() > before["styles"].float().mean()
-    assert found["kinds"].float().mean() > 0.5
-
-
 @pytest.mark.slow
 def test_the_whole_recipe(pictures, tmp_path, monkeypatch, traced):
     """Two steps of each training; the folder opens, draws and answers."""
@@ -174,8 +160,6 @@ def test_the_whole_recipe(pictures, tmp_path, monkeypatch, traced):
     sizes = dict(vars(SIZES), tower_steps=2, noise=0.1, cfg=2.0, temperature=0.7)
     out = tmp_path / "janus"
     janus.janus(tokenizer=tmp_path / "vq", views=2, steps=9, out=out, **rest, **sizes)
-    found = janus.judge(views=1, steps=2, out=tmp_path / "judge", **rest)
-    assert set(found["held_out"]) == {"kinds", "styles"}
     pipe = specmm.ImagePipeline.from_pretrained(out / "model", method="sjd")
     assert (pipe.settings.cfg, pipe.settings.temperature) == (2.0, 0.7)
     assert pipe("a red heart, flat", output_type="uint8").images.shape == (1, 96, 96, 3)

@@ -1,8 +1,6 @@
 """Methods by name, their options, and their spelling on the command line."""
 
 import inspect
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -157,47 +155,14 @@ def test_lists_of_methods() -> None:
             parse_methods(methods.IMAGE_TOKENS, wrong)
 
 
-@pytest.mark.parametrize(
-    ("made", "wanted", "old"),
-    [
-        (
-            lambda: methods.LanternPP(hindsight=0.2),  # type: ignore[call-arg]
-            methods.LanternPP(rejected_weight=0.2),
-            "hindsight of lantern++ is called rejected_weight",
-        ),
-        (
-            lambda: methods.resolve(methods.Speculative(), hindsight=0.2),
-            methods.Speculative(rejected_weight=0.2),
-            "hindsight of speculative is called rejected_weight",
-        ),
-        (
-            lambda: parse_method(methods.IMAGE_TOKENS, "draft", ["hindsight=0.2"]),
-            methods.Draft(rejected_weight=0.2),
-            "hindsight of draft is called rejected_weight",
-        ),
-        (
-            lambda: parse_methods(methods.CONTINUOUS, "cspd(belief=frozen)")[0],
-            methods.CSpD(predictor="frozen"),
-            "belief of cspd is called predictor",
-        ),
-    ],
-)
-def test_old_names_of_options_work_with_a_warning(
-    made: Callable[[], object], wanted: object, old: str
-) -> None:
-    with pytest.warns(FutureWarning, match=re.escape(f"option {old} now")):
-        assert made() == wanted
-
-
-def test_a_method_has_no_options_of_other_methods_by_old_names() -> None:
-    with pytest.raises(TypeError, match="hindsight"):
-        methods.SJD(hindsight=0.2)  # type: ignore[call-arg]
+def test_an_option_that_a_method_has_not_is_named() -> None:
     with pytest.raises(
         TypeError, match="unknown option of LanternPP 'lamda'; did you mean 'lambda_'"
     ):
         methods.LanternPP(lamda=2.0)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="unknown option of sjd 'hindsight'"):
-        methods.resolve("sjd", hindsight=0.2)
+    with pytest.raises(ValueError, match="unknown option of sjd 'rejected_weight'"):
+        methods.resolve("sjd", rejected_weight=0.2)
+    assert list(inspect.signature(methods.LanternPP).parameters)[:2] == ["lambda_", "k"]
 
 
 def test_methods_declare_what_jobs_and_the_app_ask() -> None:
@@ -211,7 +176,9 @@ def test_methods_declare_what_jobs_and_the_app_ask() -> None:
     assert having(methods.TEXT, "batch_dependent") == {"self"}
     pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "self", "draft"}
     assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
-    assert methods.Block(sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
+    assert (
+        methods.SelfDraft(3, sure=0.1).batch_dependent and not methods.SelfDraft(3).batch_dependent
+    )
 
 
 def test_drafters_are_asked_whether_their_rows_can_be_refilled() -> None:
@@ -225,40 +192,17 @@ def test_drafters_are_asked_whether_their_rows_can_be_refilled() -> None:
     able = {name for name in DRAFTERS if methods.Draft(name).can_refill}
     declared = {name for name in presets if methods.make(methods.GENERATE, name).can_refill}
     assert (
-        able == declared | {"jacobi", "corrector", "prompt-lookup", "self"}
+        able == declared | {"jacobi", "prompt-lookup", "self"}
         and {"eagle3", "mtp", "block"} <= able
     )
 
 
-def test_the_residual_of_lantern_and_its_old_name() -> None:
+def test_the_residual_of_lantern() -> None:
     for kind in (methods.Lantern, methods.LanternPP):
         assert kind().residual == "corrected" and "release" not in kind().choice.rule
-        with pytest.warns(FutureWarning, match='"official" is called "release"'):
-            old = methods.make(methods.IMAGE_TOKENS, kind.name, residual="official")
-        assert old == kind(residual="release")
-        assert old.choice.rule.startswith(f"{kind.name}-release(")
-    with pytest.warns(FutureWarning):
-        parse_method(methods.IMAGE_TOKENS, "lantern++", ["residual=official"])
-
-
-def test_a_residual_that_no_method_has_is_refused() -> None:
-    for kind in (methods.Lantern, methods.LanternPP):
+        assert kind(residual="release").choice.rule.startswith(f"{kind.name}-release(")
         with pytest.raises(ValueError, match="residual must be one of corrected, release"):
             kind(residual="offical")  # type: ignore[arg-type]
-
-
-def test_warnings_name_the_callers_line_and_signatures_the_options() -> None:
-    for made in (
-        lambda: methods.LanternPP(residual="official"),  # type: ignore[arg-type]
-        lambda: methods.LanternPP(hindsight=0.2),  # type: ignore[call-arg]
-        lambda: methods.resolve("lantern++", hindsight=0.2),
-    ):
-        with pytest.warns(FutureWarning) as caught:
-            made()
-        assert [w.filename.endswith(("test_methods.py", "__init__.py")) for w in caught] == [True]
-    with pytest.raises(TypeError, match="rejected_weight once"):
-        methods.Speculative(rejected_weight=0.1, hindsight=0.2)  # type: ignore[call-arg]
-    assert list(inspect.signature(methods.LanternPP).parameters)[:2] == ["lambda_", "k"]
 
 
 def test_a_rules_name_says_its_residual() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import typing
@@ -124,33 +123,6 @@ def test_a_config_file_of_ones_own_stands_on_a_recipe(own):
             load(str(file))
 
 
-def test_old_names_of_settings_work_with_a_warning(own):
-    """In Python, after --set, and in config files; as old options they are only written anew."""
-    renamed = "setting law_weight of recipe .* is called probs_weight now"
-    with pytest.warns(FutureWarning, match=renamed):
-        assert train("some", model="m", law_weight=0.1)["probs_weight"] == 0.1
-    done = CliRunner().invoke(app, ["train", "some", "m", "--set", "law_weight=0.2", "--json"])
-    assert re.fullmatch(f"deprecated: {renamed}\n", done.stderr)
-    assert json.loads(done.stdout)["probs_weight"] == 0.2
-    file = own / "mine" / "m.toml"
-    file.parent.mkdir()
-    file.write_text('recipe = "some"\n[settings]\nmodel = "mine"\nlaw_weight = 0.3\n')
-    with pytest.warns(FutureWarning, match=renamed):
-        found = train(str(file))
-    assert found["probs_weight"] == 0.3 and found["all"][-1] == ["model", "probs_weight"]
-    done = CliRunner().invoke(app, ["train", "some", "m", "--law-weight", "0.4", "--json"])
-    assert json.loads(done.stdout)["probs_weight"] == 0.4
-    assert done.stderr == "deprecated: write specmm train some … --set probs_weight=0.4\n"
-    with pytest.raises(ValueError, match="unknown setting of recipe some 'taps'"):
-        train("some", model="m", taps="1")  # which this recipe has by no name
-
-
-def test_old_names_are_of_settings_that_recipes_have():
-    known = {name for recipe in recipes.recipes() for name in load(recipe).kinds()}
-    assert {"probs_weight", "aux_layers"} == known & set(recipes.RENAMED.values())
-    assert not known & set(recipes.RENAMED)
-
-
 def test_recipes_are_listed_and_shown(own):
     listed = CliRunner().invoke(app, ["train"]).stdout
     assert "some" in listed and "so\n" in listed
@@ -164,7 +136,7 @@ def test_without_a_checkout_its_recipes_are_not_there(tmp_path, monkeypatch):
     assert {"coder", "emoji-drafter", "deer"} <= set(recipes.recipes())
     monkeypatch.setattr(recipes, "CHECKOUT", tmp_path)
     assert set(recipes.recipes()) == {
-        *("corrector", "deer", "dflash", "diffusion", "drafter", "eagle3", "msd", "mtp", "proxy")
+        *("deer", "dflash", "diffusion", "drafter", "eagle3", "msd", "mtp", "proxy")
     }
 
 
@@ -181,13 +153,6 @@ def test_those_of_the_checkout_run_from_anywhere(tmp_path):
         text=True,
     )
     assert done.stdout == "recipes.coder\n", done.stderr
-
-
-def test_old_options_of_image_drafters_mean_those_on_emoji(tmp_path):
-    done = CliRunner().invoke(app, ["train", "drafter", "pocket/llamagen", "--kind", "blok"])
-    deprecated, error = done.stderr.splitlines()
-    assert deprecated == "deprecated: write specmm train emoji-drafter … --set kind=blok"
-    assert done.exit_code == 2 and "did you mean 'block'" in error
 
 
 def test_pictures_in_folders_of_their_class(tmp_path):

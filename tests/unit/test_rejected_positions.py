@@ -39,7 +39,7 @@ def test_a_place_gets_the_distribution_after_the_rejected_first_child():
     found = feedback(
         [[0, -1, -1, -1], [0, 2, -1, -1]], [1, 2]
     )  # the root only; the root and node 2
-    rejected_weight, older = RejectedPositions([SHAPE], 0.25), found.output.probs
+    rejected_weight, older = RejectedPositions(SHAPE, 0.25), found.output.probs
     rejected_weight.read(found)
     own = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).softmax(
         -1
@@ -60,7 +60,7 @@ def test_a_place_gets_the_distribution_after_the_rejected_first_child():
 
 def test_nothing_is_known_after_the_prefill_and_zeros_stay_zero():
     rejected_weight, own = (
-        RejectedPositions([SHAPE], 0.5),
+        RejectedPositions(SHAPE, 0.5),
         torch.tensor([[[0.5, 0.5, 0, 0, 0]]]).expand(2, 1, 5),
     )
     rejected_weight.read(
@@ -76,7 +76,7 @@ def test_nothing_is_known_after_the_prefill_and_zeros_stay_zero():
 @pytest.mark.parametrize("weight", [1.0, -0.1])
 def test_the_weight_is_a_share(weight):
     with pytest.raises(ValueError, match=r"rejected_weight must be in \[0, 1\)"):
-        RejectedPositions([SHAPE], weight)
+        RejectedPositions(SHAPE, weight)
     for method in (
         Speculative,
         LanternPP,

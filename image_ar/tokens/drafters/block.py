@@ -6,11 +6,7 @@ Each committed position i gives a feature e_i = fc([emb(token_i); hidden_i]), as
 query e_t + slot_d placed at the cell it predicts; queries attend the features, and features the
 ones before them. A level cannot know the token drafted just before it: that comes in as a row of a
 table added after the layers (a first-order correction, as in Hydra, arXiv 2402.05109), so siblings
-get their own distributions and the recorded distributions are exact. With a memory it comes in
-through a small recurrent cell as well, and so do all drafts before it.
-
-Levels may know the picture: their row and column, and the tokens above them, to the left, straight
-and to the right, which are drawn by then wherever a row is longer than a block.
+get their own distributions and the recorded distributions are exact.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, M most positions committed a round, K
 levels, S cache slots, C width, N tree nodes, D tree depth, P parents of a level, V vocabulary.
@@ -25,12 +21,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specmm.block_memory import BlockMemory
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
 from specmm.drawing import DrawingTarget, Sizes
-from specmm.image_ar.tokens.drafters.gate import Gate
-from specmm.image_ar.tokens.drafters.surroundings import Surroundings, tokens_above
 from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, rotary_table
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
@@ -47,9 +40,7 @@ class BlockConfig:
 
     ``aux_layers`` are target layers whose inputs are read beside its last hidden state (as EAGLE-3,
     arXiv 2503.01840, does): the last state knows most about the token just drawn, earlier ones more
-    about what follows. ``inner`` is the width of the feed-forward layers, 0 for the target's,
-    ``memory`` the size of a memory along a block, 0 for none; ``surroundings`` says whether levels
-    know their cell and the tokens above it.
+    about what follows. ``inner`` is the width of the feed-forward layers, 0 for the target's.
     """
 
     levels: int
@@ -57,8 +48,6 @@ class BlockConfig:
     target: Sizes
     aux_layers: tuple[int, ...] = ()
     inner: int = 0
-    memory: int = 0
-    surroundings: bool = False
 
     def facts(self) -> dict[str, object]:
         """What ``config.json`` says of a drafter."""
@@ -68,8 +57,6 @@ class BlockConfig:
             "layers": self.layers,
             "aux_layers": self.aux_layers,
             "inner": self.inner,
-            "memory": self.memory,
-            "surroundings": self.surroundings,
         }
 
 
@@ -86,8 +73,6 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
-        self.memory = BlockMemory(target.dim, config.memory) if config.memory else None
-        self.surroundings = Surroundings(target) if config.surroundings else None
         self.rotary = self._rotary(target)
         nn.init.normal_(self.previous.weight, std=0.02)
 
@@ -152,14 +137,13 @@ class BlockLevel:
 
     ``above`` [P] are the parents' places among the nodes of the level above (None: all of them, in
     order); ``pick`` [n] finds the nodes among the P·width children drawn (None: all of them, in
-    order); ``owner`` [n] are the nodes' parents among the P.
+    order).
     """
 
     depth: int
     above: Tensor | None
     pick: Tensor | None
     width: int
-    owner: Tensor
 
     @classmethod
     def of(cls, shape: TreeShape, depth: int) -> BlockLevel:
@@ -177,7 +161,7 @@ class BlockLevel:
         first = int((depths < depth - 1).sum())
         childless = len(parents) < int((depths == depth - 1).sum())
         above = parents - first if childless else None
-        return cls(depth, above, None if everything else pick, width, index)
+        return cls(depth, above, None if everything else pick, width)
 
 
 class BlockDrafter:
@@ -185,8 +169,7 @@ class BlockDrafter:
     or, with ``sampled=False``, takes the most likely tokens (point masses).
 
     ``rejected_weight`` is the weight of :class:`RejectedPositions` in what is drawn from;
-    ``siblings`` says how siblings are drawn instead. With ``sure`` above 0 a chain of a single
-    picture may end early, see :class:`Gate`.
+    ``siblings`` says how siblings are drawn instead.
     """
 
     def __init__(
@@ -197,7 +180,6 @@ class BlockDrafter:
         sampled: bool = True,
         rejected_weight: float = 0.0,
         siblings: Siblings = "distinct",
-        sure: float = 0.0,
     ) -> None:
         if shape.depth > head.config.levels:
             raise ValueError(
@@ -211,10 +193,8 @@ class BlockDrafter:
         self.siblings: Siblings = siblings
         self.max_nodes = shape.size
         self.max_depth = shape.depth
-        self.gate = Gate(shape, sure) if sure else None
-        self.shapes = [shape] if self.gate is None else list(self.gate.shapes.values())
         mixes = rejected_weight and sampled
-        self.rejected = RejectedPositions(self.shapes, rejected_weight) if mixes else None
+        self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
         target.read_layers(head.config.aux_layers)
         self.rotary = head.rotary_for(target.sizes).to(target.device)
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
@@ -242,12 +222,7 @@ class BlockDrafter:
         self.cache = Cache(size, hidden.dtype, hidden.device)
         self.branches = size.branches
         self.order = torch.arange(size.scratch, device=hidden.device)
-        # what the features and queries of a round see, by the tokens M of the round before
-        self.biases = {shape.depth + 1: self._causal(shape.depth + 1) for shape in self.shapes}
-        with torch.inference_mode(False):  # as a cache's: a compiled round writes them
-            # what is drawn of each row, by place, and room for a round's
-            room = size.capacity + most
-            self.tokens = torch.zeros(size.batch, room, dtype=torch.int64, device=hidden.device)
+        self.bias = self._causal(most)  # what the features and queries of a round see
 
     def _causal(self, most: int) -> Tensor:
         """The mask [R, 1, M + K, S] under which M = ``most`` features see those before them."""
@@ -273,33 +248,17 @@ class BlockDrafter:
         vocabulary = self.target.vocabulary
         probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
         place = self.cache.lengths[:, None]  # guidance may depend on the place
-        memory = None
-        shape = self.shape
-        gate = self.gate if len(feedback.token) == 1 else None
-        if gate is not None:
-            gate.open()
         for depth, level in enumerate(self.plan):
             latest = tokens[-1]
             previous = latest if level.above is None else latest.index_select(1, level.above)
             with self.clock("draft"):
-                state = states[:, depth : depth + 1]
-                if self.head.memory is not None:
-                    memory = self._before(memory, depth)
-                    state, memory = self._remember(state, previous, memory)
-                logits = self._read(state, previous)
+                logits = self._read(states[:, depth : depth + 1], previous)
             dist = self._dist(self.target.drawn_logits(logits, place + depth), level)
-            if gate is not None and gate.shuts(dist if self.sampled else dist.softmax(-1), depth):
-                shape = gate.shapes[depth]
-                break
             drafts, drawn = self._draw(dist, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)
         recorded = torch.cat(probs, 1) if self.sampled else None
-        return DraftTree(torch.cat(tokens, 1), shape, recorded)
-
-    def ended(self, tree: DraftTree) -> DraftTree:
-        """The part of ``tree`` to be scored, where :class:`Gate` left its end open."""
-        return tree if self.gate is None or len(tree.tokens) > 1 else self.gate.ended(tree)
+        return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
 
     def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
         """What a level's children are drawn from [B, P, V], of each parent's ``logits``; these
@@ -345,19 +304,7 @@ class BlockDrafter:
         everywhere = branched(cells, self.branches)
         states = self.head(x, everywhere, bias, self.cache.layers, self.rotary, self.max_depth)
         self.cache.keep(order[:most].expand(len(kept), -1), kept)
-        if self.head.surroundings is None:
-            return states
-        self.tokens.scatter_(1, cells[:, :most], tokens)
-        return states + self._surrounding(cells[:, most:])
-
-    def _surrounding(self, cells: Tensor) -> Tensor:
-        """What the levels at ``cells`` [B, K] know of the picture around them [R, K, C]."""
-        assert self.head.surroundings is not None
-        columns = self.target.sizes.columns
-        place, there = tokens_above(cells, cells[:, :1] - 1, columns)
-        tokens = self.tokens.gather(1, place.where(there, 0).flatten(1)).view(place.shape)
-        embedded = self.target.embed(tokens) * there[..., None]
-        return branched(self.head.surroundings(embedded, cells, columns), self.branches)
+        return states
 
     def _committed(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
         """States [R, M, C], the tokens drawn from them [B, M], how many of each row count [B]."""
@@ -373,36 +320,13 @@ class BlockDrafter:
         mask [R, 1, M + K, S]: features see those before them, queries only what was ``kept`` [B].
         """
         capacity = self.cache.size.capacity
-        bias = self.biases[most]
+        bias = self.bias
         self.cache.aim(capacity, bias.shape[-1])
         bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         shut = branched(self.order[:most] >= kept[:, None], self.branches)
         seen = torch.zeros_like(shut, dtype=bias.dtype).masked_fill_(shut, float("-inf"))
         bias[:, 0, most:, capacity : capacity + most] = seen[:, None]
         return bias
-
-    def _before(self, memory: Tensor | None, depth: int) -> Tensor | None:
-        """The memory [R, P, S] after the parents of the parents at ``depth``, of that [R, P', S]
-        after those of the level above.
-        """
-        if memory is None:
-            return None
-        owner = self.plan[depth - 1].owner
-        above = self.plan[depth].above
-        return memory.index_select(1, owner if above is None else owner.index_select(0, above))
-
-    def _remember(
-        self, states: Tensor, previous: Tensor, memory: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """A level's ``states`` [R, 1, C] after the tokens ``previous`` [B, P], with the ``memory``
-        [R, P, S] of those before them, [R, P, C]; and the memory after ``previous``.
-        """
-        assert self.head.memory is not None
-        token = branched(self.head.memory.read(self.target.embed(previous)), self.branches)
-        found: tuple[Tensor, Tensor] = self.head.memory(
-            self.head.memory.places(states), token, memory
-        )
-        return found
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
         """Raw logits [R, P, V] of a level's children of the tokens ``previous`` [B, P]."""
@@ -413,7 +337,7 @@ class BlockDrafter:
 
 class RejectedPositions:
     """The target's distributions after the drafts it rejected, mixed into a drafter's, whose trees
-    have one of the ``shapes``.
+    have this ``shape``.
 
     The round before scored its whole tree. After a rejected draft the target gave a distribution
     for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
@@ -426,11 +350,10 @@ class RejectedPositions:
 
     aside: ClassVar[tuple[str, ...]] = ("older", "rest")  # by graphs: each round makes them anew
 
-    def __init__(self, shapes: Sequence[TreeShape], weight: float) -> None:
+    def __init__(self, shape: TreeShape, weight: float) -> None:
         check_rejected_weight(weight)
         self.weight = weight
-        for shape in shapes:  # now, for a program cannot
-            shape.once("first below", first_below)
+        shape.once("first below", first_below)  # now, for a program cannot
         # w log s by level [B, 1, V]; None after a prefill
         self.older: tuple[Tensor, ...] | None = None
 

@@ -24,12 +24,7 @@ A place that enters the window has no such distribution yet. ``init`` says what 
 ``"left"`` or ``"above"``, or any token (``"random"``). A neighbour's token is a point mass: it is
 settled by what was drawn before it, the earlier drafts of the window included.
 
-The newest distribution of the first place is that after the draft that was just rejected, so that
-fewer are kept there than at later ones. A :class:`Corrector` makes of it that after the token which
-took its place. It reads what is settled by the tokens before, so that decoding stays exact.
-
-Shape letters: B batch, R rows of all guidance branches, W window, N = W + 1 nodes, T tokens of a
-picture, C width, V vocabulary.
+Shape letters: B batch, W window, N = W + 1 nodes, T tokens of a picture, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,10 +34,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specmm.cache import branched
 from specmm.drafter import Feedback
 from specmm.drawing import DrawingTarget
-from specmm.image_ar.tokens.drafters.corrector import Corrector
 from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.methods.images import Init, check_init
 from specmm.randomness import UniformSource, categorical
@@ -54,8 +47,6 @@ from specmm.verify.exact import Trial, strict_step
 # just been replaced, so that the newest distribution is as much out of date as the one before, and
 # what both agree on is kept more often: tau 2.52 instead of 2.41 on pocket/llamagen (window 11).
 NEWEST = 0.6
-# The same of a corrected one: tau 2.92 instead of 2.78 without the one before, 2.87 at 0.6
-CORRECTED = 0.8
 
 
 class Earlier(NamedTuple):
@@ -72,17 +63,12 @@ class JacobiDrafter:
     """Drafts a chain of ``window`` tokens from the target's distributions of the round before.
 
     Places that enter the window begin with what ``init`` says. ``coupled`` needs a rule that works
-    from the root down. A ``corrector`` is of this target. Raises ``ValueError`` for a window that
-    does not fit into a picture and for an unknown ``init``.
+    from the root down. Raises ``ValueError`` for a window that does not fit into a picture and for
+    an unknown ``init``.
     """
 
     def __init__(
-        self,
-        target: DrawingTarget,
-        window: int = 16,
-        init: Init = "last",
-        coupled: bool = False,
-        corrector: Corrector | None = None,
+        self, target: DrawingTarget, window: int = 16, init: Init = "last", coupled: bool = False
     ) -> None:
         if not 1 <= window < target.length:
             raise ValueError(f"window must be in [1, {target.length - 1}], got {window}")
@@ -90,9 +76,7 @@ class JacobiDrafter:
         check_init(init)
         self.init = init
         self.coupled = coupled
-        self.corrector = corrector
         self.steadied = coupled and not target.processor.greedy
-        self.newest_share = NEWEST if corrector is None else CORRECTED
         self.shape = TreeShape.chain(window, target.device)
         self.window = window
         self.max_nodes = window + 1
@@ -133,33 +117,18 @@ class JacobiDrafter:
             # the node that predicts each place, the root's own included, which is not read
             source = feedback.result.kept[:, None] - 1 + self.shape.depths  # [B, N]
             probs = at_nodes(newest, source.clamp(0, self.window))
-        if self.init != "last" or self.corrector is not None:
+        if self.init != "last":
             self._read(feedback)
         if self.init == "random":
             places = self.root[:, None] + 1 + self.order
             flat = _anything(self.target, places, probs)
             enters = self.order >= self._scored(feedback)[:, None]
             probs[:, 1:] = torch.where(enters[..., None], flat, probs[:, 1:])
-        if self.corrector is not None and feedback.result is not None:
-            first, there = self._corrected(self.corrector, feedback)
-            probs[:, 1:2] = torch.where(there[..., None], first, probs[:, 1:2])
         if self.steadied and earlier is not None:
             before, there = earlier.probs[:, :1], earlier.there[:, :1]
-            mixed = torch.lerp(before, probs[:, 1:2], self.newest_share)
+            mixed = torch.lerp(before, probs[:, 1:2], NEWEST)
             probs[:, 1:2] = torch.where(there[..., None], mixed, probs[:, 1:2])
         return probs
-
-    def _corrected(self, corrector: Corrector, feedback: Feedback) -> tuple[Tensor, Tensor]:
-        """The distribution [B, 1, V] of the window's first place after the new token, and where the
-        last round scored that place after another one [B, 1].
-        """
-        old = rejected_draft(feedback, corrector.config.target.dim)
-        tokens = torch.cat([feedback.token[:, None], old.token], dim=1)
-        embedded = branched(self.target.embed(tokens), len(old.state) // len(tokens))
-        new, before = embedded.split(1, dim=1)
-        logits = self.target.head(corrector(old.state, new, before)).float()
-        drawn = self.target.drawn_logits(logits, self.root[:, None] + 1)
-        return self.target.processor(drawn), feedback.continued(old.there)
 
     def earlier(self, feedback: Feedback) -> Earlier | None:
         """What the last round drafted at the window's places; None after a prefill."""
@@ -218,29 +187,6 @@ class JacobiDrafter:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
         return scored if feedback.fresh is None else scored.masked_fill(feedback.fresh, 0)
-
-
-class Rejected(NamedTuple):
-    """The draft that a round rejected: its ``token`` [B, 1], the target's ``state`` [R, 1, C] after
-    it, and whether there is one, ``there`` [B, 1] bool, for a round may keep them all.
-    """
-
-    token: Tensor
-    state: Tensor
-    there: Tensor
-
-
-def rejected_draft(feedback: Feedback, width: int) -> Rejected:
-    """That of the last round of ``feedback``, of which the root of the next took the place; states
-    are the first C = ``width`` numbers of what the target gave.
-    """
-    hidden = feedback.output.hidden
-    tree, result = feedback.drafted
-    node = result.kept[:, None]
-    there = node < tree.shape.size
-    node = node.clamp(max=tree.shape.size - 1)
-    state = at_nodes(hidden, branched(node, len(hidden) // len(node)))[..., :width]
-    return Rejected(tree.tokens.gather(1, node), state, there)
 
 
 NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}

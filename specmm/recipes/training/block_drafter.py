@@ -7,7 +7,7 @@ layers read, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.autotune import WIDEST, AcceptanceCounter
-from specmm.block_memory import BlockMemory
 from specmm.decode import decode
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
-from specmm.image_ar.tokens.choosing import JACOBI, unsure
+from specmm.image_ar.tokens.choosing import JACOBI
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
-from specmm.image_ar.tokens.drafters.surroundings import tokens_above
 from specmm.image_ar.tokens.gpt import RotaryTable
-from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.randomness import Uniforms
-from specmm.recipes.training.blocks import along, silence
 from specmm.shape.trees import spine
 from specmm.training import Losses, batch_rows, fit
 from specmm.verify import Recursive
@@ -48,15 +44,14 @@ class Batch:
 @dataclass(frozen=True)
 class Seen:
     """What the target reads of pictures: ``logits`` [B, T, V] of each token, the ``hidden`` states
-    [B, T, C · (1 + F)] that these were scored from, the tokens' ``embedded`` inputs [B, T, C],
-    their places among the ``drawable`` ones [B, T], and the ``columns`` of a picture.
+    [B, T, C · (1 + F)] that these were scored from, the tokens' ``embedded`` inputs [B, T, C], and
+    their places among the ``drawable`` ones [B, T].
     """
 
     logits: Tensor
     hidden: Tensor
     embedded: Tensor
     drawable: Tensor
-    columns: int
 
 
 def fit_block(
@@ -111,37 +106,25 @@ def start_from(drafter: BlockHead, norm: Tensor) -> None:
     width = drafter.config.target.dim
     drafter.fc.weight[:, width : 2 * width] = torch.eye(width)
     drafter.norm.weight.copy_(norm)
-    if drafter.memory is not None:
-        silence(drafter.memory)
-    if drafter.surroundings is not None:
-        for weight in drafter.surroundings.parameters():
-            weight.zero_()
 
 
 @torch.no_grad()
 def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """Make ``drafter`` begin as ``other``.
 
-    What this lacks adds nothing yet: units of its feed-forward layers, a memory, the surroundings.
-    Further levels ask as its last one, which knows its place by the cell alone. Of wider layers the
-    units with the largest weights are taken. Raises ``ValueError`` where the two differ in layers
-    or auxiliary layers, and for levels, a memory or surroundings that the drafter lacks.
+    What this lacks of its feed-forward layers' units adds nothing yet. Further levels ask as its
+    last one, which knows its place by the cell alone. Of wider layers the units with the largest
+    weights are taken. Raises ``ValueError`` where the two differ in layers or auxiliary layers, and
+    for levels that the drafter lacks.
     """
     config = drafter.config
     begun = other.config
-    wanted = replace(
-        begun,
-        levels=max(begun.levels, config.levels),
-        inner=config.inner,
-        memory=begun.memory or config.memory,
-        surroundings=begun.surroundings or config.surroundings,
-    )
+    wanted = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
     if wanted != config:
         raise ValueError(
             "drafter must go on from one of its layers and auxiliary layers, with no more than its "
-            f"levels, memory and surroundings, got one with {begun.levels} levels, "
-            f"{begun.layers} layers, auxiliary layers {begun.aux_layers}, memory {begun.memory}, "
-            f"surroundings {begun.surroundings}"
+            f"levels, got one with {begun.levels} levels, {begun.layers} layers, auxiliary layers "
+            f"{begun.aux_layers}"
         )
     own = drafter.state_dict()
     for name, old in _narrowed(other, config.inner or config.target.ffn_dim).items():
@@ -197,10 +180,6 @@ def block_loss(
     bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
     bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
     states = drafter(x, cells, bias, rotary=rotary, queries=wanted[0].numel())
-    if drafter.surroundings is not None:
-        states = states + _surrounding(drafter, seen, wanted.flatten(1), at)
-    if drafter.memory is not None:
-        states = _remembering(drafter.memory, states, seen.embedded, wanted)
     previous = seen.drawable.gather(1, wanted.flatten(1) - 1)
     drafted = head(drafter.read(states, previous), wanted.flatten(1)).float() / temperature
     drafted = drafted.log_softmax(-1)  # [B, A·K, V]
@@ -211,66 +190,16 @@ def block_loss(
     return cross_entropy, overlap.mean((0, 1))
 
 
-def _surrounding(drafter: BlockHead, seen: Seen, wanted: Tensor, at: Tensor) -> Tensor:
-    """What levels know of the picture [B, A·K, C] around the cells ``wanted`` [B, A·K] after
-    anchors ``at`` [B, A].
+def measure_taus(target: DrawingTarget, prompt: Any, seeds: Sequence[int]) -> dict[str, float]:
+    """Tokens a round of the methods without a drafter, over one batch of pictures, one seed
+    each.
     """
-    assert drafter.surroundings is not None
-    known = at.repeat_interleave(drafter.config.levels, dim=1)
-    place, there = tokens_above(wanted, known, seen.columns)
-    flat = place.where(there, 0).flatten(1)[..., None].expand(-1, -1, seen.embedded.shape[-1])
-    found = seen.embedded.gather(1, flat).view(*place.shape, -1) * there[..., None]
-    return drafter.surroundings(found, wanted, seen.columns)
-
-
-def _remembering(memory: BlockMemory, states: Tensor, embedded: Tensor, wanted: Tensor) -> Tensor:
-    """``states`` [B, A·K, C] with the ``memory`` of the tokens before the places ``wanted`` [B, A,
-    K], of ``embedded`` ones [B, T, C].
-    """
-    before = (wanted.flatten(1) - 1)[..., None].expand(-1, -1, embedded.shape[-1])
-    parts = (x.unflatten(1, wanted.shape[1:]) for x in (states, embedded.gather(1, before)))
-    return along(memory, *parts).flatten(1, 2)
-
-
-def measure_chains(
-    head: BlockHead, target: DrawingTarget, prompts: Sequence[Any]
-) -> tuple[tuple[float, ...], ...]:
-    """How chains go that end where the drafter is unsure, over a picture of each of ``prompts``:
-    drafts, share of rounds and tokens a round of each length.
-    """
-    parts = PictureParts({"block": head})
-    own, drafter, rule = assemble(unsure(parts), target, parts)
-    tokens: dict[int, list[int]] = {}  # of each round, by its drafts
-    for seed, prompt in enumerate(prompts):
-        kept = []
-        uniforms = Uniforms.from_seeds([seed], target.device)
-        for progress in decode(own, drafter, rule, prompt, target.length, uniforms):
-            assert progress.gained is not None
-            kept.append(int(progress.gained[1]))
-        # the end is told twice
-        for drafts, count in zip(progress.stats.depths, kept, strict=False):
-            tokens.setdefault(drafts, []).append(count)
-    rounds = sum(map(len, tokens.values()))
-    return tuple(
-        (drafts, round(len(found) / rounds, 4), round(sum(found) / len(found), 4))
-        for drafts, found in sorted(tokens.items())
-    )
-
-
-def measure_taus(
-    heads: Mapping[str, DrafterHead], target: DrawingTarget, prompt: Any, seeds: Sequence[int]
-) -> dict[str, float]:
-    """Tokens a round of the methods without a tree to choose that can draft by these ``heads``,
-    over one batch of pictures, one seed each.
-    """
-    parts = PictureParts(heads)
     found = {}
     for name, method in JACOBI.items():
-        if parts.serves(method):
-            own, drafter, rule = assemble(method, target, parts)
-            uniforms = Uniforms.from_seeds(seeds, own.device)
-            *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
-            found[name] = round(end.stats.tau, 4)
+        own, drafter, rule = assemble(method, target, PictureParts())
+        uniforms = Uniforms.from_seeds(seeds, own.device)
+        *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
+        found[name] = round(end.stats.tau, 4)
     return found
 
 

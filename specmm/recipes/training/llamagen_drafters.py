@@ -76,7 +76,7 @@ def seen_by(target: Transformer, labels: Tensor, tokens: Tensor, aux_layers: Seq
     """What a LlamaGen reads of ``tokens`` [B, T] of ``labels`` [B]."""
     # position i predicts token i
     logits, hidden = target(target.embed(labels, tokens[:, :-1]), aux_layers=aux_layers)
-    return Seen(logits, hidden, target.tok_embeddings(tokens), tokens, target.config.columns)
+    return Seen(logits, hidden, target.tok_embeddings(tokens), tokens)
 
 
 def train_eagle(

@@ -60,7 +60,7 @@ class SeenPictures:
         order = torch.arange(tokens.shape[1])[None]
         logits = self.logits(states[:, drawn], order)
         places = self.target.drawable(tokens)
-        return Seen(logits, hidden[:, drawn], embedded, places, self.target.sizes.columns)
+        return Seen(logits, hidden[:, drawn], embedded, places)
 
     def _places(self, mask: Tensor, drawn: int) -> Tensor:
         """Positions [B, L + T - 1] after prompts of ``mask`` [B, L], or [3, B, L + T - 1] where the

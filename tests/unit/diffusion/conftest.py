@@ -29,7 +29,6 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
 
 LENGTH, V, SMALL = 14, 30, 6
-SURE = 0.55  # in the middle of what AdaEDL expects of the tiny drafter
 BUSH = TreeShape.from_parents([-1, 0, 0, 1, 1, 2, 3, 3, 3])
 SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128)
@@ -120,8 +119,6 @@ def bound(vocabulary, head, known=None, confidence="", anchor=True):
     if known is not None:
         model.set_ids(torch.tensor(known))
     shaken(model, 4)
-    if confidence:
-        model.confidence_head.proj.weight.mul_(3)
     if head.kind != "domino":  # tokens before that say much
         model.markov_head.markov_w1.weight.mul_(12)
     return model
@@ -133,11 +130,9 @@ RNN = HeadSizes("rnn", 3)
 DOMINO = HeadSizes("domino", 5, 6, 1)
 
 
-def of_release(*given, sure=0.0, **options):
+def of_release(*given, **options):
     """A chain of :func:`bound`."""
-    return lambda t: ChainDrafter(
-        DFlashSource(bound(t.family.vocabulary, *given, **options), t), t, sure=sure
-    )
+    return lambda t: ChainDrafter(DFlashSource(bound(t.family.vocabulary, *given, **options), t), t)
 
 
 def deer(vocabulary, end=None):
@@ -176,24 +171,17 @@ DRAFTERS = {
     "chain of gated spark": of_release(GATED, anchor=False),
     "chain of recurrent spark": of_release(RNN, confidence="markov"),
     "chain of domino": of_release(DOMINO),
-    "sure chain of spark": of_release(SPARK, confidence="markov", sure=SURE),
     "tree of recurrent spark": lambda t: TreeDrafter(
         DFlashSource(bound(t.family.vocabulary, RNN), t), t, 7
     ),
     "drawn tree of domino": lambda t: DrawnTreeDrafter(
         DFlashSource(bound(t.family.vocabulary, DOMINO), t), t, BUSH
     ),
-    "sure chain of pairs": lambda t: ChainDrafter(
-        DFlashSource(paired(t.family.vocabulary), t), t, sure=SURE
-    ),
     "tree of pairs": lambda t: TreeDrafter(
         DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7
     ),
     "drawn tree of pairs": lambda t: DrawnTreeDrafter(
         DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH
-    ),
-    "sure chain with a memory": lambda t: ChainDrafter(
-        DFlashSource(paired(t.family.vocabulary, None, 6), t), t, sure=SURE
     ),
     "recalling chain with a memory": lambda t: ChainDrafter(
         DFlashSource(paired(t.family.vocabulary, None, 6), t), t, recall=1
@@ -212,9 +200,6 @@ DRAFTERS = {
     ),
     "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
     "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
-    "sure chain": lambda t: ChainDrafter(
-        DFlashSource(dflash(t.family.vocabulary), t), t, sure=SURE
-    ),
     "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
     "steps of dream": lambda t: StepsDrafter(
@@ -240,7 +225,6 @@ FAST = (  # those that `make test` runs: each kind of source, chain and tree
     "chain of few tokens",
     "chain of spark",
     "chain of deer",
-    "sure chain",
     "recalling chain of pairs",
     "drawn tree of pairs",
     "tree with a memory",

@@ -181,7 +181,6 @@ def test_logits_that_are_not_finite_stop_the_run(name, traced):
         (methods.DEER(), {}, "needs ar or a block drafter's chains"),
         (methods.Block(tree=8), {}, r"rounds all alike\), got Block"),
         (methods.Block(recall=3), {}, "rounds all alike"),
-        (methods.Block(sure=0.3, tree=(1, 1)), {}, "rounds all alike"),
         (methods.AR(), {"stop": "\n"}, "give no stop or batch_size"),
         (CHAIN, {"batch_size": 1}, "give no stop or batch_size"),
     ],

@@ -33,7 +33,6 @@ from tests.unit.diffusion.conftest import (
     FAST,
     LENGTH,
     ROWS,
-    SMALL,
     V,
     dflash,
     dream,
@@ -138,51 +137,6 @@ def test_a_row_does_not_depend_on_its_batch(name):
         assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
 
 
-@pytest.mark.parametrize("name", ["sure chain", "sure chain of pairs", "sure chain of spark"])
-def test_a_sure_row_does_not_depend_on_the_others_of_a_batch(name):
-    """Which is never cut, where a lone row is."""
-    rows, seeds = [[1, 3, 2], [4], [2, 5, 1, 3], [5, 2]], [0, 1, 2, 3]
-    whole = run(DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds), rows, SMALL)
-    for part in (slice(2), slice(2, 4)):
-        some = run(
-            DRAFTERS[name], Processor(1.3), Uniforms.from_seeds(seeds[part]), rows[part], SMALL
-        )
-        assert torch.equal(some.tokens[:, :LENGTH], whole.tokens[part, :LENGTH])
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("name", ["sure chain", "sure chain of pairs"])
-def test_how_long_a_sure_chain_is_does_not_depend_on_what_is_drawn(name):
-    depths = []
-    for row in ([1, 3, 2], [4], [2, 5, 1, 3], [5, 2]):
-        target = VLMTarget(target_model(SMALL), Processor(1.3), "tiny")
-        drafter = DRAFTERS[name](target)
-        output = target.prefill(VLMPrompt(padded([row], "cpu"), LENGTH), 5)
-        drafter.begin(feedback := Feedback(output, torch.tensor([4])), Clock())
-        trees = [drafter.propose(feedback, Uniforms.from_seeds([seed])) for seed in range(20)]
-        assert len({tree.shape.depth for tree in trees}) == 1
-        depths.append(trees[0].shape.depth)
-    assert len(set(depths)) > 1
-
-
-@torch.inference_mode()
-def test_a_learnt_confidence_cuts_by_the_drafts_before_alone():
-    """A chain that ends after some drafts never goes on after them, whatever would come next."""
-    stops, goes_on = set(), set()
-    for row in ([1, 3, 2], [4], [2, 5, 1, 3], [5, 2]):
-        target = VLMTarget(target_model(SMALL), Processor(1.3), "tiny")
-        drafter = DRAFTERS["sure chain of spark"](target)
-        output = target.prefill(VLMPrompt(padded([row], "cpu"), LENGTH), 5)
-        drafter.begin(feedback := Feedback(output, torch.tensor([4])), Clock())
-        for seed in range(60):
-            drafts = drafter.propose(feedback, Uniforms.from_seeds([seed])).tokens[0, 1:].tolist()
-            goes_on |= {(*row, -1, *drafts[:n]) for n in range(len(drafts))}
-            if len(drafts) < 4:
-                stops.add((*row, -1, *drafts))
-    assert stops and not stops & goes_on
-    assert len({len(path) for path in stops}) > 2
-
-
 def test_what_stood_before_is_recalled():
     seen = []
 
@@ -254,7 +208,6 @@ def test_filler_is_not_counted_as_drafted(sampled, rows):
             "recall must be at least 0 tokens, got -1",
         ),
         (lambda t: ChainDrafter(DiffusionSource(dream(V), t), t), "got None"),
-        (lambda t: ChainDrafter(DFlashSource(dflash(V), t), t, sure=2), "sure"),
         (lambda t: TreeDrafter(DFlashSource(dflash(V), t), t, 1), "at least 2 nodes"),
         (
             lambda t: DrawnTreeDrafter(DFlashSource(dflash(V), t), t, TreeShape.chain(5)),
@@ -352,14 +305,6 @@ def test_the_end_of_a_text_is_the_targets_own():
     assert DiffusionSource(dream(V), target, shifted).end == 1
     unknown = Translation(torch.arange(V), torch.arange(V) != 2)
     assert DiffusionSource(dream(V), target, unknown).end is None
-
-
-def test_a_chain_of_pairs_may_be_sure_of_nothing():
-    def unsure(target):
-        return ChainDrafter(DFlashSource(paired(V), target), target, sure=0.9)
-
-    end = run(unsure, Processor(1.3), Uniforms.from_seeds([0]), [ROWS[0]])
-    assert 0 in end.stats.depths and end.tokens.shape[1] >= LENGTH
 
 
 @torch.inference_mode()

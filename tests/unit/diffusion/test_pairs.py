@@ -64,20 +64,6 @@ def paths(tree):
 
 
 @torch.inference_mode()
-def test_pairs_marginals_are_those_of_their_chains():
-    """Over all tokens before, not the likeliest few: Σ p(a) p(b | a) by enumeration."""
-    logits, root, table = block(2), torch.tensor([1, 4]), TABLE
-    found = drafts(ALL).marginals(root, logits, 5)
-    probs = (logits[:, 0] + table[root]).softmax(-1)
-    for place in range(3):
-        torch.testing.assert_close(found[:, place], probs)
-        if place < 2:
-            probs = torch.einsum(
-                "ba,bac->bc", probs, (logits[:, place + 1, None] + table).softmax(-1)
-            )
-
-
-@torch.inference_mode()
 @pytest.mark.parametrize("vocabulary", [ALL, FEW])
 @pytest.mark.parametrize("total", [2, 4, 6])
 @pytest.mark.parametrize("remembers", [False, True])

@@ -5,10 +5,10 @@ batches.
 import pytest
 import torch
 
-from benchmarks.straightforward_var import straightforward
 from specmm.image_ar.scales.next_scale import FeatureMap, Session, log_likelihood
 from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.randomness import Uniforms
+from tests.unit.scales.straightforward_var import straightforward
 
 LABELS = torch.tensor([3, 0, 7])
 

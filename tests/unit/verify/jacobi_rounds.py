@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.drafter import Feedback, committed
@@ -66,18 +65,10 @@ def _taken(feedback: Feedback, rows: Tensor) -> Feedback:
     return found
 
 
-def drawing(length: int, vocab: int = 2) -> SimpleNamespace:
-    """What the drafter asks of a target, whose states are its distributions."""
+def drawing(length: int) -> SimpleNamespace:
+    """What the drafter asks of a target."""
     given = dict(length=length, columns=2, line=2, allowed=None)
-    return SimpleNamespace(
-        **given,
-        device="cpu",
-        processor=Processor(),
-        sizes=SimpleNamespace(dim=vocab, ffn_dim=4),
-        embed=lambda tokens: F.one_hot(tokens, vocab).double(),
-        head=lambda states: states,
-        drawn_logits=lambda logits, drawn: logits.double(),
-    )
+    return SimpleNamespace(**given, device="cpu", processor=Processor())
 
 
 def written(

@@ -303,12 +303,6 @@ def test_options_out_of_range_are_named():
         Lantern(CODES, 4)
 
 
-def test_the_residuals_old_name_warns():
-    with pytest.warns(FutureWarning, match='"official" is called "release"') as caught:
-        rule = LanternPP(CODES, 2, 2.0, "official")
-    assert rule.residual == "release" and caught[0].filename == __file__
-
-
 @pytest.mark.parametrize("residual", ["corrected", "release"])
 def test_an_excluded_token_is_emitted_by_the_release_alone(residual):
     """A draft that the target excludes is rejected; its neighbours hold all that is allowed."""

@@ -1,4 +1,4 @@
-"""A straightforward VAR loop: ours must equal it token for token and be faster.
+"""A straightforward VAR loop: ours must equal it token for token.
 
 adaLN is computed at every scale, keys and values grow by ``cat`` (those of the last scale too),
 both halves of the guided batch go through the head at every scale, and the filters sort.
