@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from specmm.cli.starting import started
 from specmm.files import sentence_of, write_whole
 from specmm.registry import OldName
 
@@ -73,6 +74,8 @@ class OneLine(TyperGroup):
             if os.environ.get(DEBUG):
                 raise
             _fail(sentence_of(error))
+        finally:
+            started()
         if status == 130:  # how typer reports Ctrl-C itself
             _fail("interrupted", 130)
         sys.exit(status if isinstance(status, int) else 0)
