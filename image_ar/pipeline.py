@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from specmm import methods, zoo
 from specmm.checkpoints import read_json
@@ -21,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """A family's pipeline class and its module, its methods by name, and those that
+    """A family's ``…Pictures`` class and its module, its methods by name, and those that
     ``specmm bench`` compares by default.
     """
 
     module: str
-    pipeline: str
+    pictures: str
     methods: Registry
     compared: str
     takes_drafter: bool = False  # in a folder of its own
@@ -35,23 +36,23 @@ class ImageFamily:
 FAMILIES = {  # by the "family" in model_index.json
     "llamagen": ImageFamily(
         "specmm.image_ar.tokens.pipeline",
-        "LlamaGenPipeline",
+        "LlamaGenPictures",
         methods.IMAGE_TOKENS,
         "speculative,lantern++",
         takes_drafter=True,
     ),
     "mar": ImageFamily(
-        "specmm.image_ar.continuous.pipeline", "MARPipeline", methods.CONTINUOUS, "cspd"
+        "specmm.image_ar.continuous.pipeline", "MARPictures", methods.CONTINUOUS, "cspd"
     ),
     "var": ImageFamily(
-        "specmm.image_ar.scales.pipeline", "VARPipeline", methods.SCALES, "code,speculative"
+        "specmm.image_ar.scales.pipeline", "VARPictures", methods.SCALES, "code,speculative"
     ),
 }
 
 
 TRANSFORMERS_FAMILY = ImageFamily(
     "specmm.image_ar.transformers_pipeline",
-    "TransformersImagePipeline",
+    "TransformersImagePictures",
     methods.TRANSFORMERS_IMAGES,
     "sjd,prompt-lookup,speculative,lantern++",
     takes_drafter=True,
@@ -118,13 +119,29 @@ class ImagePipeline:
             raise ValueError(f"{name} is here: leave file and revision out, which are a hub's")
         if source != zoo.USUAL and not here:
             name = zoo.fetched(str(name), source)
-        family = family_of(name)
-        pipeline = getattr(import_module(family.module), family.pipeline)
-        taken = signature(pipeline.from_pretrained).parameters
-        for option in options.keys() - set(taken):
-            raise ValueError(f"{option} does not serve models such as {name}; leave it out")
-        opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
-        return opened
+        return open_pictures(name, method, options, "of_diffusers")
+
+
+def open_pictures(
+    name: str | Path,
+    method: Any,
+    options: Mapping[str, Any],
+    kind: Literal["of_diffusers", "alone"],
+) -> PicturePipeline[Any]:
+    """The pipeline of a model by its family's ``from_pretrained``, of a ``kind`` of
+    :mod:`specmm.image_ar.shared`.
+
+    Raises ``ValueError`` for ``options`` that the family does not take.
+    """
+    from specmm.image_ar import shared
+
+    family = family_of(name)
+    pictures = getattr(import_module(family.module), family.pictures)
+    for option in options.keys() - set(signature(pictures.from_pretrained).parameters):
+        raise ValueError(f"{option} does not serve models such as {name}; leave it out")
+    pipeline = getattr(shared, kind)(pictures)
+    opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
+    return opened
 
 
 def family_of(name: str | Path) -> ImageFamily:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, ParamSpec, Self, TypeVar
 
 import torch
-from diffusers.utils import BaseOutput
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from specmm import __version__, methods
 from specmm.checkpoints import FileError, read_json, weights_file
@@ -39,9 +39,11 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass
-class ImageOutput(BaseOutput):  # type: ignore[misc]
+class ImageOutput(Mapping[str, Any]):
     """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
     ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for.
+
+    As diffusers' outputs they are had by name and by number, too.
     """
 
     images: Pictures
@@ -51,12 +53,31 @@ class ImageOutput(BaseOutput):  # type: ignore[misc]
     method: str
     compiled: list[bool]
 
+    def to_tuple(self) -> tuple[Any, ...]:
+        """All of them."""
+        return tuple(getattr(self, name) for name in self)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return dict(zip(self, self.to_tuple(), strict=True))[key]
+        return self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([field.name for field in fields(self)])
+
+    def __len__(self) -> int:
+        return len(fields(self))
+
 
 M = TypeVar("M", bound=methods.Declared)
 
 
 class PicturePipeline(Generic[M]):
-    """What an image pipeline of any family declares, so that nobody asks its type."""
+    """What an image pipeline of any family declares, so that nobody asks its type.
+
+    Families write ``…Pictures``. Users get a ``…Pipeline`` (:func:`of_diffusers`); commands, which
+    need little of diffusers, and not the seconds of its import, :func:`alone`.
+    """
 
     transformer: Any
     settings: Any
@@ -78,7 +99,13 @@ class PicturePipeline(Generic[M]):
         """How pictures are drawn under ``options``, which may be any ``sampling_options``."""
         raise NotImplementedError
 
-    if TYPE_CHECKING:  # diffusers has these, untyped, and comes after this class
+    if TYPE_CHECKING:  # of what comes after this class: diffusers' pipeline, or ``Alone``
+
+        def register_modules(self, **networks: Any) -> None:
+            """Hold networks by name."""
+
+        def progress_bar(self, iterable: Iterable[Any] | None = None, total: int = 0) -> Any:
+            """The bar of a call."""
 
         def to(self, *args: Any, **kwargs: Any) -> Self:
             """Move all networks to a device or dtype."""
@@ -177,6 +204,48 @@ class PicturePipeline(Generic[M]):
         measured under ``sampling``, what ``target`` or ``measured`` gives.
         """
         return method, ""
+
+
+class Alone:
+    """What image pipelines take of diffusers."""
+
+    bar: Mapping[str, Any] = {}
+
+    def register_modules(self, **networks: Any) -> None:
+        """Hold networks by name."""
+        self.networks = networks
+        vars(self).update(networks)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move all networks to a device or dtype."""
+        for network in self.networks.values():
+            if isinstance(network, nn.Module):
+                network.to(*args, **kwargs)
+        return self
+
+    def progress_bar(self, iterable: Iterable[Any] | None = None, total: int = 0) -> Any:
+        """The bar of a call."""
+        return tqdm(iterable, total=total, **self.bar)
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """``options`` of tqdm for the bar of each call."""
+        self.bar = options
+
+
+@functools.cache
+def alone(kind: type[Any]) -> type[Any]:
+    """A family's ``…Pictures`` as a pipeline without diffusers."""
+    return type(kind.__name__, (kind, Alone), {"__module__": kind.__module__})
+
+
+@functools.cache
+def of_diffusers(kind: type[Any]) -> type[Any]:
+    """A family's ``…Pictures`` as the ``…Pipeline`` that it is for users: one of diffusers."""
+    from diffusers import DiffusionPipeline
+
+    name = kind.__name__.replace("Pictures", "Pipeline")
+    facts = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(name, (kind, DiffusionPipeline), facts)
 
 
 def call_of_pipeline(call: Callable[P, R]) -> Callable[P, R]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import torch
 import transformers
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
@@ -40,6 +39,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
+    of_diffusers,
     read_settings,
     with_options,
     write_settings,
@@ -66,7 +66,7 @@ from specmm.when_compiled import Compiled, Turn, Works
 EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
 
-class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
+class TransformersImagePictures(PicturePipeline[methods.Method]):
     """A model of transformers that draws pictures, its tokenizer and drafters, after one call.
 
     Several threads may share one.
@@ -75,6 +75,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
     >>> out = pipe(prompt="a red barn", generator=torch.Generator().manual_seed(0))
     """
 
+    tokenizer: transformers.PreTrainedTokenizerBase
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
     plans = "trees"
@@ -132,7 +133,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         variant: str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
-    ) -> TransformersImagePipeline:
+    ) -> Self:
         """A pipeline of a folder or hub id, on this machine's best device and in its fastest dtype
         unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
@@ -350,7 +351,7 @@ class TransformersImagePipeline(PicturePipeline[methods.Method], DiffusionPipeli
         """Those of the ``usual`` methods that it has a drafter for."""
         return [m for m in usual if self.parts.serves(m)]
 
-    def to(self, *args: Any, **kwargs: Any) -> TransformersImagePipeline:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the model to a device or dtype; the decoder is made anew there."""
         super().to(*args, **kwargs)
         self.parts.made.clear()
@@ -435,3 +436,13 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
     if fills:
         facts.fill(model, folder)
     return model
+
+
+if TYPE_CHECKING:
+    TransformersImagePipeline: TypeAlias = TransformersImagePictures
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TransformersImagePipeline":
+        return of_diffusers(TransformersImagePictures)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

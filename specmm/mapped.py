@@ -26,13 +26,15 @@ MAPPED = "_specmm_mapped"  # on tensors whose memory is a file's: the version th
 MAPS = Path("/proc/self/maps")
 UNUSED = 4  # MADV_DONTNEED: private pages that were only read are the file's again
 META = torch.device("meta")
+DRAWN = ("normal_", "uniform_")  # what layers begin with, of ``torch.nn.init`` and of tensors
 
 
 class WithoutWeights(TorchFunctionMode):
     """Within it modules are made whose weights are on the meta device.
 
     Only what ``torch.empty`` makes is left out, as layers make their weights; tables that are
-    computed, such as rotary angles, are there.
+    computed, such as rotary angles, are there. What would be drawn for a weight is not: PyTorch
+    takes a second to import how that would be traced.
     """
 
     def __torch_function__(
@@ -41,6 +43,10 @@ class WithoutWeights(TorchFunctionMode):
         given = dict(kwargs or {})
         if func is torch.empty and given.get("device") is None:
             given["device"] = META
+        weight = args[0] if args else given.get("tensor")
+        drawn = getattr(func, "__name__", "") in DRAWN
+        if drawn and isinstance(weight, Tensor) and weight.device == META:
+            return weight
         return func(*args, **given)
 
 
@@ -150,3 +156,9 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | No
         tie()
     rest = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta]
     assert not rest, f"left without values: {rest}"
+
+
+def give_back_freed() -> None:
+    """Let the system have the memory that was freed (glibc alone can)."""
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)

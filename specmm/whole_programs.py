@@ -16,9 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch._functorch.config
-import torch._inductor.config
-
 from specmm import program_cache
 from specmm.files import write_whole
 from specmm.fingerprint import Fingerprint, code_of
@@ -157,6 +154,10 @@ def _digest(data: bytes) -> bytes:
 
 def _surroundings() -> list[object]:
     """What else decides how a program is built, or whether it can run."""
+    # imported here, since it takes a second
+    import torch._functorch.config
+    import torch._inductor.config
+
     own = {k: v for k, v in os.environ.items() if k.startswith(ENVIRONMENT)}
     own.pop("SPECMM_PROGRAMS", None)
     return [

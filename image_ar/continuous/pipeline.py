@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
@@ -41,6 +40,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
+    of_diffusers,
     read_settings,
     with_options,
     write_index,
@@ -51,7 +51,7 @@ from specmm.randomness import sample_generators
 from specmm.when_compiled import Compiled, Turn, Works
 
 
-class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):  # type: ignore[misc]
+class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     """A model of continuous tokens (MAR), its autoencoder, and perhaps a small model that shares
     it.
 
@@ -61,6 +61,8 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
+    vae: AutoencoderKL
+    small: MAR | None
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
@@ -97,7 +99,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         dtype: torch.dtype | str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
-    ) -> MARPipeline:
+    ) -> Self:
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
@@ -140,7 +142,7 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         """Tokens along a side."""
         return int(self.transformer.config.grid)
 
-    def to(self, *args: Any, **kwargs: Any) -> MARPipeline:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move models and autoencoder to a device or dtype."""
         super().to(*args, **kwargs)
         self.models = MARModels(self.transformer, self.small)
@@ -258,3 +260,13 @@ class MARPipeline(PicturePipeline[methods.ContinuousMethod], DiffusionPipeline):
         """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches round otherwise."""
         latents = unpatchify(tokens, self.transformer.config.patch_size)
         return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
+
+
+if TYPE_CHECKING:
+    MARPipeline: TypeAlias = MARPictures
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MARPipeline":
+        return of_diffusers(MARPictures)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

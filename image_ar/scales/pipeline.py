@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
@@ -54,6 +53,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
+    of_diffusers,
     read_settings,
     with_options,
     write_index,
@@ -86,7 +86,7 @@ class VARBatch(NamedTuple):
     state: Tensor | None
 
 
-class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # type: ignore[misc]
+class VARPictures(PicturePipeline[methods.ScalesMethod]):
     """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, after one
     call.
 
@@ -96,6 +96,8 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
+    vae: VQVAE
+    small: VAR | None
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "top_k", "top_p", "more_smooth")
     plans = "scales"
@@ -136,7 +138,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         dtype: torch.dtype | str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
-    ) -> VARPipeline:
+    ) -> Self:
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
@@ -176,7 +178,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         settings: VARSettings | None = None,
         method: str | methods.ScalesMethod = "ar",
         torch_dtype: torch.dtype = torch.float32,
-    ) -> VARPipeline:
+    ) -> Self:
         """A pipeline of published files (``var_d30.pth``, ``vae_ch160v4096z32.pth``, CoDe's pairs).
 
         The published tokenizer serves every resolution: its scales are those of the transformer.
@@ -219,7 +221,7 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         """See :class:`PicturePipeline`."""
         return self.chooser.settle(method, batch, sampling)
 
-    def to(self, *args: Any, **kwargs: Any) -> VARPipeline:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move models and tokenizer to a device or dtype; f_hat stays in float32."""
         super().to(*args, **kwargs)
         self.vae.quantize.float()
@@ -455,3 +457,13 @@ class VARPipeline(PicturePipeline[methods.ScalesMethod], DiffusionPipeline):  # 
         if model not in self.programs:
             self.programs[model] = CompiledVAR(model)
         return cast(VAR, self.programs[model])
+
+
+if TYPE_CHECKING:
+    VARPipeline: TypeAlias = VARPictures
+
+
+def __getattr__(name: str) -> Any:
+    if name == "VARPipeline":
+        return of_diffusers(VARPictures)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

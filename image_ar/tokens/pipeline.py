@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from specmm import methods, zoo
@@ -29,6 +28,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
+    of_diffusers,
     read_settings,
     with_options,
     write_index,
@@ -99,7 +99,7 @@ class LlamaGenBatch:
         return Queue(lambda i: rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
 
 
-class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # type: ignore[misc]
+class LlamaGenPictures(PicturePipeline[methods.Method]):
     """A token image model (LlamaGen), its tokenizer and its drafters after one call.
 
     Several threads may share one: calls are answered in the order they come.
@@ -108,6 +108,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
     >>> out = pipe(classes=["heart"], generator=torch.Generator().manual_seed(0))
     """
 
+    vq: VQModel
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
     plans = "trees"
     _optional_components: ClassVar[list[str]] = ["drafters"]
@@ -156,7 +157,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         dtype: torch.dtype | str | None = None,
         revision: str | None = None,
         cache_dir: str | Path | None = None,
-    ) -> LlamaGenPipeline:
+    ) -> Self:
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
@@ -221,7 +222,7 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
         return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
-    def to(self, *args: Any, **kwargs: Any) -> LlamaGenPipeline:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move transformer, tokenizer and drafters to a device or dtype."""
         super().to(*args, **kwargs)
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
@@ -388,3 +389,13 @@ class LlamaGenPipeline(PicturePipeline[methods.Method], DiffusionPipeline):  # t
         assert found.mask is not None
         mask = found.mask.to(self.device)
         return Prompt(features.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0))
+
+
+if TYPE_CHECKING:
+    LlamaGenPipeline: TypeAlias = LlamaGenPictures
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LlamaGenPipeline":
+        return of_diffusers(LlamaGenPictures)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,6 +25,7 @@ from specmm.cli.options import (
     given,
 )
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
+from specmm.cli.starting import started, starting
 from specmm.files import writable
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
+    starting()
     from specmm.choose.threads import settled
     from specmm.outside import with_own
     from specmm.runs import run as runs
@@ -121,6 +123,7 @@ def generate(
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
         pipe = runs.open_model("images", model, place, drafter=drafter, text_encoder=text_encoder)
+        started()
         runs.check(pipe, run)
         with settled(pipe.transformer):
             runs.draw(pipe, run, say)

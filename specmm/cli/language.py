@@ -24,6 +24,7 @@ from specmm.cli.options import (
     compiled_as,
 )
 from specmm.cli.output import emit, say, stdout_reserved
+from specmm.cli.starting import started, starting
 from specmm.files import writable
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
+    starting()
     from specmm.methods import VQA
     from specmm.runs.run import Place, answered, default_method, label, parse_method
 
@@ -110,6 +112,7 @@ def ask(
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
+        started()
         echo = None if draw else Echo(pipe)
         return pipe(list(images), question, echo, list(video) or None, **options)
 
@@ -171,6 +174,7 @@ def complete(
     as_json: Json = False,
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
+    starting()
     from specmm.methods import TEXT
     from specmm.runs.run import Place, answered, default_method, label, parse_method
 
@@ -186,6 +190,7 @@ def complete(
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
+        started()
         return pipe(prompt, Echo(pipe, stop) if len(prompt) == 1 else None, **options)
 
     with stdout_reserved():

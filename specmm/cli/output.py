@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from specmm.cli.starting import started
 from specmm.files import sentence_of, write_whole
 
 DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
@@ -54,6 +55,8 @@ class OneLine(TyperGroup):
             if os.environ.get(DEBUG):
                 raise
             _fail(sentence_of(error))
+        finally:
+            started()
         if status == 130:  # how typer reports Ctrl-C itself
             _fail("interrupted", 130)
         sys.exit(status if isinstance(status, int) else 0)

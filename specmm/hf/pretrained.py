@@ -28,7 +28,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -198,6 +197,8 @@ def load_tokenizer(folder: str | Path, **options: Any) -> Any:
 
 def load_processor(folder: str | Path, **options: Any) -> Any:
     """The processor in ``folder``, its tokenizer as by :func:`load_tokenizer`."""
+    from transformers import AutoProcessor  # here, for texts need none
+
     found = _without_code(AutoProcessor, folder, options)
     _check_vocabulary(getattr(found, "tokenizer", None), folder)
     return found

@@ -29,7 +29,7 @@ from specmm.choose.threads import in_use, settled
 from specmm.files import slug, write_whole
 from specmm.hardware import Place as Place
 from specmm.hf.picture_models import draws_pictures, processes
-from specmm.image_ar.pipeline import ImagePipeline, family_of
+from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
@@ -121,30 +121,31 @@ def open_model(
     ``drafter`` is a folder, ``text_encoder`` for images of LlamaGen's prompts. Raises
     ``ValueError`` for a model that cannot be found or read, and one that takes no drafter.
     """
-    from transformers.utils.logging import disable_progress_bar
+    family = family_of(model) if kind == "images" else None
+    if family in (None, TRANSFORMERS_FAMILY):
+        from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
-    if kind == "images":
+        disable_progress_bar()
+    if family is TRANSFORMERS_FAMILY:  # some of which paint by networks of diffusers
         from diffusers.utils import logging
 
         logging.disable_progress_bar()
-        if drafter is not None and not family_of(model).takes_drafter:
+    if family is not None:
+        if drafter is not None and not family.takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
-        pipe = ImagePipeline.from_pretrained(
-            model,
-            method,
-            device=place.device,
-            dtype=place.dtype,
-            drafter=drafter,
-            text_encoder=text_encoder,
+        given = dict(
+            device=place.device, dtype=place.dtype, drafter=drafter, text_encoder=text_encoder
         )
+        options = {name: value for name, value in given.items() if value is not None}
+        pipe = open_pictures(model, method, options, "alone")
         pipe.set_progress_bar_config(disable=True)
         return pipe
-    from specmm.text.pipeline import TextPipeline
-    from specmm.vlm.pipeline import VQAPipeline
-
     if kind == "questions":
+        from specmm.vlm.pipeline import VQAPipeline
+
         return VQAPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
+    from specmm.text.pipeline import TextPipeline
+
     return TextPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
 
 

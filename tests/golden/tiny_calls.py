@@ -27,7 +27,6 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.training import seeded
 from tests.golden.calls import Call, Found
 from tests.integration import (
     assistant_models,
@@ -59,7 +58,9 @@ def folder(save: Callable[..., object], *given: Any) -> Path:
     """A folder that ``save`` wrote a model into, until the process ends."""
     place = Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, place, ignore_errors=True)
-    save(*given, place)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # what a model leaves at random is the same in any order of calls
+        save(*given, place)
     return place
 
 
@@ -176,8 +177,7 @@ def guided(method: Any) -> Found:
 
 @cache
 def drawing(kind: str) -> ImagePipeline:
-    with seeded(0):  # of weights that the kind leaves as they are made, such as codebooks
-        place = folder(save_drawing, picture_kinds.KINDS[kind])
+    place = folder(save_drawing, picture_kinds.KINDS[kind])
     return picture_kinds.opened(place, torch.float64)
 
 

@@ -115,7 +115,7 @@ def picture_of(array):
 @pytest.mark.parametrize(("name", "kind"), PICTURES.items())
 def test_picture_models_of_transformers(name, kind, server, repositories):
     family = family_of(name)
-    assert family.pipeline == "TransformersImagePipeline"
+    assert family.pictures == "TransformersImagePictures"
     pipe = specmm.ImagePipeline.from_pretrained(name, torch_dtype=torch.float32)
     folder = repositories[published_models()[name].repository]
     own = specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
