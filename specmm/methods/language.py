@@ -179,15 +179,12 @@ class Verdict(Declared):
 class DiffuSpec(Declared):
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, searched for a causal path.
 
-    Drafts are point masses. Without ``search`` they are the likeliest tokens; ``sampled`` draws a
-    path with its distribution. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
-    ``most`` by ``step`` and ``rate``. ``beam`` 0 finds the best path. ``reuse`` keeps keys and
-    values between rounds: faster, with other drafts.
+    Drafts are point masses. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
+    ``most`` by ``step`` and ``rate``. A position has the likeliest tokens that carry the mass
+    ``tau``, at most ``candidates``; ``weight`` is the block's against the n-gram proxy.
     """
 
     name: ClassVar[str] = "diffuspec"
-    search: bool = True
-    sampled: bool = False
     adaptive: bool = True
     least: int = 3
     most: int = 12
@@ -196,21 +193,14 @@ class DiffuSpec(Declared):
     tau: float = 0.8
     candidates: int = 15
     weight: float = 0.5
-    beam: int = 3
-    reuse: bool = False
 
 
 @dataclass(frozen=True)
 class SpecDiff(Declared):
-    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn in ``steps`` denoising steps.
-
-    As ``point`` masses it is exact, too, but keeps fewer.
-    """
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn in two denoising steps."""
 
     name: ClassVar[str] = "specdiff"
     length: int = 10
-    steps: int = 2
-    point: bool = False
 
 
 @dataclass(frozen=True)
