@@ -42,13 +42,10 @@ def test_unknown_names_are_errors_that_suggest(
         methods.resolve(name, **options)
 
 
-@pytest.mark.parametrize(
-    ("option", "known"),
-    [("variant", "exact, paper, release, aligned"), ("predictor", "gaussian, frozen, small")],
-)
-def test_a_misspelt_variant_is_not_drawn_by_another(option: str, known: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} must be one of {known}, got 'exakt'"):
-        methods.CSpD(**{option: "exakt"})  # type: ignore[arg-type]
+def test_a_misspelt_variant_is_not_drawn_by_another() -> None:
+    known = "exact, paper, release, aligned"
+    with pytest.raises(ValueError, match=f"variant must be one of {known}, got 'exakt'"):
+        methods.CSpD(variant="exakt")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", methods.Methods.families)
