@@ -112,6 +112,7 @@ class Eagle(Composed):
     """EAGLE-2 (arXiv 2406.16858): a dynamic tree of the likeliest tokens, exact as point masses."""
 
     name: ClassVar[str] = "eagle"
+    here: ClassVar[str] = "0.89x plain decoding at best"
     total: int = 24
     depth: int = 4
     top_k: int = 6
@@ -217,6 +218,7 @@ class ScaleSpeculative(Declared):
     """
 
     name: ClassVar[str] = "speculative"
+    here: ClassVar[str] = "0.88x plain decoding at best"
     window: int = 3
     until: int = -1
 
@@ -233,6 +235,7 @@ class CSpD(Declared):
     """
 
     name: ClassVar[str] = "cspd"
+    here: ClassVar[str] = "exact 2.05x plain decoding, release 1.28x, paper 0.30x at best"
     claims: ClassVar[str] = "as its variant"
     variant: Literal["exact", "paper", "release", "aligned"] = "exact"
     window: int = 0  # 0: the variant's own, 16 steps or 8 iterations

@@ -185,6 +185,7 @@ class DiffuSpec(Declared):
     """
 
     name: ClassVar[str] = "diffuspec"
+    here: ClassVar[str] = "0.77x plain decoding at best"
     adaptive: bool = True
     least: int = 3
     most: int = 12
@@ -200,6 +201,7 @@ class SpecDiff(Declared):
     """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn in two denoising steps."""
 
     name: ClassVar[str] = "specdiff"
+    here: ClassVar[str] = "0.96x plain decoding at best"
     length: int = 10
 
 
