@@ -8,10 +8,16 @@ from typing import ClassVar
 from specmm.methods.base import Choice, Declared, TreeName
 
 
+@dataclass(frozen=True)
 class DrawnIfSampled(Declared):
     """Those whose ``tree`` is drawn, by ``rule``, only where they are ``sampled``."""
 
-    sampled: bool
+    total: int = 59
+    depth: int = 5
+    top_k: int = 10
+    sampled: bool = False
+    tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -19,11 +25,16 @@ class DrawnIfSampled(Declared):
         return () if self.sampled else ("tree", "rule")
 
 
+@dataclass(frozen=True)
 class DrawnIfAsked(Declared):
     """Those that draw a tree where they are ``sampled`` or a ``tree`` is given."""
 
-    sampled: bool
-    tree: TreeName
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
+    rule: str = "recursive"
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -31,10 +42,14 @@ class DrawnIfAsked(Declared):
         return () if self.sampled or self.tree else ("rule",)
 
 
+@dataclass(frozen=True)
 class OfBlocks(Declared):
     """Those of drafters that give a block at once."""
 
-    tree: int | TreeName
+    length: int = 0
+    tree: int | TreeName = 0
+    recall: int = 0
+    rule: str = ""  # of a tree of fixed shape
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -72,12 +87,6 @@ class MSD(DrawnIfSampled):
     name: ClassVar[str] = "msd"
     captured: ClassVar[bool] = True
     can_refill: ClassVar[bool] = True
-    total: int = 59
-    depth: int = 5
-    top_k: int = 10
-    sampled: bool = False
-    tree: TreeName = (3, 2, 2, 1, 1)
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,6 @@ class MTP(DrawnIfAsked):
 
     name: ClassVar[str] = "mtp"
     can_refill: ClassVar[bool] = True
-    total: int = 12
-    depth: int = 3
-    top_k: int = 4
-    sampled: bool = True
-    tree: TreeName = ""
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,6 @@ class Eagle3(DrawnIfSampled):
     name: ClassVar[str] = "eagle3"
     captured: ClassVar[bool] = True
     can_refill: ClassVar[bool] = True
-    total: int = 59
-    depth: int = 5
-    top_k: int = 10
-    sampled: bool = False
-    tree: TreeName = (3, 2, 2, 1, 1)
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -128,12 +125,6 @@ class Assistant(DrawnIfAsked):
 
     name: ClassVar[str] = "assistant"
     can_refill: ClassVar[bool] = True
-    total: int = 12
-    depth: int = 3
-    top_k: int = 4
-    sampled: bool = True
-    tree: TreeName = ""
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -217,10 +208,6 @@ class DEER(OfBlocks):
 
     name: ClassVar[str] = "deer"
     can_refill: ClassVar[bool] = True
-    length: int = 0
-    tree: int | TreeName = 0
-    recall: int = 0
-    rule: str = ""  # of a tree of fixed shape
 
 
 @dataclass(frozen=True)
@@ -232,10 +219,6 @@ class Block(OfBlocks):
 
     name: ClassVar[str] = "block"
     can_refill: ClassVar[bool] = True
-    length: int = 0
-    tree: int | TreeName = 0
-    recall: int = 0
-    rule: str = ""  # of a tree of fixed shape
 
     @property
     def static_shapes(self) -> bool:
