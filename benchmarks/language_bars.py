@@ -13,7 +13,6 @@ ALONE = "judge alone"  # who answered, in the rows of ``verdict``
 VERDICT = "verdict"
 EXPERT = "expert"
 DESCRIBE = "describe"  # the questions that the bars are about
-NEITHER = "diffuspec(search=False, adaptive=False)"
 
 
 def vlm_bars(rows: Sequence[Row]) -> list[Bar]:
@@ -82,7 +81,6 @@ def text_bars(
             others,
             f"{name}: ahead of transformers' lookup and of an AR drafter, greedy",
         ),
-        _diffuspec(cold, name),
         _search(cold, name),
     ]
 
@@ -153,26 +151,8 @@ def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
     return Bar(what, wanted, found, all(r["speedup"] >= least for r in rows) if rows else None)
 
 
-def _diffuspec(rows: Sequence[Row], name: str) -> Bar:
-    what = f"{name}: DiffuSpec with search and adaptive length against neither"
-    wanted = "τ and speed higher"
-    both = next((r for r in rows if r["method"] == "diffuspec"), None)
-    neither = next((r for r in rows if r["method"] == NEITHER), None)
-    if both is None or neither is None:
-        return Bar(what, wanted, "", None)
-    ours, theirs = (f"{r['tau']:.2f} and {r['speedup']:.2f}×" for r in (both, neither))
-    found = f"τ {ours} against {theirs}"
-    return Bar(
-        what, wanted, found, both["tau"] > neither["tau"] and both["speedup"] > neither["speedup"]
-    )
-
-
 def _search(rows: Sequence[Row], name: str) -> Bar:
-    searched = [
-        r
-        for r in _of(rows, ("diffuspec",))
-        if r.get("search_share") and "search=False" not in r["method"]
-    ]
+    searched = [r for r in _of(rows, ("diffuspec",)) if r.get("search_share")]
     found = ", ".join(f"{r['search_share']:.3f} with {r['method']}" for r in searched)
     held = all(r["search_share"] <= 0.03 for r in searched) if searched else None
     return Bar(f"{name}: path search's share of a round", "≤ 0.03", found, held)

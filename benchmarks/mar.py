@@ -63,15 +63,11 @@ def settings_of(pipe: MARPipeline) -> list[Setting]:
         Setting(f"ar, DDIM, {steps // 4} steps", pipe, dict(head_steps=steps // 4, solver="ddim")),
         Setting("exact", pipe, dict(method=exact)),
         Setting("exact, window 8", pipe, dict(method=methods.CSpD(window=8))),
-        Setting("exact, frozen prediction", pipe, dict(method=methods.CSpD(predictor="frozen"))),
         Setting(f"exact, {whole // 2} iterations", pipe, dict(method=exact, num_iter=whole // 2)),
         Setting(f"exact, {whole // 4} iterations", pipe, dict(method=exact, num_iter=whole // 4)),
     ]
     if pipe.small is None:
         return found
-    found.append(
-        Setting("exact, small head drafts", pipe, dict(method=methods.CSpD(predictor="small")))
-    )
     for window in WINDOWS:
         release = methods.CSpD(variant="release", window=window)
         rules = [release, replace(release, variant="aligned"), replace(release, variant="paper")]

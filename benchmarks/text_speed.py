@@ -42,12 +42,6 @@ LENGTHS = (2, 3, 4, 5, 6, 8)  # of a block
 TREES = (4, 8, 16, (2, 1, 1, 1, 1, 1))  # nodes of the likeliest paths, and a fixed one
 GROWN = ((1, 1), (1, 1, 1), (1, 1, 1, 1), (2, 1, 1, 1))  # of an EAGLE-3 head, children by level
 COMPILED = (methods.AR(), methods.Block(length=6), methods.Block(), methods.Block(tree=TREES[-1]))
-DIFFUSPEC = (
-    (True, True),
-    (True, False),
-    (False, True),
-    (False, False),
-)  # path search, adaptive length
 PROSE = (
     "Explain in a few sentences why the sky is blue.",
     "Write a short story about a lighthouse keeper and a storm.",
@@ -116,11 +110,7 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
         chosen += [methods.Eagle3(sampled=True, tree=tree) for tree in GROWN]
         chosen += dynamic(methods.Eagle3, temperature)
     if drafts(pipe, methods.DiffuSpec()):
-        chosen += [
-            methods.DiffuSpec(search=search, adaptive=adaptive) for search, adaptive in DIFFUSPEC
-        ]
-        chosen.append(methods.DiffuSpec(reuse=True))
-        chosen += [methods.SpecDiff(steps=1), methods.SpecDiff(steps=2)]
+        chosen += [methods.DiffuSpec(), methods.DiffuSpec(adaptive=False), methods.SpecDiff()]
     chosen += [methods.PromptLookup()]
     chosen += [methods.TextDraft()] if drafts(pipe, methods.TextDraft()) else []
     found = [Runner("transformers generate", theirs(pipe, temperature))]

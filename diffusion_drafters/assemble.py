@@ -27,12 +27,12 @@ from specmm.diffusion_drafters.block_drafters import (
     TreeDrafter,
     block_length,
 )
-from specmm.diffusion_drafters.cached_sources import CausalSource, KeptSource
+from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, Search, StepsDrafter
 from specmm.diffusion_drafters.lattice_search import CausalProxy
 from specmm.diffusion_drafters.models.deer import DEERModel, is_deer, load_deer
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash
-from specmm.diffusion_drafters.models.diffusion_lms import FullAttention, load_diffusion_lm
+from specmm.diffusion_drafters.models.diffusion_lms import load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
@@ -45,7 +45,7 @@ from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
 from specmm.shape.trees import static_tree
 from specmm.tree import TreeShape
-from specmm.verify import PointMass, Recursive
+from specmm.verify import Recursive
 
 PROXY = "ngram.safetensors"
 LENGTH = 12  # drafts a round of a diffusion model, which has no longest block
@@ -115,8 +115,7 @@ def make_specdiff(
 ) -> Assembly:
     """The parts of method ``specdiff``."""
     source = _diffusion_source(_diffusion(drafter), target, tokenizer)
-    made = StepsDrafter(source, target, method.length, method.steps)
-    return Assembly(made, PointMass() if method.point else chain_rule(target))
+    return Assembly(StepsDrafter(source, target, method.length), chain_rule(target))
 
 
 def make_diffuspec(
@@ -124,24 +123,22 @@ def make_diffuspec(
 ) -> Assembly:
     """The parts of method ``diffuspec``."""
     found = _diffusion(drafter)
-    searching = method.search or method.sampled
-    if searching and found.proxy is None:
+    if found.proxy is None:
         raise ValueError(
             "method 'diffuspec' needs an n-gram proxy beside its drafter, got none; make one from "
-            "text with specmm train proxy, or give search=false"
+            "text with specmm train proxy"
         )
     _check_proxy(found.proxy, target)
     made = DiffuSpecDrafter(
-        _diffusion_source(found, target, tokenizer, method.reuse),
-        found.proxy if searching else None,
-        Search(method.tau, method.candidates, method.weight, method.beam),
+        _diffusion_source(found, target, tokenizer),
+        found.proxy,
+        Search(method.tau, method.candidates, method.weight),
         method.least if method.adaptive else method.most,
         method.most,
         method.step,
         method.rate,
-        method.sampled,
     )
-    return Assembly(made, chain_rule(target) if method.sampled else Recursive())
+    return Assembly(made, Recursive())
 
 
 def block_source(
@@ -172,20 +169,14 @@ def _diffusion(drafter: Any) -> Diffusion:
 
 
 def _diffusion_source(
-    drafter: Diffusion, target: VLMTarget, tokenizer: Tokenizer | None, reuse: bool = False
+    drafter: Diffusion, target: VLMTarget, tokenizer: Tokenizer | None
 ) -> DiffusionSource:
     model = drafter.model
     translation = translated(drafter.tokenizer, tokenizer, target, model.vocabulary)
-    if not reuse:
-        return DiffusionSource(model, target, translation)
-    if not isinstance(model, FullAttention):
-        raise ValueError(
-            f"reuse needs a Dream or LLaDA as drafter, got a {type(model).__name__}; leave it out"
-        )
-    return KeptSource(model, target, translation)
+    return DiffusionSource(model, target, translation)
 
 
-def _check_proxy(proxy: CausalProxy | None, target: VLMTarget) -> None:
+def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
     """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, padding apart."""
     wanted = target.family.vocabulary
     if isinstance(proxy, NGram) and abs(proxy.vocabulary - wanted) > PADDING:

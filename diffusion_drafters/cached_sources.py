@@ -1,9 +1,7 @@
 """Block sources that read each token once and keep its keys and values.
 
 In each round one forward reads [tokens committed last round | masks]; the tokens stay in the
-drafter's cache, the masks do not. DEER drafters were trained to read a text so. Dream and LLaDA let
-every token see all others, masks too: what is kept of a token was computed when it was new, so
-their drafts differ from those without a cache. Drafts may be anything.
+drafter's cache, the masks do not. DEER drafters were trained to read a text so.
 
 Shape letters: B batch, K block, M committed tokens of a round, N = M + masks positions of a
 forward, C width, V vocabulary.
@@ -17,8 +15,7 @@ import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.models.deer import DEERModel
-from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.diffusion_drafters.sources import DiffusionSource, NextLogits, end_token, shared_tokens
+from specmm.diffusion_drafters.sources import NextLogits, end_token, shared_tokens
 from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
@@ -27,15 +24,11 @@ from specmm.processors import Processor
 
 
 class CachedModel:
-    """A drafter's ``model`` with a cache.
+    """A drafter's ``model`` with a cache. Tokens see those before them."""
 
-    Tokens see those before them, or with ``both`` sides all of their forward.
-    """
-
-    def __init__(self, model: Any, mask: int, both: bool) -> None:
+    def __init__(self, model: Any, mask: int) -> None:
         self.small = VLMTarget(model, Processor(), "drafter")
         self.mask = mask
-        self.both = both
         # Masks of forwards whose rows all committed the same number of tokens.
         self.attention: dict[tuple[int, int], Tensor] = {}
 
@@ -60,23 +53,20 @@ class CachedModel:
         if not alike or (count, masks) not in self.attention:
             order = torch.arange(count + masks, device=kept.device)
             fresh = (order < kept[:, None]) | (order >= count)  # [B, N]
-            free = (order[:, None] >= count) | self.both
-            seen = torch.where(free, fresh[:, None], order <= order[:, None])
+            seen = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
             if not alike:
                 return seen
             self.attention[count, masks] = seen[:1]
         return self.attention[count, masks]
 
 
-def scoring_states(states: Tensor, kept: Tensor, count: int, block: int, shift: int) -> Tensor:
-    """The K of a forward's ``states`` [B, N, C] that score the ``block`` after ``kept`` tokens.
-
-    They are those of the masks after its ``count`` tokens; where a row scores the token after it
-    (``shift`` 1), of the last token kept and all masks but one.
+def scoring_states(states: Tensor, kept: Tensor, count: int, block: int) -> Tensor:
+    """The K of a forward's ``states`` [B, N, C] that score the ``block`` after ``kept`` tokens:
+    those of the last token kept and of the masks after its ``count`` tokens.
     """
-    order = torch.arange(count, count + block - shift, device=states.device).expand(len(states), -1)
+    order = torch.arange(count, count + block - 1, device=states.device).expand(len(states), -1)
     last = (kept - 1).clamp(min=0)[:, None]
-    wanted = torch.cat([last, order], dim=1) if shift else order
+    wanted = torch.cat([last, order], dim=1)
     return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
 
 
@@ -114,7 +104,7 @@ class CausalSource:
         self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
         self.end = end_token(self.translation, model.end)
         self.vocabulary = DrafterVocabulary(target.family.vocabulary)
-        self.cached = CachedModel(model.model, model.mask, both=False)
+        self.cached = CachedModel(model.model, model.mask)
         # As in training: some targets scale or cap their logits.
         self.head = target.head if model.shared else self.cached.small.head
 
@@ -137,39 +127,5 @@ class CausalSource:
             kept = feedback.result.kept
             tokens = feedback.tokens[:, : int(kept.max().clamp(min=1))]
         states = self.cached.read(self.translation.to_drafter(tokens), kept, block - 1)
-        states = scoring_states(states, kept, tokens.shape[1], block, shift=1)
+        states = scoring_states(states, kept, tokens.shape[1], block)
         return self.translation.from_drafter(self.head(states).float())
-
-
-class KeptSource(DiffusionSource):
-    """Blocks of Dream or LLaDA with their keys and values kept (``DiffuSpec(reuse=True)``)."""
-
-    model: FullAttention
-
-    def __init__(
-        self, model: FullAttention, target: VLMTarget, translation: Translation | None = None
-    ) -> None:
-        super().__init__(model, target, translation)
-        self.cached = CachedModel(model.model, model.mask, both=True)
-
-    def begin(self, feedback: Feedback, most: int) -> None:
-        """See :class:`BlockSource`. Raises ``ValueError`` for more than the drafter's positions."""
-        super().begin(feedback, most)
-        prompt = self.target.prompt
-        check_room(prompt, most, self.model.room)
-        whole = prompt.input_ids.shape[1] + 1 + most  # read in the first round
-        scratch = max(whole, 2 * most + 1)
-        self.cached.small.make_room(drafter_prompt(prompt, self.translation), scratch)
-
-    def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, V]; see :class:`BlockSource`."""
-        if feedback.result is not None and feedback.tokens is not None:
-            self.history.append(feedback.tokens, feedback.result.kept)
-        first = self.cached.small.cache.lengths.clone()
-        kept = self.history.lengths - first
-        order = torch.arange(int(kept.max().clamp(min=1)), device=kept.device)
-        where = (first[:, None] + order).clamp(max=self.history.tokens.shape[1] - 1)
-        tokens = self.translation.to_drafter(self.history.tokens.gather(1, where))
-        states = self.cached.read(tokens, kept, block)
-        states = scoring_states(states, kept, tokens.shape[1], block, self.model.shift)
-        return self.translation.from_drafter(self.model.head(states).float())

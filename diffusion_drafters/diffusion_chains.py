@@ -1,15 +1,13 @@
-"""Chains of a diffusion language model: DiffuSpec's searched or drawn paths, SpecDiff's pieces.
+"""Chains of a diffusion language model: DiffuSpec's searched paths, SpecDiff's pieces.
 
 DiffuSpec (arXiv 2510.02358): each row's block is pruned to a lattice, searched for a causal path,
-and as long as a controller says, which depends on earlier rounds only. Searched paths are point
-masses, exact at any temperature; drawn ones are drawn left to right from the lattice's renormalised
-scores, each token recorded with its distribution.
+and as long as a controller says, which depends on earlier rounds only. Paths are point masses,
+exact at any temperature.
 
-SpecDiff (arXiv 2408.05636): a chain denoised in several forwards, a piece at a time from the left.
-Each forward reads the pieces drawn before, so a token's row depends on the drafts in front of it
+SpecDiff (arXiv 2408.05636): a chain denoised in two forwards, a piece at a time from the left.
+The second reads the piece drawn before, so a token's row depends on the drafts in front of it
 and on nothing after: that row is the distribution it was drawn from, and the ratio test is exact.
-One step is an independent chain. The source denoises random places, whose joint distribution no row
-gives.
+The paper denoises random places, whose joint distribution no row gives.
 
 Shape letters: B batch, K block, M tokens of a piece, V vocabulary.
 """
@@ -24,15 +22,7 @@ import torch
 from torch import Tensor
 
 from specmm.diffusion_drafters.block_drafters import SourceDrafter, with_root
-from specmm.diffusion_drafters.lattice_search import (
-    CausalProxy,
-    Lattice,
-    Objective,
-    Path,
-    beam_path,
-    best_path,
-    prune,
-)
+from specmm.diffusion_drafters.lattice_search import CausalProxy, Objective, beam_path, prune
 from specmm.diffusion_drafters.sources import DiffusionSource
 from specmm.drafter import Feedback
 from specmm.hf.target import VLMTarget
@@ -44,7 +34,7 @@ from specmm.tree import DraftTree, TreeShape
 @dataclass(frozen=True)
 class Search:
     """DiffuSpec's settings: mass ``tau`` and ``most`` candidates a position, the block's ``weight``
-    (lambda) against the proxy, the beam's ``width``; ``width`` 0 finds the exact optimum.
+    (lambda) against the proxy, the beam's ``width``.
     """
 
     tau: float = 0.8
@@ -62,14 +52,9 @@ class RowDraft:
 
 
 def draft(
-    log_probs: Tensor,
-    prefix: Sequence[int],
-    end: int | None,
-    proxy: CausalProxy | None,
-    search: Search,
+    log_probs: Tensor, prefix: Sequence[int], end: int | None, proxy: CausalProxy, search: Search
 ) -> RowDraft:
-    """The draft after ``prefix`` from a block's ``log_probs`` [K, V]; without ``proxy`` the
-    likeliest tokens.
+    """The draft after ``prefix`` from a block's ``log_probs`` [K, V].
 
     A block that begins with the end token drafts it alone; one without any possible token drafts
     nothing.
@@ -77,14 +62,11 @@ def draft(
     lattice = prune(log_probs, search.tau, search.most)
     length = lattice.before(end)
     ends = (end,) if end is not None and length < len(lattice) else ()
-    if proxy is None:
-        return RowDraft((*lattice.likeliest[:length], *ends), length)
     free = lattice.first(length)
     if end is not None:
         free = free.without(end)
     objective = Objective(proxy, prefix, search.weight)
-    found = beam_path(free, objective, search.width) if search.width else best_path(free, objective)
-    return RowDraft((*found.tokens, *ends), length)
+    return RowDraft((*beam_path(free, objective, search.width).tokens, *ends), length)
 
 
 @dataclass
@@ -142,37 +124,30 @@ class AdaptiveRow:
 class DiffuSpecDrafter:
     """DiffuSpec's drafts for ``source.target``.
 
-    ``proxy`` None takes the likeliest tokens (no path search); ``least`` and ``most`` bound the
-    drafts' length, equal ones fix it. ``sampled`` draws paths, unless the target is greedy. Unless
-    it is, every block is ``most`` long and a row's path is cut to its own length, filler after it,
-    for a row's uniforms must not depend on the others. Raises ``ValueError`` for impossible bounds.
+    ``least`` and ``most`` bound the drafts' length, equal ones fix it. Unless the target is greedy
+    every block is ``most`` long and a row's path is cut to its own length, filler after it, for a
+    row's uniforms must not depend on the others. Raises ``ValueError`` for impossible bounds.
     """
 
     def __init__(
         self,
         source: DiffusionSource,
-        proxy: CausalProxy | None,
+        proxy: CausalProxy,
         search: Search | None = None,
         least: int = 20,
         most: int = 30,
         step: float = 10.0,
         rate: float = 0.5,
-        sampled: bool = False,
     ) -> None:
         self.bounds = (least, most, step, rate)
         AdaptiveLength(*self.bounds)  # raises for impossible bounds
-        if sampled and proxy is None:
-            raise ValueError(
-                "a sampled path needs a proxy, got none; give one or leave sampled out"
-            )
         self.source = source
         self.proxy = proxy
         self.search = search or Search()
         self.max_depth = most
         self.max_nodes = most + 1
         self.greedy = source.target.processor.greedy
-        self.sampled = sampled and not self.greedy
-        self.read = 0 if proxy is None else proxy.order - 1
+        self.read = proxy.order - 1
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Reset every row's controller."""
@@ -188,8 +163,6 @@ class DiffuSpecDrafter:
         block = max(row.control.length for row in self.rows) if self.greedy else self.max_depth
         with self.clock("draft"):
             log_probs = self.source.logits(feedback, block).log_softmax(-1)  # [B, K, V]
-            if self.sampled:
-                return self._drawn(feedback.token, log_probs, uniforms)
             with self.clock("search"):
                 paths = [self._path(i, log_probs[i]) for i in range(len(self.rows))]
             length = max(map(len, paths)) if self.greedy else block
@@ -203,20 +176,6 @@ class DiffuSpecDrafter:
         own.latest = draft(block, before, self.source.end, self.proxy, self.search)
         return own.latest.tokens
 
-    def _drawn(self, root: Tensor, log_probs: Tensor, uniforms: UniformSource) -> DraftTree:
-        """Each row's path drawn from its lattice, no longer than its controller says."""
-        assert self.proxy is not None, "sampled paths have one"
-        lattices = []
-        objectives = []
-        for i, own in enumerate(self.rows):
-            lattice = prune(log_probs[i, : own.control.length], self.search.tau, self.search.most)
-            own.latest = RowDraft((), lattice.before(self.source.end))
-            before = self.source.latest(i, self.read)
-            lattices.append(lattice)
-            objectives.append(Objective(self.proxy, before, self.search.weight))
-        vocabulary = log_probs.shape[-1]
-        return lattice_chain(root, lattices, objectives, vocabulary, uniforms, self.max_depth)
-
 
 def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:
     """Chains of chosen ``paths`` [B] as point masses, filled up with the token of ``root`` [B]."""
@@ -228,64 +187,19 @@ def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> Dr
     return DraftTree(tokens, TreeShape.chain(length, root.device), drafted=max(map(len, rows)))
 
 
-def next_probs(lattice: Lattice, objective: Objective, path: Path) -> tuple[list[Path], Tensor]:
-    """The continuations of ``path`` by one token and their probabilities, the softmax of gains."""
-    grown = objective.extend(lattice, path)
-    gains = torch.tensor([longer.score - path.score for longer in grown], dtype=torch.float64)
-    return grown, gains.softmax(0)
-
-
-def lattice_chain(
-    root: Tensor,
-    lattices: Sequence[Lattice],
-    objectives: Sequence[Objective],
-    vocabulary: int,
-    uniforms: UniformSource,
-    length: int,
-) -> DraftTree:
-    """Chains of ``length`` = K drawn left to right from each row's lattice, with the distribution
-    of every draw.
-
-    After the end of a row's lattice or path comes the root's token, with certainty. K uniforms a
-    row.
-    """
-    numbers = uniforms.draw(length)
-    tokens = root[:, None].repeat(1, length + 1)
-    probs = numbers.new_zeros(len(root), length + 1, vocabulary)
-    probs.scatter_(2, tokens[..., None], 1.0)
-    drafted = 0
-    for row, (lattice, objective) in enumerate(zip(lattices, objectives, strict=True)):
-        path = Path(finished=not len(lattice))
-        for place in range(length):
-            if path.finished:
-                break
-            grown, chances = next_probs(lattice, objective, path)
-            dist = probs[row, place + 1].zero_()
-            dist[[longer.tokens[-1] for longer in grown]] = chances.to(dist)
-            path = grown[int(categorical(chances.to(dist), numbers[row, place]))]
-            tokens[row, place + 1] = path.tokens[-1]
-        drafted = max(drafted, len(path.tokens))
-    return DraftTree(tokens, TreeShape.chain(length, root.device), probs, drafted)
-
-
 class StepsDrafter(SourceDrafter):
-    """SpecDiff's chains of ``length`` drafts in ``steps`` forwards.
+    """SpecDiff's chains of ``length`` drafts in two forwards, a half each.
 
-    For a greedy target they are the likeliest tokens. Raises ``ValueError`` for a length or a
-    number of steps below 1, and for more steps than drafts.
+    For a greedy target they are the likeliest tokens. Raises ``ValueError`` for a length below 2.
     """
 
-    def __init__(
-        self, source: DiffusionSource, target: VLMTarget, length: int = 12, steps: int = 4
-    ) -> None:
+    def __init__(self, source: DiffusionSource, target: VLMTarget, length: int = 12) -> None:
         super().__init__(source, target, length)
         self.source: DiffusionSource = source
         self.max_nodes = length + 1
-        if not 1 <= steps <= length:
-            raise ValueError(
-                f"steps must be at least 1 and at most the length, got {steps} for {length}"
-            )
-        self.pieces = [len(piece) for piece in torch.arange(length).tensor_split(steps)]
+        if length < 2:
+            raise ValueError(f"length must be at least 2, a draft of each forward, got {length}")
+        self.pieces = (length - length // 2, length // 2)
         self.shape = TreeShape.chain(length, target.device)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

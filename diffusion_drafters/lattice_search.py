@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -181,16 +181,6 @@ class Objective:
             found += [before + score + rest * proxy for score, proxy in pairs]
         return found
 
-    def extend(self, lattice: Lattice, path: Path) -> list[Path]:
-        """``path`` with every candidate of the next position after it."""
-        place = len(path.tokens)
-        tokens = lattice.tokens[place]
-        last = place + 1 == len(lattice)
-        given = (path.score, path.tokens, self.context(path))
-        scores = self.scores([given], tokens, lattice.scores[place])
-        found = zip(tokens, scores, strict=True)
-        return [Path((*path.tokens, t), score, last or t == self.end) for t, score in found]
-
     def context(self, path: Path) -> tuple[int, ...]:
         """What the proxy reads after ``path``."""
         count = self.proxy.order - 1
@@ -247,29 +237,3 @@ def _grown(
 def _rank(path: OpenPath) -> tuple[float, tuple[int, ...]]:
     """Sorts better paths first."""
     return -round(path[0], SAME), path[1]
-
-
-def best_path(lattice: Lattice, objective: Objective) -> Path:
-    """The best path of all, exactly: of those that the proxy cannot tell apart, only the best is
-    continued.
-
-    With M candidates a position and a proxy of order n that is K·M^n steps: for small lattices and
-    low orders.
-    """
-    going = [Path(finished=not len(lattice))]
-    done: list[Path] = []
-    while going:
-        done += [path for path in going if path.finished]
-        grown = (p for path in going if not path.finished for p in objective.extend(lattice, path))
-        going = _leaders(objective, grown)
-    return min(done, key=lambda path: path.rank)
-
-
-def _leaders(objective: Objective, paths: Iterable[Path]) -> list[Path]:
-    """The best of equally long ``paths`` for each context of the proxy, and of those finished."""
-    best: dict[tuple[int, ...] | None, Path] = {}
-    for path in paths:
-        key = None if path.finished else objective.context(path)
-        if key not in best or path.rank < best[key].rank:
-            best[key] = path
-    return list(best.values())

@@ -15,9 +15,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -26,7 +23,7 @@ from specmm.layered import Layered, Skip
 from specmm.methods import check_sure
 from specmm.processors import Processor
 from specmm.randomness import UniformSource, categorical
-from specmm.self_search import SHARE, WINDOW, Search, Setting, Verified, trial
+from specmm.self_search import WINDOW, Search, Setting, Verified, trial
 from specmm.shape.blocks import adaedl_stop
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
@@ -99,16 +96,6 @@ class SelfDrafter:
             first = self.target.cache.size.capacity
             self.bias[..., :first] = self.target.cache.prefix_bias()[:, None, None]
             return self._chain(feedback.token, numbers)
-
-    @contextmanager
-    def searching(self) -> Iterator[None]:
-        """For a while trials may take as long as the rest."""
-        assert self.search is not None
-        self.search.share = 1.0
-        try:
-            yield
-        finally:
-            self.search.share = SHARE
 
     def _found(self) -> Setting:
         assert self.search is not None

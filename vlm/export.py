@@ -11,7 +11,7 @@ Shape letters: V vocabulary, C width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.checkpoints import State, load_strict, read_checkpoint, read_json
+from specmm.checkpoints import State
 from specmm.vlm.msd import MSDConfig, MSDHead, drafted_embeddings, load_msd, write_folder
 
 ALGORITHM = "eagle"
@@ -92,7 +92,7 @@ def export_speculators(
     wanted = [head.config.vocab_size, head.config.hidden_size]
     if list(output.shape) != wanted:
         raise ValueError(f"output must be the target's head {wanted}, got {list(output.shape)}")
-    weights = {_renamed(k, NAMES): v for k, v in head.state_dict().items()} | {OUTPUT: output}
+    weights = {_renamed(k): v for k, v in head.state_dict().items()} | {OUTPUT: output}
     state: State = {k: v.detach().cpu().clone().contiguous() for k, v in weights.items()}
     write_folder(folder, state, facts)
 
@@ -106,34 +106,9 @@ def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> str:
     return "for text prompts: the format has no field for pictures' raw slots"
 
 
-def import_speculators(folder: str | Path) -> tuple[MSDHead, Tensor]:
-    """The head of a speculators folder and its output head [V, C].
-
-    Raises ``ValueError`` for drafters an MSD head cannot be and, naming them, for missing or extra
-    weights.
-    """
-    file = Path(folder) / "config.json"
-    facts = read_json(file)
-    state = read_checkpoint(folder)
-    layer = facts.get("transformer_layer_config")
-    kind = facts.get("speculators_model_type")
-    if kind != ALGORITHM or not isinstance(layer, Mapping) or facts.get("layernorms"):
-        raise ValueError(
-            f"{folder} must be a speculators {ALGORITHM} folder with a transformer_layer_config "
-            f"and no layernorms, got {kind!r} with layernorms {facts.get('layernorms')}"
-        )
-    output = state.pop(OUTPUT, None)
-    if output is None:
-        raise ValueError(f"{folder} must hold {OUTPUT}, got {len(state)} other tensors")
-    head = MSDHead(MSDConfig.from_json({**layer, "bias": bool(facts.get("fusion_bias"))}, file))
-    theirs = {new: old for old, new in NAMES.items()}
-    load_strict(head, {_renamed(k, theirs): v for k, v in state.items()}, source=folder)
-    return head.eval(), output
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    old = next((prefix for prefix in names if name.startswith(prefix)), "")
-    return names[old] + name[len(old) :] if old else name
+def _renamed(name: str) -> str:
+    old = next((prefix for prefix in NAMES if name.startswith(prefix)), "")
+    return NAMES[old] + name[len(old) :] if old else name
 
 
 def _check_expressible(config: MSDConfig, algorithm: str) -> None:

@@ -38,7 +38,7 @@ class MARGraphs:
         self.pool = shared_pool(model.mask_token.device)
         self.passes = Graphs(self._pass, self.pool)
         self.plain: dict[tuple[type, ChainHead, float], Graphs] = {}
-        self.rounds: dict[tuple[ChainHead, bool, bool], Graphs] = {}
+        self.rounds: dict[tuple[ChainHead, bool], Graphs] = {}
 
     @property
     def spent(self) -> bool:
@@ -87,17 +87,17 @@ class MARGraphs:
         return ChainProgram(rounds, bound, tables, options, pictures)
 
     def _rounds(
-        self, head: ChainHead, fixed: Fixed, state: ChainState, gaussian: bool, residual: bool
+        self, head: ChainHead, fixed: Fixed, state: ChainState, residual: bool
     ) -> tuple[Tensor, ...]:
         """As :func:`specmm.image_ar.continuous.chain_program.run_rounds`, ``AHEAD`` a graph."""
-        key = head, gaussian, residual
+        key = head, residual
         if key not in self.rounds:
             sizes = len(Fixed._fields) - 1  # all but the weights
 
             def run(*given: Tensor) -> tuple[Tensor, ...]:
                 own, now = Fixed(head.weights, *given[:sizes]), ChainState(*given[sizes:])
                 for _ in range(AHEAD):
-                    now = play_round(own, now, gaussian, residual)
+                    now = play_round(own, now, residual)
                 return now
 
             self.rounds[key] = Graphs(run, self.pool, fixed=sizes)
@@ -112,6 +112,5 @@ def check_captured(method: methods.ContinuousMethod) -> None:
     """Raise ``ValueError`` for what has no graphs."""
     if not method.static_shapes:
         raise NotCompiled(
-            "compiled=True of MAR needs, on a GPU, ar or an exact cspd without a small model, got "
-            f"{method}"
+            f"compiled=True of MAR needs, on a GPU, ar or an exact cspd, got {method}"
         )

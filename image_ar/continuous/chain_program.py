@@ -85,7 +85,7 @@ class ChainProgram:
 
     def __init__(
         self,
-        run: Callable[[Fixed, ChainState, bool, bool], tuple[Tensor, ...]],
+        run: Callable[[Fixed, ChainState, bool], tuple[Tensor, ...]],
         bound: BoundHead,
         tables: WindowTables,
         options: ChainOptions,
@@ -94,7 +94,6 @@ class ChainProgram:
         self.run = run
         self.count = len(bound)
         self.batch = pictures
-        self.gaussian = options.predictor == "gaussian"
         self.residual = options.residual
         self.device = bound.head.device
         warmth = options.temperature
@@ -122,7 +121,7 @@ class ChainProgram:
             numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
             held = torch.tensor([each for _, each in numbers], device=self.device).T.contiguous()
             fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], held)
-            found = self.run(fixed, state, self.gaussian, self.residual)
+            found = self.run(fixed, state, self.residual)
             made = ChainState(*(part.cpu() for part in found))
             if not self._drawn(there, made, streams, held.tolist()):
                 break
@@ -199,18 +198,16 @@ class ChainProgram:
         return full
 
 
-def run_rounds(
-    fixed: Fixed, begin: ChainState, gaussian: bool, residual: bool
-) -> tuple[Tensor, ...]:
-    """The state of rows after their rounds; ``ChainOptions`` says what the flags are."""
+def run_rounds(fixed: Fixed, begin: ChainState, residual: bool) -> tuple[Tensor, ...]:
+    """The state of rows after their rounds; ``residual`` is that of ``ChainOptions``."""
 
     def play(*state: Tensor) -> tuple[Tensor, ...]:
-        return tuple(play_round(fixed, ChainState(*state), gaussian, residual))
+        return tuple(play_round(fixed, ChainState(*state), residual))
 
     return looped(lambda *state: state[-1].any(), play, tuple(begin))
 
 
-def play_round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) -> ChainState:
+def play_round(fixed: Fixed, state: ChainState, residual: bool) -> ChainState:
     """One round; the rows of a picture that needs what is not there stop as they were before."""
     k, calls = state.counts.unbind(1)
     steps = len(fixed.modulations)
@@ -240,12 +237,10 @@ def play_round(fixed: Fixed, state: ChainState, gaussian: bool, residual: bool) 
     clean = probs.mean
     out = columns.gain[row, kept + 1]
     eta = drafts.points[row, kept] + out * step
-    mean, var = clean, torch.zeros_like(clean)
-    if gaussian:
-        excess = clamped(torch.expm1(wider), 0.0)
-        inside = _range(drafted, k) < limit[:, None]
-        response.observe(columns.gain[:, 1:-1] * inside[:, :, None], drafts.steps, p.mean, excess)
-        mean, var = predicted(clean, step, out, excess[row, kept])
+    excess = clamped(torch.expm1(wider), 0.0)
+    inside = _range(drafted, k) < limit[:, None]
+    response.observe(columns.gain[:, 1:-1] * inside[:, :, None], drafts.steps, p.mean, excess)
+    mean, var = predicted(clean, step, out, excess[row, kept])
     done = k + kept == steps - 1
     eta = torch.where(done[:, None], clean, eta)
     moved = ChainState(

@@ -8,7 +8,7 @@ Functions of numpy's arrays on the host, and of tensors in a program; see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from specmm.image_ar.continuous.chain_windows import Array, Columns, Response, l
 from specmm.image_ar.continuous.orders import Stream
 
 Mask: TypeAlias = Any  # flags, of numpy or torch
-Predictor = Literal["gaussian", "frozen", "small"]
 
 WIDEST = 80.0  # beyond this float32 has no such variance
 FIRST_TRIES = 8  # proposals a row gets at first; four times as many in each further turn
@@ -55,7 +54,6 @@ class ChainOptions:
     """How to speculate; without ``residual`` the output is wrong: the tests' broken twin."""
 
     temperature: float = 1.0
-    predictor: Predictor = "gaussian"
     residual: bool = True
 
 

@@ -24,7 +24,6 @@ of a window, C token width, N rows and K proposals of a coupling.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -86,15 +85,13 @@ def speculate(
     normal: PictureStreams,
     log_uniform: PictureStreams,
     options: ChainOptions | None = None,
-    small: BoundHead | None = None,
     programs: RoundPrograms | None = None,
 ) -> Speculated:
     """Tokens [R, C] with the distribution of ``ancestral``, in fewer sequential head calls.
 
-    ``rows[b]`` of the R tokens belong to picture b and use its streams. ``small`` is a smaller
-    model's head, bound to the same tokens: it then drafts, step by step. ``programs`` compute
-    rounds without it, of few tokens. Raises ``ValueError`` when a chain leaves the finite numbers,
-    and for a temperature that is not above 0: such a chain has no distributions to couple.
+    ``rows[b]`` of the R tokens belong to picture b and use its streams. ``programs`` compute rounds
+    of few tokens. Raises ``ValueError`` when a chain leaves the finite numbers, and for a
+    temperature that is not above 0: such a chain has no distributions to couple.
     """
     options = options or ChainOptions()
     if options.temperature <= 0:
@@ -102,7 +99,7 @@ def speculate(
             f"temperature must be above 0 to speculate, got {options.temperature}: "
             "run the chain plainly"
         )
-    run = _ChainRun(bound, tables, rows, normal, log_uniform, options, small, programs)
+    run = _ChainRun(bound, tables, rows, normal, log_uniform, options, programs)
     while run.left:
         if run.program is not None:
             run.play(run.program)
@@ -121,7 +118,6 @@ class _ChainRun:
     normal: PictureStreams
     log_uniform: PictureStreams
     options: ChainOptions
-    small: BoundHead | None
     programs: RoundPrograms | None
     calls: int = 0
 
@@ -142,7 +138,7 @@ class _ChainRun:
         self.row_calls = [0] * count
         self.program: ChainProgram | None = None
         alike = len(set(self.rows)) == 1
-        if self.programs is not None and self.small is None and alike:
+        if self.programs is not None and alike:
             given = self.bound, self.tables, self.options, self.batch
             self.program = self.programs.speculation(*given)
 
@@ -183,43 +179,22 @@ class _ChainRun:
         width = min(self.tables.window, self.tables.steps - min(self.k))
         columns = self.tables.at(self.k, width)
         noise = noise[:, :width]
-        if self.small is not None:
-            drafts = self._draft_by(self.small, columns, noise)
-        else:
-            noise = noise * self.options.temperature
-            shares = self.response.shares()
-            drafts = draft(self._state(), shares, columns, noise, self.log_temperature)
-        p, wider = self._probs(self.bound, self.k, drafts.points, columns)
+        noise = noise * self.options.temperature
+        shares = self.response.shares()
+        drafts = draft(self._state(), shares, columns, noise, self.log_temperature)
+        p, wider = self._probs(drafts.points, columns)
         return Verified(drafts, p, wider, rejections(drafts, p, log_u[:, : width - 1]))
 
     def _state(self) -> RowState:
         return RowState(self.eta, self.mean, self.var)
 
-    def _draft_by(self, small: BoundHead, columns: Columns, noise: Array) -> Drafts:
-        """Drafts by the small head, one call a step."""
-        points = [self.eta[:, None]]
-        steps = [noise[:, :0]]
-        means = [noise[:, :0]]
-        log_vars = [noise[:, :0]]
-        for j in range(noise.shape[1] - 1):
-            here = columns.pair(j)
-            dist, _ = self._probs(small, [k + j for k in self.k], points[-1], here)
-            means.append(dist.mean)
-            log_vars.append(dist.log_var)
-            steps.append(dist.sample(noise[:, j : j + 1]))
-            points.append(points[-1] + here.gain[:, 1:] * steps[-1])
-        q = Normal(np.concatenate(means, axis=1), np.concatenate(log_vars, axis=1))
-        return Drafts(np.concatenate(points, axis=1), np.concatenate(steps, axis=1), q)
-
-    def _probs(
-        self, head: BoundHead, k: list[int], points: Array, columns: Columns
-    ) -> tuple[Normal, Array]:
-        """``target_probs`` by a head whose rows are at steps ``k``; raises for wild ones."""
+    def _probs(self, points: Array, columns: Columns) -> tuple[Normal, Array]:
+        """``target_probs`` of the rows' next steps; raises for wild ones."""
         x = torch.from_numpy(points * columns.to_x[:, :-1]).to(self.device)
-        eps, v = (answer.cpu().numpy() for answer in head.window(k, x))
+        eps, v = (answer.cpu().numpy() for answer in self.bound.window(self.k, x))
         p, wider = target_probs(points, eps, v, columns, self.log_temperature)
         if not np.abs(wider).max() < WIDEST:
-            steps = np.array(k)[:, None] + np.arange(wider.shape[1])
+            steps = np.array(self.k)[:, None] + np.arange(wider.shape[1])
             _check_widths(wider, steps < self.tables.steps)
         return p, wider
 
@@ -245,13 +220,9 @@ class _ChainRun:
         gain = self.tables.at(self.k, wider.shape[1]).gain
         out = gain[rows if len(gain) > 1 else 0, at + 1]
         self.eta = drafts.points[rows, at] + out * step
-        if self.options.predictor == "gaussian":
-            excess = np.maximum(np.expm1(wider), 0)  # Δ·Var(x0) by the target
-            self.response.observe(self._inside(gain[:, 1:-1]), drafts.steps, p.mean, excess)
-            self.mean, self.var = predicted(probs.mean, step, out, excess[rows, at])
-        else:
-            self.mean = probs.mean
-            self.var = np.zeros_like(step)
+        excess = np.maximum(np.expm1(wider), 0)  # Δ·Var(x0) by the target
+        self.response.observe(self._inside(gain[:, 1:-1]), drafts.steps, p.mean, excess)
+        self.mean, self.var = predicted(probs.mean, step, out, excess[rows, at])
         self.k = [k + n + 1 for k, n in zip(self.k, kept, strict=True)]
 
     def _next_step(self, drafts: Drafts, probs: Normal, at: npt.NDArray[np.int64]) -> Array:
@@ -292,8 +263,6 @@ class _ChainRun:
             return
         rows = torch.tensor(stay, device=self.device)
         self.bound.keep(rows)
-        if self.small is not None:
-            self.small.keep(rows)
         self.eta = self.eta[stay]
         self.mean = self.mean[stay]
         self.var = self.var[stay]
@@ -316,17 +285,13 @@ def _check_widths(wider: Array, inside: Mask) -> None:
 
 @dataclass
 class ChainSpeculation:
-    """A ``MARSampler`` with DDPM's distribution in fewer sequential head calls.
-
-    ``small`` binds a smaller model's head, which then drafts, to the tokens of an iteration.
-    """
+    """A ``MARSampler`` with DDPM's distribution in fewer sequential head calls."""
 
     head: ChainHead
     normal: PictureStreams
     log_uniform: PictureStreams
     window: int = 16
     options: ChainOptions = field(default_factory=ChainOptions)
-    small: Callable[[View, float | Tensor], BoundHead] | None = None
     programs: RoundPrograms | None = None
     tables: WindowTables = field(init=False)
 
@@ -338,9 +303,6 @@ class ChainSpeculation:
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
         """See ``MARSampler``."""
         bound = self.head.bind(condition)
-        small = None if self.small is None else self.small(view, condition.scale)
         streams = (self.normal, self.log_uniform)
-        made = speculate(
-            bound, self.tables, view.rows, *streams, self.options, small, self.programs
-        )
+        made = speculate(bound, self.tables, view.rows, *streams, self.options, self.programs)
         return made.tokens, sum(made.row_calls)

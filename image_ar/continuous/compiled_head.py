@@ -94,8 +94,8 @@ def check_compiled(method: methods.ContinuousMethod, settings: MARSettings, plac
     """Raise ``ValueError`` for what has no programs on a ``place``, a kind of device."""
     if not method.static_shapes or settings.solver != "ddpm" or place != "cpu":
         raise NotCompiled(
-            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd without a "
-            f"small model, got {place}, {settings.solver!r} and {method}"
+            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd, "
+            f"got {place}, {settings.solver!r} and {method}"
         )
 
 

@@ -184,15 +184,10 @@ def _speculation(
     normal = normals(batch.generators)
     if settings.temperature == 0:  # a chain without noise has nothing to couple
         return Ancestral(head, normal, 0.0), PLAIN
-    small = None
-    if method.predictor == "small":
-        model = models.needed("predictor 'small'")
-        drafter = CSpDModel(model, batch.labels, len(batch.labels), settings)
-        small = drafter.bind
-    options = ChainOptions(settings.temperature, method.predictor)
+    options = ChainOptions(settings.temperature)
     window = method.window or HEAD_STEPS
     numbers = (normal, log_uniforms(batch.generators))
-    return ChainSpeculation(head, *numbers, window, options, small, batch.quick), EXACT
+    return ChainSpeculation(head, *numbers, window, options, batch.quick), EXACT
 
 
 def _between_models(

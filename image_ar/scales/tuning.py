@@ -1,4 +1,4 @@
-"""Decisions measured on this machine: CoDe's N and method ``auto``.
+"""Decisions measured on this machine: CoDe's N.
 
 The planner's rates are fitted to timed scales. Shape letters: B batch, K scales.
 """
@@ -30,7 +30,7 @@ from specmm.image_ar.scales.planner import (
     parameters,
 )
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
-from specmm.image_ar.scales.scale_speculation import ScaleSpeculation, coarse_scales
+from specmm.image_ar.scales.scale_speculation import coarse_scales
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.randomness import Uniforms
@@ -38,11 +38,8 @@ from specmm.stats import Clock
 from specmm.watching import tell
 
 REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
-CLEAR_WIN = 1.05
 CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's prefill
 MEASURED_BLOCKS = 2  # of published sizes, in place of all
-
-Decided = tuple[methods.ScalesMethod, str]  # what is run, and why
 
 
 @dataclass(frozen=True)
@@ -84,14 +81,14 @@ class Chooser:
     vqvae: VQVAE
     settings: VARSettings
     plans: dict[tuple[int, Sampling], CoDePlan] = field(default_factory=dict)
-    races: dict[tuple[int, Sampling], Decided] = field(default_factory=dict)
 
     def clear(self) -> None:
         """Forget what was measured: the models have moved."""
         self.plans.clear()
-        self.races.clear()
 
-    def settle(self, method: methods.ScalesMethod, batch: int, sampling: Sampling) -> Decided:
+    def settle(
+        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
+    ) -> tuple[methods.ScalesMethod, str]:
         """``method`` with nothing left open for ``batch`` pictures at once, and the reason."""
         match method:
             case methods.CoDe(n=-1):
@@ -102,10 +99,7 @@ class Chooser:
             case methods.ScaleSpeculative(until=-1):
                 return replace(method, until=coarse_scales(self.large.config.schedule)), ""
             case methods.Auto():
-                key = batch, sampling
-                if key not in self.races:
-                    self.races[key] = self._race(batch, sampling)
-                return self.races[key]
+                return (methods.AR(), "plain decoding: exact speculation was never faster")
         return method, ""
 
     def plan(self, batch: int, sampling: Sampling) -> CoDePlan:
@@ -128,16 +122,6 @@ class Chooser:
 
     def _specialised(self) -> str:
         return f"n {self.settings.n}: what the models were specialised for"
-
-    def _race(self, batch: int, sampling: Sampling) -> Decided:
-        """Speculation if it is measured to win, else plain decoding: exact methods only."""
-        if self.small is None:
-            return methods.AR(), "plain decoding: no small model"
-        method = methods.ScaleSpeculative(until=coarse_scales(self.large.config.schedule))
-        wins, reason = speculation_wins(
-            self.large, self.small, self.vqvae, batch, sampling, method.window, method.until
-        )
-        return (method if wins else methods.AR()), reason
 
 
 def needed(small: VAR | None, method: str) -> VAR:
@@ -212,37 +196,6 @@ def time_decode(vqvae: VQVAE) -> float:
         vqvae.decode(f_hat)
         times.append(_now(device) - begin)
     return min(times)
-
-
-@torch.inference_mode()
-def speculation_wins(
-    large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, window: int, until: int
-) -> tuple[bool, str]:
-    """Whether exact speculation beats plain decoding by CLEAR_WIN on the same pictures, and why."""
-    if sampling.more_smooth:
-        return False, "plain decoding: soft codes cannot be verified"
-    device = large.device
-    labels = torch.arange(batch, device=device) % large.config.num_classes
-    plain: list[float] = []
-    speculative: list[float] = []
-    for _ in range(REPEATS + 1):
-        begin = _now(device)
-        feature_map = FeatureMap(vqvae.quantize, batch)
-        everything = range(len(feature_map.schedule))
-        _plain(large, feature_map, labels, sampling)(everything)
-        plain.append(_now(device) - begin)
-        begin = _now(device)
-        feature_map = FeatureMap(vqvae.quantize, batch)
-        uniforms = _uniforms(batch, device)
-        speculation = ScaleSpeculation(
-            large, small, feature_map, labels, sampling, uniforms, window, until
-        )
-        list(speculation.rounds(Clock()))
-        speculative.append(_now(device) - begin)
-    gain = min(plain) / min(speculative)
-    wins = gain >= CLEAR_WIN
-    name = "speculation" if wins else "plain decoding"
-    return wins, f"{name}: speculation measured at {gain:.2f}x plain decoding"
 
 
 def _plain(

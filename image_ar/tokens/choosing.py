@@ -34,13 +34,7 @@ SIZES = (3, 4, 8, 12, 16, 24)
 PLANNED = methods.Speculative(rule="recursive")
 # methods without a tree to choose, whose tau is measured as the drafters are trained, by setting
 JACOBI: dict[str, Method] = {"sjd": methods.SJD()}
-UNPLANNED: tuple[Method, ...] = (
-    *JACOBI.values(),
-    methods.SelfDraft(),
-    methods.PromptLookup(),
-    methods.Speculative(),
-    methods.Eagle(),
-)
+UNPLANNED: tuple[Method, ...] = (*JACOBI.values(), methods.PromptLookup(), methods.Speculative())
 BORROWING = ((2.0, 10), (5.0, 20), (20.0, 60), (40.0, 100))  # λ and k of LANTERN++
 PICTURES = 3  # drawn by each method in a race
 MARGIN = 0.05  # what a method must gain at least
@@ -75,7 +69,7 @@ def planned_for(
     """The plan for ``batch`` pictures at a time, made once per process and kept in ``parts``.
 
     Where the block drafter's acceptance is not known, or there is none, all that serve are
-    measured: SJD, the model without some layers, a lookup where prompts are tokens, drafters. Where
+    measured: SJD, a lookup where prompts are tokens, the block drafter. Where
     ``auto`` allows relaxed methods they are measured as well, beside the best of the exact ones.
     """
     threads = torch.get_num_threads()
@@ -136,7 +130,7 @@ def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) 
     planned = planned_for(target, parts, batch)
     exact = method_of(planned)
     race = Race(target, parts, batch, tv)
-    race.run([exact, *serving(relaxed_methods(parts), target, parts)])
+    race.run([exact, *serving(relaxed_methods(), target, parts)])
     made = race.plan(f"total variation of at most {tv:g} a token allowed")
     gains = race.gains()
     worth = (1 + MARGIN) * gains.get(exact, 1.0)  # of what leaves the target's distribution
@@ -145,12 +139,10 @@ def _relaxed(target: DrawingTarget, parts: PictureParts, batch: int, tv: float) 
     return made
 
 
-def relaxed_methods(parts: PictureParts) -> list[Method]:
+def relaxed_methods() -> list[Method]:
     """Those whose certificate is "bounded", from little borrowed mass to much."""
-    own = parts.given if parts.given in ("block", "eagle") else None
-    drafter: Any = own or ("block" if "block" in parts.drafters else "eagle")
-    borrowing = (methods.LanternPP(lambda_=x, k=k, drafter=drafter) for x, k in BORROWING)
-    return [methods.GSD(), *borrowing, methods.Lantern()]
+    borrowing = (methods.LanternPP(lambda_=x, k=k) for x, k in BORROWING)
+    return [methods.GSD(), *borrowing, methods.Lantern(drafter="block")]
 
 
 def serving(some: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:

@@ -70,6 +70,8 @@ def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
     for name in kinds:
         method = kinds.get(name)
         line = (method.__doc__ or "").splitlines()[0].replace("``", "`")
+        if method.here:
+            line += f" (Here {method.here}.)"
         found[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))
     return found
 

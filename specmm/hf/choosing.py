@@ -42,8 +42,7 @@ Answer = Callable[[], Iterator[Progress]]
 
 def kinds_of(registry: Sequence[str], drafters: Drafters) -> list[str]:
     """The methods of a ``registry`` that ``auto`` chooses among: those that contend or have a plan,
-    and for which there is a drafter, and those whose drafter was given. One that needs no drafter
-    is for models that have none.
+    and for which there is a drafter, and those whose drafter was given.
     """
 
     def ready(name: str) -> bool:
@@ -51,8 +50,7 @@ def kinds_of(registry: Sequence[str], drafters: Drafters) -> list[str]:
         offered = (bool(kind.plan) or kind.contends) and drafters.has(name)
         return bool(kind.make) and (offered or name in drafters.passed)
 
-    found = [name for name in KINDS if name in registry and ready(name)]
-    return [name for name in found if not KINDS[name].drafterless] or found
+    return [name for name in KINDS if name in registry and ready(name)]
 
 
 def chosen_of(

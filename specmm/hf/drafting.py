@@ -51,8 +51,8 @@ class DrafterKind:
     ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
     ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and
     ``offers(target model)`` says whether the target itself has what drafts. Method ``auto`` also
-    tries what ``contends`` without a plan, and turns to one that is ``drafterless`` where nothing
-    else drafts. Which layouts of folders it reads is said in ``drafter_formats``.
+    tries what ``contends`` without a plan. Which layouts of folders it reads is said in
+    ``drafter_formats``.
     """
 
     make: str
@@ -63,13 +63,12 @@ class DrafterKind:
     judge: str = ""
     offers: str = ""
     contends: bool = False
-    drafterless: bool = False
 
 
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
     "sjd": DrafterKind("specmm.hf.drafters.interleaved:make"),
-    "self": DrafterKind(f"{OWN}:make", plan=f"{OWN}:choose_method", drafterless=True),
+    "self": DrafterKind(f"{OWN}:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(

@@ -114,70 +114,16 @@ __all__ = [
 Method: TypeAlias = (
     AR | SJD | GSD | ZipAR | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
 )
-VQAMethod: TypeAlias = (
-    AR
-    | TextDraft
-    | VLMDraft
-    | MSD
-    | Eagle3
-    | MTP
-    | Assistant
-    | Block
-    | PromptLookup
-    | AnswerSJD
-    | SelfDraft
-    | Verdict
-    | Draft
-    | Auto
+# of questions and of texts
+LanguageMethod: TypeAlias = (
+    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | SelfDraft | Draft | Auto
 )
-TransformersImageMethod: TypeAlias = (  # models that draw picture tokens
-    AR
-    | SJD
-    | GSD
-    | ZipAR
-    | Speculative
-    | Eagle
-    | Lantern
-    | LanternPP
-    | SelfDraft
-    | PromptLookup
-    | Draft
-    | Auto
-)
+VQAMethod: TypeAlias = LanguageMethod | VLMDraft | MSD | AnswerSJD | Verdict
+TextMethod: TypeAlias = LanguageMethod | DiffuSpec | SpecDiff | DEER
+GenerateMethod: TypeAlias = TextMethod | VLMDraft | MSD
+TransformersImageMethod: TypeAlias = Method | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
-TextMethod: TypeAlias = (
-    AR
-    | DiffuSpec
-    | SpecDiff
-    | DEER
-    | Block
-    | Eagle3
-    | MTP
-    | Assistant
-    | TextDraft
-    | PromptLookup
-    | SelfDraft
-    | Draft
-    | Auto
-)
-GenerateMethod: TypeAlias = (
-    AR
-    | TextDraft
-    | VLMDraft
-    | MSD
-    | Eagle3
-    | MTP
-    | Assistant
-    | PromptLookup
-    | SelfDraft
-    | DiffuSpec
-    | SpecDiff
-    | DEER
-    | Block
-    | Draft
-    | Auto
-)
 
 IMAGE_TOKENS = Methods("image tokens", get_args(Method), relaxes=True)
 SCALES = Methods("scales", get_args(ScalesMethod))

@@ -64,6 +64,7 @@ class Declared(metaclass=_Checked):
     claims: ClassVar[str] = "exact"  # of its runs; each run's certificate is what counts
     drafts: ClassVar[bool] = True
     streams: ClassVar[bool] = True  # one model answers, token by token
+    here: ClassVar[str] = ""  # speed over plain decoding in benchmarks/results, if it seldom pays
 
     @property
     def timed(self) -> bool:
@@ -242,6 +243,7 @@ class SelfDraft(Declared):
     """
 
     name: ClassVar[str] = "self"
+    here: ClassVar[str] = "0.98x plain decoding at best"
     can_refill: ClassVar[bool] = True
     exit: int = 0
     skip: tuple[int, ...] = ()

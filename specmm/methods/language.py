@@ -8,10 +8,16 @@ from typing import ClassVar
 from specmm.methods.base import Choice, Declared, TreeName
 
 
+@dataclass(frozen=True)
 class DrawnIfSampled(Declared):
     """Those whose ``tree`` is drawn, by ``rule``, only where they are ``sampled``."""
 
-    sampled: bool
+    total: int = 59
+    depth: int = 5
+    top_k: int = 10
+    sampled: bool = False
+    tree: TreeName = (3, 2, 2, 1, 1)
+    rule: str = "recursive"
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -19,11 +25,16 @@ class DrawnIfSampled(Declared):
         return () if self.sampled else ("tree", "rule")
 
 
+@dataclass(frozen=True)
 class DrawnIfAsked(Declared):
     """Those that draw a tree where they are ``sampled`` or a ``tree`` is given."""
 
-    sampled: bool
-    tree: TreeName
+    total: int = 12
+    depth: int = 3
+    top_k: int = 4
+    sampled: bool = True
+    tree: TreeName = ""
+    rule: str = "recursive"
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -31,10 +42,14 @@ class DrawnIfAsked(Declared):
         return () if self.sampled or self.tree else ("rule",)
 
 
+@dataclass(frozen=True)
 class OfBlocks(Declared):
     """Those of drafters that give a block at once."""
 
-    tree: int | TreeName
+    length: int = 0
+    tree: int | TreeName = 0
+    recall: int = 0
+    rule: str = ""  # of a tree of fixed shape
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -72,12 +87,6 @@ class MSD(DrawnIfSampled):
     name: ClassVar[str] = "msd"
     captured: ClassVar[bool] = True
     can_refill: ClassVar[bool] = True
-    total: int = 59
-    depth: int = 5
-    top_k: int = 10
-    sampled: bool = False
-    tree: TreeName = (3, 2, 2, 1, 1)
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -92,12 +101,6 @@ class MTP(DrawnIfAsked):
 
     name: ClassVar[str] = "mtp"
     can_refill: ClassVar[bool] = True
-    total: int = 12
-    depth: int = 3
-    top_k: int = 4
-    sampled: bool = True
-    tree: TreeName = ""
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,6 @@ class Eagle3(DrawnIfSampled):
     name: ClassVar[str] = "eagle3"
     captured: ClassVar[bool] = True
     can_refill: ClassVar[bool] = True
-    total: int = 59
-    depth: int = 5
-    top_k: int = 10
-    sampled: bool = False
-    tree: TreeName = (3, 2, 2, 1, 1)
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -128,12 +125,6 @@ class Assistant(DrawnIfAsked):
 
     name: ClassVar[str] = "assistant"
     can_refill: ClassVar[bool] = True
-    total: int = 12
-    depth: int = 3
-    top_k: int = 4
-    sampled: bool = True
-    tree: TreeName = ""
-    rule: str = "recursive"
 
 
 @dataclass(frozen=True)
@@ -179,15 +170,13 @@ class Verdict(Declared):
 class DiffuSpec(Declared):
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, searched for a causal path.
 
-    Drafts are point masses. Without ``search`` they are the likeliest tokens; ``sampled`` draws a
-    path with its distribution. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
-    ``most`` by ``step`` and ``rate``. ``beam`` 0 finds the best path. ``reuse`` keeps keys and
-    values between rounds: faster, with other drafts.
+    Drafts are point masses. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
+    ``most`` by ``step`` and ``rate``. A position has the likeliest tokens that carry the mass
+    ``tau``, at most ``candidates``; ``weight`` is the block's against the n-gram proxy.
     """
 
     name: ClassVar[str] = "diffuspec"
-    search: bool = True
-    sampled: bool = False
+    here: ClassVar[str] = "0.77x plain decoding at best"
     adaptive: bool = True
     least: int = 3
     most: int = 12
@@ -196,21 +185,15 @@ class DiffuSpec(Declared):
     tau: float = 0.8
     candidates: int = 15
     weight: float = 0.5
-    beam: int = 3
-    reuse: bool = False
 
 
 @dataclass(frozen=True)
 class SpecDiff(Declared):
-    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn in ``steps`` denoising steps.
-
-    As ``point`` masses it is exact, too, but keeps fewer.
-    """
+    """SpecDiff (arXiv 2408.05636): ``length`` drafts, drawn in two denoising steps."""
 
     name: ClassVar[str] = "specdiff"
+    here: ClassVar[str] = "0.96x plain decoding at best"
     length: int = 10
-    steps: int = 2
-    point: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,10 +208,6 @@ class DEER(OfBlocks):
 
     name: ClassVar[str] = "deer"
     can_refill: ClassVar[bool] = True
-    length: int = 0
-    tree: int | TreeName = 0
-    recall: int = 0
-    rule: str = ""  # of a tree of fixed shape
 
 
 @dataclass(frozen=True)
@@ -240,10 +219,6 @@ class Block(OfBlocks):
 
     name: ClassVar[str] = "block"
     can_refill: ClassVar[bool] = True
-    length: int = 0
-    tree: int | TreeName = 0
-    recall: int = 0
-    rule: str = ""  # of a tree of fixed shape
 
     @property
     def static_shapes(self) -> bool:

@@ -1,9 +1,8 @@
 """What to draft of a block: the tree of the most probable paths, and when to stop (AdaEDL).
 
 A block drafter has one marginal distribution a depth, whatever the path, so that its tree (DDTree)
-costs one forward. DySpec (arXiv 2410.11744) asks a drafter node by node. Both trees are
-deterministic functions of the prefix: their drafts are point masses, and only a point-mass rule is
-exact.
+costs one forward. It is a deterministic function of the prefix: its drafts are point masses, and
+only a point-mass rule is exact.
 
 Shape letters: B batch, D depths, V vocabulary, N nodes (the root included), W candidates kept a
 level.
@@ -11,46 +10,13 @@ level.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from specmm.shape.eagle2 import rerank
-from specmm.tree import DraftTree, TreeShape
-
-ToProbs = Callable[[tuple[int, ...]], Tensor]
-
-
-def best_first(probs: ToProbs, root: int, total: int, max_depth: int, width: int) -> DraftTree:
-    """The ``total`` most probable paths of one row, by a heap: the reference for other trees.
-
-    ``probs(path)`` is the draft distribution [V] after the drafts ``path``. As DySpec, but with the
-    ``width`` likeliest children of a node instead of draws.
-    """
-    tokens = [root]
-    parents = [-1]
-    # minus the path's product, order of entry, parent, path
-    heap: list[tuple[float, int, int, tuple[int, ...]]] = []
-    pushed = 0
-
-    def push(node: int, path: tuple[int, ...], product: float) -> None:
-        nonlocal pushed
-        if len(path) < max_depth:
-            best = probs(path).topk(width)
-            for probability, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-                pushed += 1
-                heapq.heappush(heap, (-product * probability, pushed, node, (*path, token)))
-
-    push(0, (), 1.0)
-    while heap and len(tokens) < total:
-        product, _, parent, path = heapq.heappop(heap)
-        tokens.append(path[-1])
-        parents.append(parent)
-        push(len(tokens) - 1, path, -product)
-    return DraftTree(torch.tensor([tokens]), TreeShape.from_parents(parents))
+from specmm.tree import DraftTree
 
 
 def block_tree(marginals: Tensor, root: Tensor, total: int) -> DraftTree:

@@ -336,8 +336,3 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
         check_kind(parameters[option].annotation, **{option: value})
     made: Rule = rule(**{**kind.preset, **options, **given})
     return made
-
-
-def is_exact(spec: RuleName) -> bool:
-    """Whether the rule of ``spec`` keeps the target's distribution, as far as it says so."""
-    return bool(rule_kind(spec).rule.exact)

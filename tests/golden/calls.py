@@ -26,7 +26,6 @@ from specmm.methods import (
     Block,
     CoDe,
     CSpD,
-    DiffuSpec,
     Eagle,
     Lantern,
     LanternPP,
@@ -138,9 +137,6 @@ ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup
 TEXTS: dict[str, Any] = {
     **{m: m for m in ("ar", "diffuspec", "specdiff", "deer", "block", "text-draft")},
     "prompt-lookup": "prompt-lookup",
-    "diffuspec, drawn": DiffuSpec(sampled=True),
-    "diffuspec, likeliest": DiffuSpec(search=False),
-    "diffuspec, reuse": DiffuSpec(reuse=True),
     "deer, tree": DEER(tree=6),
     "block, drawn tree": Block(tree=(2, 2, 1)),
     "block, recall": Block(recall=3),

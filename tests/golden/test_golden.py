@@ -19,9 +19,8 @@ SLOW = {  # variants of methods whose other calls `make test` makes
     *(f"tokens: {name}" for name in ("lantern, block", "lantern++, lambda 4")),
     "tokens: lantern++, release",
     *(f"tokens, greedy: {name}" for name in ("ar", "lantern++")),
-    *(f"text at 0.0: {name}" for name in ("specdiff", "diffuspec, drawn", "deer, tree")),
+    *(f"text at 0.0: {name}" for name in ("specdiff", "deer, tree")),
     *(f"text at 0.0: block, {name}" for name in ("drawn tree", "recall")),
-    *(f"text at {t}: diffuspec, {name}" for t in (0.0, 1.0) for name in ("likeliest", "reuse")),
     *(name for name in CALLS if name.startswith(("lumina", "classes by 7", "mtp, greedy"))),
     *(f"glm_image: {name}" for name in ("eagle", "exit", "lantern++")),
 }

@@ -12,8 +12,9 @@ import torch
 
 from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, draft
 from specmm.diffusion_drafters.lattice_naive import every_path
-from specmm.diffusion_drafters.lattice_search import Objective, beam_path, best_path, prune
+from specmm.diffusion_drafters.lattice_search import Objective, beam_path, prune
 
+ALL = 10**6  # a beam as wide as that holds every path
 PARITY = Path(__file__).parents[1] / "parity" / "dlm"
 CPS = json.loads((PARITY / "cps_cases.json").read_text())["cases"]
 ADL = json.loads((PARITY / "adl_cases.json").read_text())["cases"]
@@ -67,7 +68,9 @@ def test_the_lattice(case):
 
 
 @pytest.mark.parametrize(
-    "finder", [best_path, lambda *a: every_path(*a)[0]], ids=["exact", "naive"]
+    "finder",
+    [lambda *a: beam_path(*a, ALL), lambda *a: every_path(*a)[0]],
+    ids=["wide beam", "naive"],
 )
 def test_the_best_paths(case, finder):
     log_probs, lattice, ending, endless = parts(case)
@@ -104,7 +107,7 @@ def test_beams(case):
 
 def test_a_draft_says_what_is_in_front_of_the_end_and_then_the_end(case):
     log_probs, _, ending, _ = parts(case)
-    search = Search(case["tau"], case["M_max"], case["lam"], width=0)
+    search = Search(case["tau"], case["M_max"], case["lam"], width=ALL)
     found = draft(log_probs, case["prefix"], case["eos"], ending.proxy, search)
     wanted = case["expected"]
     ends = [case["eos"]] if wanted["L_gen"] < case["k"] else []

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from specmm.diffusion_drafters.block_drafters import marginal_chain, with_root
-from specmm.diffusion_drafters.diffusion_chains import lattice_chain, next_probs, point_chain
-from specmm.diffusion_drafters.lattice_search import Objective, prune
-from specmm.diffusion_drafters.lattice_search import Path as Draft
-from specmm.recipes.training.ngram import fit
+from specmm.diffusion_drafters.diffusion_chains import point_chain
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import PointMass, Recursive, expected_tokens
 from specmm.verify.exhaustive import (
@@ -147,38 +144,6 @@ def test_every_way_emits_the_published_distribution(case):
         assert (total_variation(probs, wanted_probs) < 1e-12) == (wanted["tv_to_target"] == 0)
 
 
-def lattice_of(case):
-    lattice = prune(exact(case["q"]).log(), 0.9, 3)
-    return lattice, Objective(fit([[0, 1, 2, 0, 2, 1, 1]], case["V"], 2), [1], 0.6)
-
-
-def every_lattice_draw(case):
-    """Both tokens of every path of the lattice, its probability and the rows it was drawn from."""
-    lattice, objective = lattice_of(case)
-    tokens, chances, probs = [], [], []
-    for first, chance in zip(*next_probs(lattice, objective, Draft()), strict=True):
-        for second, then in zip(*next_probs(lattice, objective, first), strict=True):
-            rows = [next_probs(lattice, objective, path) for path in (Draft(), first)]
-            dist = torch.zeros(2, case["V"], dtype=torch.float64)
-            for row, (grown, probabilities) in zip(dist, rows, strict=True):
-                row[[path.tokens[-1] for path in grown]] = probabilities
-            tokens.append(second.tokens)
-            chances.append(chance * then)
-            probs.append(dist)
-    return tokens, torch.stack(chances), torch.stack(probs)
-
-
-def test_drawing_from_the_lattice_is_exact_with_its_own_rows_only(case):
-    target = target_of(case)
-    tokens, chance, probs = every_lattice_draw(case)
-    drawn = enumerated(tokens, chance, with_root(probs), case["V"])
-    assert float(chance.sum()) == pytest.approx(1)
-    assert total_variation(first_two(Recursive(), drawn, target), sequence_probs(target, 2)) < 1e-12
-    marginals = with_root(exact(case["q"]).expand(len(tokens), -1, -1))
-    broken = enumerated(tokens, chance, marginals, case["V"])
-    assert total_variation(first_two(Recursive(), broken, target), sequence_probs(target, 2)) > 1e-3
-
-
 class UniformSource:
     """Uniforms of many rows from one generator."""
 
@@ -192,16 +157,6 @@ class UniformSource:
 def test_draws_follow_the_distributions_they_carry():
     case, rows = CASES[4], 4000
     root, uniforms = torch.zeros(rows, dtype=torch.int64), UniformSource(rows)
-    lattice, objective = lattice_of(case)
-    tree = lattice_chain(root, [lattice] * rows, [objective] * rows, case["V"], uniforms, 3)
-    tokens, chance, probs = every_lattice_draw(case)
-    for path, wanted, dist in zip(tokens, chance.tolist(), probs, strict=True):
-        drew = (tree.tokens[:, 1:3] == torch.tensor(path)).all(1)
-        assert float(drew.float().mean()) == pytest.approx(wanted, abs=4 * (wanted / rows) ** 0.5)
-        torch.testing.assert_close(tree.probs[drew][:1, 1:3], dist[None].float()[: int(drew.any())])
-    assert (tree.tokens[:, 3] == 0).all() and (
-        tree.probs[:, 3, 0] == 1
-    ).all()  # the lattice has two positions
     free = marginal_chain(root, exact(case["q"]).float().expand(rows, -1, -1), uniforms)
     share = torch.stack(
         [(free.tokens[:, 1:] == token).float().mean(0) for token in range(case["V"])], 1

@@ -12,7 +12,7 @@ from specmm import methods
 from specmm.cli import app
 from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, SJD, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
-from specmm.verify.rule import is_exact
+from specmm.verify.rule import rule_kind
 from tests.cases import some
 
 PICTURES = [
@@ -156,7 +156,7 @@ def test_what_methods_claim_is_what_their_rules_claim(registry):
     for name in registry:
         choice = getattr(registry.get(name)(), "choice", None)
         if choice is not None and name != "draft":
-            claimed = "exact" if is_exact(choice.rule) else "bounded"
+            claimed = "exact" if rule_kind(choice.rule).rule.exact else "bounded"
             assert registry.get(name).claims == claimed, name
 
 

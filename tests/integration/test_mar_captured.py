@@ -15,7 +15,7 @@ WAYS = {
     "cold": (methods.CSpD(), 1, dict(temperature=0.0, num_iter=9)),
     "exact": (methods.CSpD(), 1, {}),
     "exact, two, guided": (methods.CSpD(window=6), 2, dict(cfg=2.0)),
-    "frozen, several at a time": (methods.CSpD(predictor="frozen"), 2, dict(num_iter=20)),
+    "exact, several at a time": (methods.CSpD(), 2, dict(num_iter=20)),
 }
 
 
@@ -66,15 +66,6 @@ def counted(function, calls):
     return call
 
 
-def test_predictors_have_graphs_of_their_own(trained, taped):  # noqa: F811
-    options = dict(head_steps="ddim10")
-    for predictor in ("gaussian", "frozen"):
-        method = methods.CSpD(predictor=predictor)
-        plain, quick = (draw(trained, method, way, **options) for way in (False, True))
-        torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-3, rtol=1e-3)
-        assert quick.stats.head_calls == plain.stats.head_calls
-
-
 @pytest.mark.parametrize(("name", "most"), [("MOST", 20), ("MOST_BYTES", 12_000)])
 def test_graphs_are_no_more_than_so_many(name, most, taped, monkeypatch):
     monkeypatch.setattr(f"specmm.image_ar.continuous.captured_mar.{name}", most)
@@ -123,6 +114,5 @@ def test_auto_captures_once_it_pays(pipe, taped, tmp_path, monkeypatch):  # noqa
 
 
 def test_what_has_no_graphs(pipe, taped):  # noqa: F811
-    for method in (methods.CSpD("paper"), methods.CSpD(predictor="small")):
-        with pytest.raises(ValueError, match="MAR needs, on a GPU, ar or an exact cspd without a"):
-            draw(pipe, method, True)
+    with pytest.raises(ValueError, match="MAR needs, on a GPU, ar or an exact cspd, got"):
+        draw(pipe, methods.CSpD("paper"), True)

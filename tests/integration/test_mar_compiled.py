@@ -43,7 +43,6 @@ WAYS = {
     "exact": (methods.CSpD(), 1, {}),
     "exact, two, guided": (methods.CSpD(window=6), 2, dict(cfg=2.0)),
     "cold": (methods.CSpD(), 1, dict(temperature=0.0)),
-    "frozen": (methods.CSpD(predictor="frozen"), 1, {}),
     "ar, several at a time": (methods.AR(), 1, dict(num_iter=9)),
 }
 
@@ -108,8 +107,7 @@ def test_moved_networks_get_programs_of_their_own(pipe, traced):
 
 
 REFUSED = [
-    (methods.CSpD("paper"), {}, "an exact cspd without a small model, got cpu"),
-    (methods.CSpD(predictor="small"), {}, "an exact cspd without a small model"),
+    (methods.CSpD("paper"), {}, "an exact cspd, got cpu"),
     (methods.AR(), dict(solver="ddim"), "got cpu, 'ddim'"),
     (methods.CSpD(), dict(num_iter=6), "for cspd of one a picture, got up to 9 in each of 1 pic"),
     (methods.CSpD(), dict(num_iter=9), "got up to 6 in each of 1 pictures: give a larger num_iter"),

@@ -87,7 +87,7 @@ def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts,
     ("method", "message"),
     [
         (methods.SpecDiff(length=0), "length must be at least 1"),
-        (methods.SpecDiff(length=3, steps=4), "at most the length"),
+        (methods.SpecDiff(length=1), "at least 2, a draft of each forward"),
         (methods.DiffuSpec(least=0), "least"),
         (methods.DiffuSpec(most=0), "least <= most"),
         (methods.DEER(length=9), "at most the drafter's 5"),

@@ -60,11 +60,8 @@ def test_a_row_has_its_own_uniforms_whatever_its_batch(text_pipe, method):
         methods.Block(tree=6),
         methods.Block(recall=2),
         methods.DEER(recall=1),
-        methods.DiffuSpec(search=False),
-        methods.DiffuSpec(adaptive=False, beam=0, most=4),
-        methods.DiffuSpec(reuse=True),
-        methods.DiffuSpec(reuse=True, sampled=True, most=4),
-        methods.SpecDiff(length=4, steps=4),
+        methods.DiffuSpec(adaptive=False, most=4),
+        methods.SpecDiff(length=5),
     ],
     ids=str,
 )
@@ -73,17 +70,6 @@ def test_options_of_methods_keep_greedy_texts(text_pipe, method):
         text_pipe(PROMPTS, method=method, max_new_tokens=12).texts
         == text_pipe(PROMPTS, max_new_tokens=12).texts
     )
-
-
-def test_point_masses_of_several_steps_are_exact_too(text_pipe):
-    out = text_pipe(
-        PROMPTS,
-        method=methods.SpecDiff(4, 2, point=True),
-        temperature=1.0,
-        seed=3,
-        max_new_tokens=8,
-    )
-    assert out.certificate.kind == "exact" and "point mass" in str(out.certificate)
 
 
 def test_streams_join_to_the_texts_and_stops_end_them(text_pipe):
@@ -193,18 +179,6 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
     assert torch.equal(other(PROMPTS[0], max_new_tokens=length).tokens[0], plain.tokens[0])
     with pytest.raises(ValueError, match="24 positions"):
         other(PROMPTS[0], max_new_tokens=length + 1)
-
-
-def test_only_models_that_read_as_a_decoder_does_keep_keys_and_values(text_pipe):
-    other = specmm.TextPipeline(
-        text_pipe.model, text_pipe.tokenizer, "diffuspec", mdlm_of(text_pipe.tokenizer)
-    )
-    with pytest.raises(
-        ValueError, match="reuse needs a Dream or LLaDA as drafter, got a MaskedDDiT"
-    ):
-        other(PROMPTS[0], method=methods.DiffuSpec(search=False, reuse=True), max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"must fit the drafter's \d+ positions"):
-        text_pipe(PROMPTS[0], method=methods.DiffuSpec(reuse=True, most=155), max_new_tokens=4)
 
 
 def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):

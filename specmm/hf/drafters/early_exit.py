@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -22,13 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specmm import methods
-from specmm.autotune import Plan
 from specmm.cache import Cache
-from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.choosing import TOKENS, fastest, raced
-from specmm.hf.drafting import Assembly, chain_rule, row_uniforms
+from specmm.hf.drafting import Assembly, chain_rule
 from specmm.hf.families import Family, empty_cache, plain_tokens
-from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.layered import Skip, Weights, skipped
 from specmm.processors import Processor
@@ -249,50 +243,6 @@ def _check(target: VLMTarget) -> None:
         raise ValueError(
             f"method 'self' needs a model with a body, got a {kind} model, which runs with its head"
         )
-
-
-def choose_method(
-    target: VLMTarget,
-    drafter: object,
-    prompt: VLMPrompt,
-    plans: dict[Any, Plan],
-    kind: methods.SelfDraft,
-) -> methods.TextMethod:
-    """Method ``auto``: ``kind`` where it is faster than plain decoding, measured on ``prompt``.
-
-    Layers are searched first, on a text of ``ROOM`` tokens; only where some promise to draft well
-    the two are timed. ``plans`` keeps what came of it.
-    """
-    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
-    if key not in plans:
-        plans[key] = _plan(target, prompt, kind)
-    return plans[key].draft_free or methods.AR()
-
-
-def _plan(target: VLMTarget, prompt: VLMPrompt, kind: methods.SelfDraft) -> Plan:
-    text = dataclasses.replace(prompt, max_new_tokens=ROOM)
-    try:
-        target.check(text)
-        drafter = drafter_of(kind, target)
-    except ValueError as error:
-        return Plan(None, 1.0, 1.0, f"not to be measured ({error})")
-    with drafter.searching():
-        raced([lambda: _answer(target, drafter, text)], 1)
-    if not drafter.setting.skip:
-        return Plan(None, 1.0, 1.0, "no layers can be left out")
-    short = dataclasses.replace(prompt, max_new_tokens=TOKENS)
-    contenders = [partial(_answer, target, who, short) for who in (None, drafter)]
-    plain, own = raced(contenders)
-    return fastest({kind: own / plain})
-
-
-def _answer(target: VLMTarget, own: SelfDrafter | None, prompt: VLMPrompt) -> Iterator[Progress]:
-    """The run of ``prompt`` by method ``self``, or plain decoding."""
-    length = prompt.max_new_tokens
-    uniforms = row_uniforms(prompt)
-    if own is None:
-        return decode_plain(target, prompt, length, uniforms)
-    return decode(target, own, chain_rule(target), prompt, length, uniforms)
 
 
 def make(

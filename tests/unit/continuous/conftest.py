@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from recipes.training.diffusion import log_variance
+from specmm.image_ar.continuous import chain_program, chain_speculation
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition
 from specmm.image_ar.continuous.mar import MAR, MARConfig
@@ -111,3 +112,16 @@ def bind(tiny_mar, conditions):
         return head.bind(HeadCondition(z.expand(rows, -1, -1), scale))
 
     return make
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """Drafts by the target's last answer without its trend, which are kept less often: a missing
+    residual shows. As a mere answer they know nothing of how sure it is.
+    """
+
+    def alone(clean, step, out, excess):
+        return clean, 0 * step
+
+    for module in (chain_speculation, chain_program):
+        monkeypatch.setattr(module, "predicted", alone)

@@ -69,13 +69,12 @@ def same(bind, rows, programs, **options):
 KINDS = {
     "one": (1, dict(temperature=0.9)),
     "three, guided": (3, dict(scale=2.0, temperature=1.0)),
-    "frozen": (2, dict(predictor="frozen", temperature=0.9)),
     "no residual": (2, dict(residual=False)),
 }
 SEVERAL = {
     "four": (1, dict(temperature=0.9, each=4)),
     "two of three, guided": (3, dict(scale=2.0, each=2)),
-    "three, frozen": (1, dict(predictor="frozen", each=3)),
+    "three": (1, dict(each=3)),
 }
 
 
@@ -142,12 +141,12 @@ def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
 @compiles
 @pytest.mark.parametrize("residual", [True, False])
 def test_real_programs_keep_the_distribution_and_the_broken_twin_does_not(
-    bind, residual, monkeypatch
+    bind, residual, frozen, monkeypatch
 ):
     schedule, rows = NoiseSchedule.of("ddim10"), 3000
     monkeypatch.setattr(compiled_head, "FEW", rows)
     programs = HeadPrograms(CPU)
-    options = ChainOptions(1.0, "frozen", residual)
+    options = ChainOptions(1.0, residual)
     numbers = streams(4, rows)
     made = [
         speculate(

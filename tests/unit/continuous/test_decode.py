@@ -46,9 +46,7 @@ def plain(head, normal, random):
 
 
 def speculative(head, normal, random, residual=True):
-    return ChainSpeculation(
-        head, normal, log_uniforms(random), 8, ChainOptions(1.0, "frozen", residual)
-    )
+    return ChainSpeculation(head, normal, log_uniforms(random), 8, ChainOptions(1.0, residual))
 
 
 def pvalues(a, b):
@@ -62,7 +60,7 @@ def pvalues(a, b):
 
 
 @pytest.mark.slow
-def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar):
+def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar, frozen):
     ours, theirs = (pictures(tiny_mar, how, seed) for how, seed in ((speculative, 1), (plain, 2)))
     assert (
         min(pvalues(ours.tokens, theirs.tokens)[:10]) > 1e-3
@@ -72,7 +70,7 @@ def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar):
 
 
 @pytest.mark.slow
-def test_pictures_without_the_residual_have_not(tiny_mar):
+def test_pictures_without_the_residual_have_not(tiny_mar, frozen):
     broken = pictures(tiny_mar, lambda *given: speculative(*given, residual=False), 1)
     assert min(pvalues(broken.tokens, pictures(tiny_mar, plain, 2).tokens)) < 1e-3
 

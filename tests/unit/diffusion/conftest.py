@@ -12,7 +12,7 @@ from scipy.stats import chi2
 
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
-from specmm.diffusion_drafters.cached_sources import CausalSource, KeptSource
+from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.deer import DEERModel
@@ -202,22 +202,8 @@ DRAFTERS = {
     "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
     "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
     "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
-    "steps of dream": lambda t: StepsDrafter(
-        DiffusionSource(dream(t.family.vocabulary), t), t, 5, 3
-    ),
+    "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5),
     "diffuspec": lambda t: searching(t, most=5, step=2),
-    "chain of kept dream": lambda t: ChainDrafter(KeptSource(dream(t.family.vocabulary), t), t, 4),
-    "diffuspec, kept": lambda t: DiffuSpecDrafter(
-        KeptSource(dream(t.family.vocabulary), t),
-        proxy(t.family.vocabulary),
-        least=2,
-        most=5,
-        step=2,
-    ),
-    "diffuspec, sampled": lambda t: searching(t, most=4, sampled=True),
-    "diffuspec, likeliest tokens": lambda t: DiffuSpecDrafter(
-        DiffusionSource(dream(t.family.vocabulary, room=12), t), None, least=3, most=3
-    ),
 }
 FAST = (  # those that `make test` runs: each kind of source, chain and tree
     "chain of dream",
@@ -230,7 +216,6 @@ FAST = (  # those that `make test` runs: each kind of source, chain and tree
     "tree with a memory",
     "steps of dream",
     "diffuspec",
-    "diffuspec, kept",
 )
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
 
@@ -242,9 +227,7 @@ def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
         *_, end = decode_plain(target, prompt, length, uniforms)
     else:
         drafter = make(target)
-        drawn = isinstance(drafter, ChainDrafter | StepsDrafter) or getattr(
-            drafter, "sampled", False
-        )
+        drawn = isinstance(drafter, ChainDrafter | StepsDrafter)
         rule = chain_rule(target) if drawn else Recursive()
         if isinstance(drafter, DrawnTreeDrafter) and not processor.greedy:
             rule = Traversal()

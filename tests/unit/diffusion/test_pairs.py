@@ -6,6 +6,8 @@ Shape letters: B batch, K block, v tokens of the drafter.
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -13,8 +15,8 @@ from specmm.diffusion_drafters.block_drafters import NextDrafts, with_point_mass
 from specmm.diffusion_drafters.sources import DrafterVocabulary
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.shape.blocks import best_first
 from specmm.tree import TreeShape
+from tests.unit.shape.test_heap import brute
 
 TABLE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))  # of the drafter's tokens
 FEW = DrafterVocabulary(9, torch.tensor([1, 2, 4, 7, 8]))
@@ -71,12 +73,14 @@ def test_a_tree_of_pairs_holds_the_likeliest_paths(vocabulary, total, remembers)
     logits, after = block(1), next_logits(vocabulary, remembers)
     root = vocabulary.to_target(torch.tensor([3]))
 
+    @cache
     def probs(path):
         return vocabulary.spread(Processor()(along(after, logits[0], (int(root), *path))[-1]))
 
     found = NextDrafts(Processor(), after, vocabulary).tree(root, logits, total)
     assert found.shape.size == total and found.probs is None
-    assert paths(found) == paths(best_first(probs, int(root), total, 3, 5))
+    wanted = brute(probs, vocabulary.size, 3, total - 1)
+    assert paths(found) == {(), *wanted}
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 
-from specmm.shape.blocks import best_first, block_tree
+from specmm.shape.blocks import block_tree
 from specmm.shape.eagle2 import finish, start, step
 from specmm.tree import DraftTree, TreeShape
 
@@ -64,24 +64,13 @@ def block_tree_heap(marginals: torch.Tensor, root: int, total: int) -> DraftTree
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_best_first_finds_the_most_probable_paths(seed):
-    table = markov(4, seed)
-
-    def probs(path):
-        return table[path[-1] if path else 0]
-
-    tree = best_first(probs, 0, total=16, max_depth=4, width=4)
-    assert paths(tree) == brute(probs, 4, 4, 15)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_level_by_level_equals_best_first_when_the_beam_is_wide(seed):
+def test_level_by_level_finds_the_most_probable_paths_when_the_beam_is_wide(seed):
     table = markov(5, seed)
-    heap = best_first(lambda path: table[path[-1] if path else 2], 2, total=6, max_depth=3, width=5)
+    wanted = brute(lambda path: table[path[-1] if path else 2], 5, 3, 5)
     beam = start(table.log()[[2]], 5)
     for _ in range(2):
         beam = step(beam, table.log()[beam.tokens])
-    assert paths(finish(beam, torch.tensor([2]), 6)) == paths(heap)
+    assert paths(finish(beam, torch.tensor([2]), 6)) == wanted
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import TREES, draw_siblings, likeliest_and_one, make_tree, static_tree
 from specmm.tree import DraftTree, TreeShape
-from specmm.verify.rule import RULES, is_exact, make_rule, rule_kind
+from specmm.verify.rule import RULES, make_rule, rule_kind
 
 TARGET = torch.tensor([0.1, 0.35, 0.05, 0.3, 0.2], dtype=torch.float64)
 DRAFT = torch.tensor([0.3, 0.1, 0.25, 0.3, 0.05], dtype=torch.float64)
 ROWS = 20_000
-EXACT = [name for name in RULES if is_exact(name) and name != "block"]
+EXACT = [name for name in RULES if rule_kind(name).rule.exact and name != "block"]
 
 
 def test_every_tree_is_spelt_as_it_says():

@@ -16,9 +16,8 @@ from specmm import methods, self_search
 from specmm.continuous_batching import Queue
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
-from specmm.hf.drafters import early_exit
 from specmm.hf.drafters.early_exit import LayeredTarget, LeftOut
-from specmm.hf.drafting import assemble, choose
+from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.layered import Weights, skipped
@@ -506,28 +505,6 @@ def test_what_settings_promise():
     assert search._setting((1,), True).gain == pytest.approx(1 / (2 / 3 + 2 / 3 * rounds))
     assert search._setting((1,), False).gain == pytest.approx((1 + share) / (2 / 3 + 1))
     assert search.best(True).skip == ()
-
-
-def test_auto_turns_to_the_target_itself_where_that_is_faster(monkeypatch):
-    """Seconds are given: what is measured is another test's."""
-    speeds = iter(([1.0], [1.0, 1.6], [1.0]))
-    run_all = early_exit.raced
-
-    def raced(contenders, passes=1):
-        run_all(contenders, 1)
-        return next(speeds)
-
-    monkeypatch.setattr(early_exit, "raced", raced)
-    model = useless(deep_model(8, weak=1.0), {2, 3, 4, 5, 6})
-    prompt = VLMPrompt(padded(PROMPTS, "cpu"), 16)
-    plans = {}
-    for _ in range(2):
-        target = VLMTarget(model, Processor(0))
-        found = choose(target, None, prompt, plans, methods.SelfDraft())
-        assert found == methods.SelfDraft()
-    assert len(plans) == 1
-    found = choose(VLMTarget(deep_model(3, weak=3.0), Processor(0)), None, prompt, {}, found)
-    assert found == methods.AR()
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 18, 40])
