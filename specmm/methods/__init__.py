@@ -118,9 +118,9 @@ Method: TypeAlias = (
 LanguageMethod: TypeAlias = (
     AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | SelfDraft | Draft | Auto
 )
-VQAMethod: TypeAlias = LanguageMethod | VLMDraft | MSD | AnswerSJD | Verdict
-TextMethod: TypeAlias = LanguageMethod | DiffuSpec | SpecDiff | DEER
-GenerateMethod: TypeAlias = TextMethod | VLMDraft | MSD
+VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMethod
+TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod
+GenerateMethod: TypeAlias = AR | VLMDraft | MSD | TextMethod
 TransformersImageMethod: TypeAlias = Method | PromptLookup  # models that draw picture tokens
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD

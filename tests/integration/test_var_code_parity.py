@@ -1,15 +1,9 @@
-"""VAR's sampling and CoDe's runs against what the official releases drew, greedy and from seeds.
-
-The ``.json`` beside each file in tests/parity/var says which call made which tensor.
-"""
+"""VAR's sampling and CoDe's runs against what the official releases drew, greedy and from seeds."""
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
 from specmm.image_ar.scales.collaborative import Turn, alternate, code_turns
@@ -27,30 +21,7 @@ from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.methods import CoDe
 from specmm.stats import Clock
-
-PARITY = Path(__file__).parents[1] / "parity" / "var"
-VARIANTS = ("noshared", "shared", "nol2")
-
-
-class Case:
-    """One parity file: ``t["x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts``
-    its json.
-    """
-
-    def __init__(self, name):
-        self.t = load_file(PARITY / f"{name}.safetensors")
-        self.facts = json.loads((PARITY / f"{name}.json").read_text())
-
-    def state(self, prefix="weights."):
-        found = {k.removeprefix(prefix): v for k, v in self.t.items() if k.startswith(prefix)}
-        return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
-
-    def scales(self, prefix):
-        return [self.t[f"{prefix}.{k}"] for k in range(4)]
-
-
-def close(got, wanted, atol=5e-4):
-    torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+from tests.integration.var_cases import VARIANTS, Case, close
 
 
 @pytest.fixture(scope="module")

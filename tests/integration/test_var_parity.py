@@ -1,17 +1,12 @@
-"""Our VAR, its tokenizer and CoDe against numbers that the official releases produced.
-
-The ``.json`` beside each file in tests/parity/var says which call made which tensor.
-"""
+"""Our VAR, its tokenizer and CoDe against numbers that the official releases produced."""
 
 import json
 import zlib
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from recipes.training.vqvae import quantise
 from specmm.checkpoints import load_strict
@@ -19,30 +14,7 @@ from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config,
 from specmm.image_ar.scales.scale_schedule import PATCHES_512
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig, phi_of_scale
-
-PARITY = Path(__file__).parents[1] / "parity" / "var"
-VARIANTS = ("noshared", "shared", "nol2")
-
-
-class Case:
-    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32,
-    ``facts`` its json.
-    """
-
-    def __init__(self, name):
-        self.t = load_file(PARITY / f"{name}.safetensors")
-        self.facts = json.loads((PARITY / f"{name}.json").read_text())
-
-    def state(self, prefix="weights."):
-        found = {k.removeprefix(prefix): v for k, v in self.t.items() if k.startswith(prefix)}
-        return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
-
-    def scales(self, prefix):
-        return [self.t[f"{prefix}.{k}"] for k in range(4)]
-
-
-def close(got, wanted, atol=5e-4):
-    torch.testing.assert_close(got, wanted, atol=atol, rtol=0)
+from tests.integration.var_cases import PARITY, VARIANTS, Case, close
 
 
 @pytest.fixture(scope="module")
