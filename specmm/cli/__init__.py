@@ -23,6 +23,7 @@ from specmm.cli import (
     train,
 )
 from specmm.cli.output import OneLine
+from specmm.cli.starting import PROCESS
 
 app = typer.Typer(
     cls=OneLine,
@@ -78,4 +79,9 @@ def options(
 
 def main() -> None:
     """Entry point of the ``specmm`` command."""
-    app(prog_name="specmm")
+    PROCESS.watch()
+    try:
+        app(prog_name="specmm")
+    except SystemExit as end:
+        PROCESS.status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 from tqdm import tqdm
@@ -15,9 +16,8 @@ def unpacking(name: str) -> Iterator[None]:
     """Within it a file's facts are read once, not anew for config, weights, each layer's names and
     tokenizer, which takes most of the time; transformers moves a bar that says ``name``.
     """
-    import gguf
-    from transformers import modeling_gguf_pytorch_utils as theirs
-
+    gguf: Any = import_module("gguf")
+    theirs: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     reader, names, bars = gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm
     with tqdm(desc=f"unpacking {name}, once", unit="tensor", disable=None, leave=False) as bar:
 
@@ -28,7 +28,7 @@ def unpacking(name: str) -> Iterator[None]:
                 bar.update()
 
         gguf.GGUFReader, gguf.get_tensor_name_map = map(functools.cache, (reader, names))
-        theirs.tqdm = moved  # type: ignore[assignment]
+        theirs.tqdm = moved
         try:
             yield
         finally:

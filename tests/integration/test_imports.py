@@ -48,6 +48,17 @@ def test_a_command_imports_what_it_uses(command, tiny, text_folder, tmp_path):
     assert "typer" in found and not COMMANDS[command] & found
 
 
+@pytest.mark.parametrize(("prompt", "status"), [("a", 0), ("", 2)])
+def test_a_process_that_ends_at_once_has_said_all_and_tells_its_status(prompt, status, text_folder):
+    command = ["complete", str(text_folder), "-p", prompt, "--max-new-tokens", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "specmm", *command], capture_output=True, text=True
+    )
+    assert done.returncode == status
+    said = done.stderr.startswith("error: ") if status else json.loads(done.stdout)["tokens"] == 2
+    assert said, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("module", [tokens, scales])
 def test_users_get_pipelines_of_diffusers_and_commands_the_same_without(module, tiny, tmp_path):
     name = tiny if module is tokens else "pocket/var"
