@@ -2,8 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.startup
 
-Each is a process of its own, all in turn; medians. Seconds are the processor's, which other
-programs change little. Linux.
+Each is a process of its own, all in turn; medians. Seconds are the processor's (Linux).
 """
 
 from __future__ import annotations
