@@ -240,8 +240,19 @@ OFFICIAL = (
     ("commit", "git"),
     ("measured", "date"),
 )
+STARTUP = (
+    ("command", "command"),
+    ("an import of", "over import of"),
+    ("seconds", "seconds"),
+    ("of the import", "of the import"),
+    ("ratio", "ratio"),
+    ("peak, MB", "peak, MB"),
+    ("of the import, MB", "of the import, MB"),
+    ("memory ratio", "memory ratio"),
+)
 TABLES = {
     "official": Table("official", OFFICIAL),
+    "startup": Table("startup", STARTUP),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),
     "llamagen-drafterless": Table("draft_free_speed", LLAMAGEN),
     "llamagen-compiled": Table("speed_compiled", LLAMAGEN),

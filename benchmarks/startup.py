@@ -2,16 +2,15 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.startup
 
-Each is a process of its own, all in turn; medians.
+Each is a process of its own, all in turn; medians. Seconds are the processor's (Linux).
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -33,20 +32,22 @@ COMMANDS = {  # by what they rest on
     ("complete", "pocket/coder", "-p", "def add(a, b):", *FEW): "qwen2",
     ("ask", "pocket/llava", "picture.png", "-q", "What is it?", *FEW): "llava",
 }
+# what a process took, by a small one that begins it: a process starts with the peak of its parent
+ASK = """
+import resource, subprocess, sys
+subprocess.run(sys.argv[1:], check=True, capture_output=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime, used.ru_maxrss)
+"""
 Reading = tuple[float, float]
 
 
-def measured(words: tuple[str, ...], place: Path) -> Reading:
-    """Seconds and peak memory in MB of a Python with these ``words``, run in ``place``."""
-    begin = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, *words], cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    _, status, used = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise ValueError(f"{' '.join(words)} failed: run it by hand")
-    return time.perf_counter() - begin, used.ru_maxrss / 1024
+def measured(words: Sequence[str], place: Path) -> Reading:
+    """Processor seconds and peak memory in MB of a Python with these ``words``, in ``place``."""
+    command = [sys.executable, "-c", ASK, sys.executable, *words]
+    said = subprocess.run(command, cwd=place, check=True, stdout=subprocess.PIPE, text=True).stdout
+    seconds, memory = said.split()
+    return float(seconds), int(memory) / 1024
 
 
 def main(
@@ -59,9 +60,9 @@ def main(
         Image.new("RGB", (96, 96), "red").save(place / "picture.png")
         for _ in range(runs):
             for name, module in BASES.items():
-                found.setdefault(name, []).append(measured(("-c", f"import {module}"), place))
+                found.setdefault(name, []).append(measured(["-c", f"import {module}"], place))
             for command in COMMANDS:
-                found.setdefault(command, []).append(measured(("-m", "specmm", *command), place))
+                found.setdefault(command, []).append(measured(["-m", "specmm", *command], place))
     middle = {
         key: tuple(map(statistics.median, zip(*readings, strict=True)))
         for key, readings in found.items()

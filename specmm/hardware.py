@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.kinds import either
-from specmm.mapped import give_back_freed
 from specmm.registry import unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -176,7 +175,6 @@ def prepack(network: Network, long: bool = False) -> Network:
             packed = cast(PackedLinear, layer)
             packed.long = long
             packed.pack()
-    give_back_freed()  # the holes that their old order left
     return network
 
 

@@ -156,9 +156,3 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | No
         tie()
     rest = [name for name, x in [*module.named_parameters(), *module.named_buffers()] if x.is_meta]
     assert not rest, f"left without values: {rest}"
-
-
-def give_back_freed() -> None:
-    """Let the system have the memory that was freed (glibc alone can)."""
-    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
-        library.malloc_trim(0)

