@@ -250,9 +250,19 @@ STARTUP = (
     ("of the import, MB", "of the import, MB"),
     ("memory ratio", "memory ratio"),
 )
+THREADS = (
+    ("busy programs", "busy programs"),
+    ("call", "call"),
+    ("s, chosen", "chosen"),
+    ("s, by one", "one"),
+    ("s, by two", "two"),
+    ("over the best", "over the best"),
+)
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
+    "threads": Table("threads", THREADS),
+    "threads-awake": Table("threads_awake", THREADS),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),
     "llamagen-drafterless": Table("draft_free_speed", LLAMAGEN),
     "llamagen-compiled": Table("speed_compiled", LLAMAGEN),

@@ -252,6 +252,7 @@ def demo(
         rows, paths = compare(model, place, folder, n or 2, seed, say, show)
     if as_json:
         return emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})
+    say("")
     typer.echo(f"{table(table_of(rows))}\n\n{notes(rows)}\n")
     typer.echo(f"side by side: {Path(paths[0]).absolute().as_uri()}")
 

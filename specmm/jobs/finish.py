@@ -20,6 +20,7 @@ from typing import Any
 from specmm.files import sync_folder, write_whole
 from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
 from specmm.jobs.items import Item
+from specmm.jobs.programs import threads_of
 from specmm.jobs.results import files_of
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def finish(
             "sampling": spec.sampling,
             "compiled": spec.compiled,
             "compiled_items": sum(row.get("compiled", False) for row in done.values()),
+            "threads": threads_of(folder),
         }
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)

@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -86,6 +87,12 @@ class Programs:
     def _read(self) -> dict[str, Any]:
         file = self.job.folder / PROGRAMS
         return read_json(file) if file.exists() else {}
+
+
+def threads_of(folder: Path) -> int | None:
+    """The threads of the job in ``folder``, None before it began."""
+    file = folder / PROGRAMS
+    return read_json(file).get(THREADS) if file.exists() else None
 
 
 def check_compiled_items(compiled: Compiled, items: Sequence[Item]) -> None:
