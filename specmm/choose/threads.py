@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from threading import local
+from threading import Lock, local
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -284,15 +284,24 @@ def _file(layers: Sequence[nn.Linear], rows: int) -> Path | None:
         return None
 
 
-class _Calls(local):
-    """What this thread's call is measured by, while it may change its number of threads."""
+class _Call(local):
+    """That of this Python thread: what it is measured by, while it may change its number."""
 
     inside = False
     products: Products | None = None
-    most = 1
 
 
-_calls = _Calls()
+class _Process:
+    """PyTorch's own number, as it was before the first of the ``calls`` that are inside: a Python
+    thread that begins meanwhile would find what another one chose.
+    """
+
+    lock = Lock()
+    calls = 0
+    own = 1
+
+
+_call = _Call()
 _products: WeakKeyDictionary[nn.Module, Products] = WeakKeyDictionary()
 
 
@@ -322,30 +331,37 @@ def chosen(network: object) -> Iterator[None]:
     """A call of ``network`` within the block takes the threads that are fastest for it, unless a
     number was named; PyTorch's own number is back after it.
     """
-    if not isinstance(network, nn.Module) or _calls.inside or named() is not None:
+    if not isinstance(network, nn.Module) or _call.inside or named() is not None:
         yield
         return
-    before = torch.get_num_threads()
-    _calls.inside = True
+    with _Process.lock:
+        if not _Process.calls:
+            _Process.own = torch.get_num_threads()
+        _Process.calls += 1
+        own = _Process.own
+    _call.inside = True
     try:
-        _calls.most = allowed()
+        torch.set_num_threads(own)
         choose(network)
         found = _products[network]
-        _calls.products = found if found.layers else None
+        _call.products = found if found.layers else None
         yield
     finally:
-        _calls.inside, _calls.products = False, None
-        torch.set_num_threads(before)
+        _call.inside, _call.products = False, None
+        with _Process.lock:
+            _Process.calls -= 1
+        torch.set_num_threads(own)
 
 
 def look_again() -> None:
     """Between two rounds of a call: other threads, if products have become slower."""
-    products = _calls.products
+    products = _call.products
     if products is not None and not products.kept and time.monotonic() >= products.due:
-        torch.set_num_threads(products.choose(_calls.most).count)
+        torch.set_num_threads(_Process.own)
+        torch.set_num_threads(products.choose(allowed()).count)
 
 
 def keep_threads() -> None:
     """The network of this call keeps its number: programs are built for one."""
-    if _calls.products is not None:
-        _calls.products.kept = True
+    if _call.products is not None:
+        _call.products.kept = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -54,6 +55,24 @@ def test_the_fastest_is_taken_within_a_call_alone(network, machine) -> None:
         with turns_of(network).take():
             assert torch.get_num_threads() == 2
     assert torch.get_num_threads() == 4
+
+
+def test_a_thread_that_begins_meanwhile_has_as_many_to_choose_from(network, machine) -> None:
+    other, found = nn.Linear(2, 2), []
+
+    def call() -> None:
+        machine(lambda count: 1.0 / count)
+        with chosen(other):
+            found.append(torch.get_num_threads())
+        found.append(torch.get_num_threads())
+
+    machine(lambda count: float(count))
+    with chosen(network):
+        assert torch.get_num_threads() == 1
+        beside = threading.Thread(target=call)
+        beside.start()
+        beside.join()
+    assert found == [4, 4]
 
 
 def test_one_is_taken_unless_more_are_clearly_faster(network, machine) -> None:
