@@ -41,6 +41,8 @@ PASSES = 5  # through the products, by each number of threads, in turn
 MOST = 2**24  # weights that a pass reads
 BETWEEN = 12  # small operators after each product, as networks have: threads fall asleep meanwhile
 GAIN = 1.1  # more threads must make a pass so much faster
+WAITED = 1.2  # seconds by one thread over its own processor seconds that tell of a busy machine
+BUSY_GAIN = 1.5  # more threads must gain there, where each pass may be a lucky one
 OTHER = 1.5  # times slower or faster than the pass that was chosen by: measured anew
 SHARE = 0.01  # of a call's seconds that measuring may take, once it has been measured
 
@@ -220,12 +222,16 @@ class Products:
         for count in counts:
             self._pass(count)  # which starts the threads
         taken = dict.fromkeys(counts, 0.0)
+        alone = 0.0
         for _ in range(PASSES):
             for count in counts:
+                start = time.thread_time()
                 taken[count] += self._pass(count) / PASSES
+                alone += (time.thread_time() - start) / PASSES if count == 1 else 0.0
+        gain = BUSY_GAIN if taken[1] > WAITED * alone else GAIN
         fastest = 1
         for count in counts:
-            if taken[count] * GAIN < taken[fastest]:
+            if taken[count] * gain < taken[fastest]:
                 fastest = count
         times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
         found = Choice(fastest, f"measured: the network's products take {times}")

@@ -33,13 +33,19 @@ def network(monkeypatch, tmp_path) -> nn.Module:
 
 
 @pytest.fixture
-def machine(monkeypatch) -> Callable[[Seconds], list[int]]:
-    """Sets the seconds of a pass by its number of threads; gives the passes that were made."""
+def machine(monkeypatch) -> Callable[..., list[int]]:
+    """Sets the seconds of a pass by its number of threads, and how many times those of the
+    processor they are; gives the passes that were made.
+    """
     passes: list[int] = []
 
-    def seconds_are(seconds: Seconds) -> list[int]:
+    clock = [0.0]
+    monkeypatch.setattr(threads.time, "thread_time", lambda: clock[0])
+
+    def seconds_are(seconds: Seconds, waited: float = 1.0) -> list[int]:
         def passed(products: Products, count: int) -> float:
             passes.append(count)
+            clock[0] += seconds(count) / waited
             return seconds(count)
 
         monkeypatch.setattr(Products, "_pass", passed)
@@ -78,6 +84,12 @@ def test_a_thread_that_begins_meanwhile_has_as_many_to_choose_from(network, mach
 def test_one_is_taken_unless_more_are_clearly_faster(network, machine) -> None:
     machine(lambda count: 1.0 - 0.01 * count)
     assert choose(network).count == 1
+
+
+@pytest.mark.parametrize(("waited", "taken"), [(1.0, 2), (2.0, 1)])
+def test_on_a_busy_machine_more_threads_must_gain_more(network, machine, waited, taken) -> None:
+    machine(lambda count: {1: 1.0, 2: 0.75, 4: 0.9}[count], waited)
+    assert choose(network).count == taken
 
 
 def test_a_real_pass_takes_the_networks_own_layers(network) -> None:
