@@ -49,25 +49,27 @@ def pipe(folder):
     return opened(folder)
 
 
-def test_greedy_pictures_are_those_of_generate(kind, pipe):
-    """Alone and in a ragged batch, by every method and with more and less guidance."""
-    for cfg in kind.scales:
-        wanted = kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, cfg)
-        given = dict(temperature=0, cfg=cfg, output_type="latent", **sized(kind))
-        for method in ("ar", "sjd", "prompt-lookup"):
-            out = pipe(PROMPTS, method=method, **given)
-            assert torch.equal(out.tokens, wanted), method
-            assert out.certificate.kind == "exact"
-            assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
-        assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
-
-
-def test_guesses_begun_from_neighbours_change_no_greedy_token(kind, pipe):
+@pytest.fixture(scope="module")
+def greedy(kind, pipe):
+    """Options of greedy calls at the least guidance, and the tokens of its own generate."""
     given = dict(temperature=0, cfg=kind.scales[0], output_type="latent", **sized(kind))
-    plain = pipe(PROMPTS, method="ar", **given).tokens
-    for init in ("left", "above", "random"):
-        out = pipe(PROMPTS, method=methods.SJD(window=6, init=init), **given)
-        assert torch.equal(out.tokens, plain), init
+    return given, kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, given["cfg"])
+
+
+def test_greedy_pictures_are_those_of_generate(kind, pipe, greedy):
+    """Alone and in a ragged batch, by every method, and with more guidance."""
+    given, wanted = greedy
+    assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
+    guesses = [methods.SJD(window=6, init=init) for init in ("left", "above", "random")]
+    for method in ("ar", "sjd", "prompt-lookup", "gsd", *guesses):
+        out = pipe(PROMPTS, method=method, **given)
+        assert torch.equal(out.tokens, wanted), method
+        assert out.certificate.kind == "exact"
+    for method in ("ar", "sjd", "prompt-lookup"):
+        assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
+    for cfg in kind.scales[1:]:
+        wanted = kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, cfg)
+        assert torch.equal(pipe(PROMPTS, **given | dict(cfg=cfg, method="sjd")).tokens, wanted)
 
 
 def test_guesses_begin_with_tokens_that_may_come_there(kind, pipe):
@@ -122,9 +124,6 @@ def test_grouped_acceptance_says_what_it_costs(kind, pipe):
     seeds = [torch.Generator().manual_seed(i) for i in range(2)]
     drawn = pipe(PROMPTS, method="gsd", generator=seeds, **given)
     assert drawn.certificate.kind == "bounded" and 0 < drawn.certificate.tv < 1
-    greedy = pipe(PROMPTS, method="gsd", temperature=0, **given)
-    assert greedy.certificate.kind == "exact"
-    assert torch.equal(greedy.tokens, pipe(PROMPTS, method="ar", temperature=0, **given).tokens)
 
 
 @torch.no_grad()
