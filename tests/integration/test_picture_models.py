@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from specmm import methods
 from specmm.decode import decode, decode_plain
@@ -19,6 +18,7 @@ from specmm.randomness import Uniforms, further, sample_generators
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
+from tests import sampling
 from tests.cases import some
 from tests.integration.picture_kinds import (
     KINDS,
@@ -175,12 +175,8 @@ def p_value(pipe, target, facts, method, kind, given=()):
     begun = (end.tokens[:, : len(given)] == torch.tensor(given)).all(-1)
     drawn = end.tokens[begun][:, len(given) : count].contiguous()
     pairs = torch.searchsorted(torch.tensor(some), drawn)
-    expected = (len(pairs) * first[:, None] * torch.stack(after)).flatten()
-    counts = torch.bincount(pairs[:, 0] * len(some) + pairs[:, 1], minlength=len(expected))
-    often = expected >= 5
-    found = [*counts[often].tolist(), int(counts[~often].sum())]
-    wanted = [*expected[often].tolist(), max(float(expected[~often].sum()), 1e-9)]
-    return chisquare(found, [x * sum(found) / sum(wanted) for x in wanted]).pvalue
+    probs = (first[:, None] * torch.stack(after)).flatten()
+    return sampling.p_value(probs, pairs[:, 0] * len(some) + pairs[:, 1])
 
 
 class Swapped(Guidance):

@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 import transformers as tf
-from scipy.stats import chi2
 
 from specmm import methods, self_search
 from specmm.continuous_batching import Queue
@@ -30,6 +29,7 @@ from specmm.tree import DraftTree
 from specmm.verify import Block, Recursive
 from specmm.verify.exhaustive import Draws, emitted_probs, sequence_probs, total_variation
 from tests.cases import some
+from tests.sampling import Stream, fits, last
 
 LENGTH = 12
 SELF = {
@@ -44,11 +44,6 @@ V = 4
 @pytest.fixture(autouse=True)
 def _each_test_searches_anew():
     self_search._searches.clear()
-
-
-def last(progress):
-    *_, end = progress
-    return end
 
 
 def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH, break_it=None):
@@ -195,21 +190,6 @@ def test_tokens_are_those_of_transformers_generate(deep):
         assert torch.equal(end.tokens[0, :32], wanted[len(row) :])
 
 
-class Stream(Uniforms):
-    """One generator for thousands of rows."""
-
-    def __init__(self, rows, seed=0):
-        self.rows = rows
-        self.generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
 def tables_of(model, row, length, processor, layers=None):
     """The distribution after each prefix of up to ``length`` tokens [V**d, V], by the model's own
     uncached forward over its first ``layers``.
@@ -226,19 +206,6 @@ def tables_of(model, row, length, processor, layers=None):
             logits = model.lm_head(part(input_ids=ids, use_cache=False).last_hidden_state[:, -1])
         found.append(processor(logits))
     return found
-
-
-def fits(probs, tokens):
-    """A chi-square test at one in a thousand of sampled ``tokens`` [n, T]."""
-    size = tokens.shape[1]
-    index = sum(tokens[:, t] * V ** (size - 1 - t) for t in range(size))
-    seen = torch.bincount(index, minlength=V**size).double()
-    wanted = probs.double() * len(tokens)
-    common = wanted >= 5
-    cells = [torch.cat([x[common], x[~common].sum()[None]]) for x in (wanted, seen)]
-    keep = cells[0] > 1e-9
-    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[keep].sum()
-    return bool(statistic < chi2.ppf(0.999, int(keep.sum()) - 1))
 
 
 ROW = [1, 3, 2]
