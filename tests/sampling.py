@@ -1,9 +1,10 @@
-"""Samples of many rows at once, and whether they follow a distribution."""
+"""Samples of many rows at once, whether they follow a distribution, and a twin whose do not."""
 
 import torch
 from scipy.stats import chi2
 
 from specmm.randomness import Uniforms
+from specmm.tree import DraftTree
 
 
 class Stream(Uniforms):
@@ -26,8 +27,8 @@ def last(steps):
 
 
 def p_value(probs, cells):
-    """Of a chi-square test of ``cells`` [n], numbers of what was drawn, against their ``probs``. Rare
-    cells count as one; what has no probability must not be drawn.
+    """Of a chi-square test of ``cells`` [n], numbers of what was drawn; rare ones count as one, and
+    what has no probability must not be drawn.
     """
     seen, wanted = torch.bincount(cells, minlength=len(probs)).double(), probs.double() * len(cells)
     if seen[wanted == 0].sum():
@@ -43,3 +44,16 @@ def fits(probs, tokens):
     length = tokens.shape[1]
     size = round(len(probs) ** (1 / length))
     return p_value(probs, (tokens * size ** torch.arange(length).flip(0)).sum(1)) > 1e-3
+
+
+class WholeModelsProbs:
+    """A broken twin: drafts are recorded with the whole model's distributions."""
+
+    def __init__(self, inner):
+        self.inner, self.begin = inner, inner.begin
+        self.max_nodes, self.max_depth = inner.max_nodes, inner.max_depth
+
+    def propose(self, feedback, uniforms):
+        tree = self.inner.propose(feedback, uniforms)
+        probs = self.inner.target.target.score(tree).probs
+        return DraftTree(tree.tokens, tree.shape, torch.cat([probs[:, :1], probs[:, :-1]], 1))

@@ -570,23 +570,6 @@ def test_kills_at_random_moments_lose_nothing(worker: ImageWorker) -> None:
     assert campaign(worker, 5, items_of(4))["kills"] >= 5
 
 
-def test_read_only_output(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert "cannot write to" in refused(
-        "batch", jobs(tmp_path, 1), "--model", tiny, "--out", tmp_path / "file/out"
-    )
-
-
-def test_the_clock_may_jump(
-    make: Callable[..., JobCounts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    items, jumps = read_items(jobs(tmp_path, 4)), iter(range(10**6))
-    make(items, "steady")
-    monkeypatch.setattr(time, "time", lambda: 4e9 - 1e8 * next(jumps))
-    make(items, "jumping")
-    assert results(tmp_path / "steady") == results(tmp_path / "jumping")
-
-
 def test_metrics_are_served_while_it_works(tmp_path: Path) -> None:
     from specmm.jobs.run import Bar, Metrics
 
