@@ -34,6 +34,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
+def coder(text_folder):
+    """A tiny language model of one's own, whose weights and graphs a test may change."""
+    return TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
+
+
+@pytest.fixture
 def strict():
     """What is played as it is would be a warning."""
     with warnings.catch_warnings():
@@ -86,24 +92,23 @@ def test_questions_about_pictures(method, temperature, taped):
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("ar", 0.8), ("block", 0), ("block", 0.8)])
-def test_the_text_pipeline(method, temperature, taped):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
+def test_the_text_pipeline(coder, method, temperature, taped):
     prompts = ["def add(a, b):\n", "class Stack:\n"]
     options = dict(method=method, temperature=temperature, seed=3)
     plain, found, short = (
-        pipe(prompts, compiled=way, max_new_tokens=tokens, **options)
+        coder(prompts, compiled=way, max_new_tokens=tokens, **options)
         for way, tokens in ((False, 96), ("auto", 96), ("auto", 20))
     )
     assert found.texts == plain.texts and found.compiled and taped.replays
     assert not short.compiled, "too few rounds"
     with pytest.raises(ValueError, match="compiled=True on a GPU needs ar, msd, eagle3"):
-        pipe(prompts, compiled=True, method="diffuspec")
+        coder(prompts, compiled=True, method="diffuspec")
 
 
-def asked(pipe, kind, compiled, call, **options):
+def asked(pipe, compiled, call, **options):
     """Answers of a call: texts of other lengths, or about other pictures, each time."""
     given = ["import os\n\n\ndef read(path):\n"[: 9 + 4 * call]]
-    if kind is VQAPipeline:  # two, since a CPU counts the inner nodes of a tree for one
+    if isinstance(pipe, VQAPipeline):  # two, since a CPU counts the inner nodes of a tree for one
         question = "Describe the picture."
         given = [[squares(call), squares(call + 1)], [question, question[call:]]]
     tokens = 64 + 4 * call
@@ -111,62 +116,57 @@ def asked(pipe, kind, compiled, call, **options):
     return [ids.tolist() for ids in out.tokens], out.stats.rounds
 
 
-TAKEN = [
-    (TextPipeline, "pocket/coder", "ar", 0.8),
-    (TextPipeline, "pocket/coder", "block", 0.8),
-    (VQAPipeline, "pocket/llava", "msd", 0),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "method", "temperature"), TAKEN)
-def test_later_texts_and_answers_take_the_graph_over(
-    kind, name, method, temperature, taped, strict
-):
-    pipe = kind.from_pretrained(name)
+def taken(pipe, method, temperature, taped, calls):
     options = dict(method=method, temperature=temperature)
-    for call in range(8):
-        plain, found = (asked(pipe, kind, way, call, **options) for way in (False, True))
+    for call in range(calls):
+        plain, found = (asked(pipe, way, call, **options) for way in (False, True))
         assert found == plain
-    assert taped.records == 1 and taped.replays > 20
-    asked(pipe, kind, True, 0, method=method, temperature=0.5)
+    assert taped.records == 1 and taped.replays > 3 * calls
+    asked(pipe, True, 0, method=method, temperature=0.5)
     assert taped.records == 2, "of other options"
 
 
-def test_what_a_broken_run_leaves_is_not_read(taped, strict):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
-    plain = asked(pipe, TextPipeline, False, 0)
-    assert asked(pipe, TextPipeline, True, 0) == plain
-    weight = pipe.model.model.layers[0].self_attn.v_proj.weight
+@pytest.mark.parametrize("method", ["ar", "block"])
+def test_later_texts_take_the_graph_over(coder, method, taped, strict):
+    taken(coder, method, 0.8, taped, 8)
+
+
+def test_later_answers_take_the_graph_over(taped, strict):
+    taken(VQAPipeline.from_pretrained("pocket/llava"), "msd", 0, taped, 3)
+
+
+def test_what_a_broken_run_leaves_is_not_read(coder, taped, strict):
+    plain = asked(coder, False, 0)
+    assert asked(coder, True, 0) == plain
+    weight = coder.model.model.layers[0].self_attn.v_proj.weight
     before = weight.detach().clone()
     weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="finite"):
-        asked(pipe, TextPipeline, True, 1)
+        asked(coder, True, 1)
     weight.data.copy_(before)
-    assert asked(pipe, TextPipeline, True, 0) == plain and taped.replays
+    assert asked(coder, True, 0) == plain and taped.replays
 
 
-def test_a_call_beside_a_stream_has_memory_of_its_own(taped, strict):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
+def test_a_call_beside_a_stream_has_memory_of_its_own(coder, taped, strict):
     options = dict(method="block", temperature=0.8, max_new_tokens=48, compiled=True, seed=0)
-    wanted, other = (pipe(text, **options).texts for text in ("class Stack:\n", "import os\n"))
-    first = pipe.begin("class Stack:\n", **options)
+    wanted, other = (coder(text, **options).texts for text in ("class Stack:\n", "import os\n"))
+    first = coder.begin("class Stack:\n", **options)
     steps = iter(first.steps)
     for _ in range(5):
         next(steps)
-    assert pipe.graphs.newest.busy
-    beside = pipe("import os\n", **options).texts
+    assert coder.graphs.newest.busy
+    beside = coder("import os\n", **options).texts
     *_, end = steps
     assert [first.text(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
-    assert not pipe.graphs.newest.busy
+    assert not coder.graphs.newest.busy
 
 
-def test_what_changes_a_model_beside_its_weights_is_seen(taped, strict):
+def test_what_changes_a_model_beside_its_weights_is_seen(coder, taped, strict):
     """As hooks, and the adapter that is active."""
-    pipe = TextPipeline.from_pretrained("pocket/coder")
-    layer = pipe.model.model.layers[1].mlp
+    layer = coder.model.model.layers[1].mlp
 
     def same():
-        assert asked(pipe, TextPipeline, True, 0) == asked(pipe, TextPipeline, False, 0)
+        assert asked(coder, True, 0) == asked(coder, False, 0)
 
     same()
     layer.scales = {"first": 1.0, "second": 0.0}
@@ -180,22 +180,20 @@ def test_what_changes_a_model_beside_its_weights_is_seen(taped, strict):
     assert taped.records == 4
 
 
-def test_memory_follows_the_models_dtype(taped, strict):
+def test_memory_follows_the_models_dtype(coder, taped, strict):
     """Also that of another pipeline, which is not told."""
-    pipe = TextPipeline.from_pretrained("pocket/coder")
-    other = TextPipeline(pipe.model, pipe.tokenizer)
-    asked(other, TextPipeline, True, 0)
-    pipe.to(torch.float64)
-    plain, found = (asked(other, TextPipeline, way, 0) for way in (False, True))
+    other = TextPipeline(coder.model, coder.tokenizer)
+    asked(other, True, 0)
+    coder.to(torch.float64)
+    plain, found = (asked(other, way, 0) for way in (False, True))
     assert found == plain and taped.records == 2
 
 
-def test_runs_that_cannot_be_captured_spoil_no_later_ones(taped, monkeypatch):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
-    plain = asked(pipe, TextPipeline, False, 0)
+def test_runs_that_cannot_be_captured_spoil_no_later_ones(coder, taped, monkeypatch):
+    plain = asked(coder, False, 0)
     with pytest.raises(ValueError, match="compiled=True looks for end tokens only, got stop"):
-        asked(pipe, TextPipeline, True, 0, stop=["zzz"])
-    out = pipe("import os\n", compiled="auto", stop=["zzz"], max_new_tokens=64)
+        asked(coder, True, 0, stop=["zzz"])
+    out = coder("import os\n", compiled="auto", stop=["zzz"], max_new_tokens=64)
     assert not out.compiled
 
     def broken(function, pool=None):
@@ -203,73 +201,66 @@ def test_runs_that_cannot_be_captured_spoil_no_later_ones(taped, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be captured"):
         patch.setattr("specmm.captured.record_on_gpu", broken)
-        assert asked(pipe, TextPipeline, True, 0) == plain
-    assert asked(pipe, TextPipeline, True, 0) == plain and taped.records == 1
+        assert asked(coder, True, 0) == plain
+    assert asked(coder, True, 0) == plain and taped.records == 1
 
 
-def test_methods_in_turn_have_graphs_of_their_own(taped, strict):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
+def test_methods_in_turn_have_graphs_of_their_own(coder, taped, strict):
     for call in range(3):
         for method in ("ar", "block"):
-            plain, found = (
-                asked(pipe, TextPipeline, way, call, method=method) for way in (False, True)
-            )
+            plain, found = (asked(coder, way, call, method=method) for way in (False, True))
             assert found == plain
     assert taped.records == 2
 
 
-def test_what_fills_the_memory_frees_other_graphs(taped, strict, monkeypatch):
+def test_what_fills_the_memory_frees_other_graphs(coder, taped, strict, monkeypatch):
     """Also a call that takes a graph over, and one without."""
-    pipe = TextPipeline.from_pretrained("pocket/coder")
     for compiled, left in ((True, 1), (False, 0)):
         for temperature in (0.5, 0.6, 0.7):
-            asked(pipe, TextPipeline, True, 0, temperature=temperature)
-        assert len(pipe.graphs.found) == 3
+            asked(coder, True, 0, temperature=temperature)
+        assert len(coder.graphs.found) == 3
         with monkeypatch.context() as patch:
             patch.setattr(shared_rounds, "is_nearly_full", lambda device, share: True)
-            asked(pipe, TextPipeline, compiled, 1, temperature=0.6)
-        assert len(pipe.graphs.found) == left
+            asked(coder, compiled, 1, temperature=0.6)
+        assert len(coder.graphs.found) == left
 
 
-def test_graphs_of_a_model_that_was_replaced_are_freed(taped, strict):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
+def test_graphs_of_a_model_that_was_replaced_are_freed(coder, taped, strict):
     for temperature in (0.5, 0.6):
-        asked(pipe, TextPipeline, True, 0, temperature=temperature)
-    pipe.model = copy.deepcopy(pipe.model)
-    asked(pipe, TextPipeline, True, 0, temperature=0.7)
-    assert [one.target.model for one in pipe.graphs.found.values()] == [pipe.model]
+        asked(coder, True, 0, temperature=temperature)
+    coder.model = copy.deepcopy(coder.model)
+    asked(coder, True, 0, temperature=0.7)
+    assert [one.target.model for one in coder.graphs.found.values()] == [coder.model]
 
 
-def test_a_stream_shows_no_tokens_of_logits_that_are_not_finite(taped, strict):
+def test_a_stream_shows_no_tokens_of_logits_that_are_not_finite(coder, taped, strict):
     """A call may be told of them a round later."""
-    pipe = TextPipeline.from_pretrained("pocket/coder")
-    asked(pipe, TextPipeline, True, 0)
+    asked(coder, True, 0)
     shown = {}
     for compiled in (False, True):
-        pieces = pipe.stream("import os\n", method="ar", compiled=compiled, max_new_tokens=40)
+        pieces = coder.stream("import os\n", method="ar", compiled=compiled, max_new_tokens=40)
         shown[compiled] = [next(pieces) for _ in range(9)]
         with torch.no_grad():
-            before = pipe.model.lm_head.weight[3].clone()
-            pipe.model.lm_head.weight[3] = float("nan")
+            before = coder.model.lm_head.weight[3].clone()
+            coder.model.lm_head.weight[3] = float("nan")
         with pytest.raises(ValueError, match="finite"):
             next(pieces)
         with torch.no_grad():
-            pipe.model.lm_head.weight[3] = before
+            coder.model.lm_head.weight[3] = before
     assert shown[True] == shown[False] and taped.replays
 
 
 @pytest.mark.parametrize(("full", "kept"), [(False, 2), (True, 1)])
-def test_replaced_graphs_are_freed_at_once(full, kept, taped, strict, monkeypatch):
+def test_replaced_graphs_are_freed_at_once(coder, full, kept, taped, strict, monkeypatch):
     """The oldest beyond so many, and all but the last where memory is scarce."""
     monkeypatch.setattr(shared_rounds, "is_nearly_full", lambda device, share: full)
-    pipe = TextPipeline.from_pretrained("pocket/coder")
-    pipe.graphs.most = 2
+    coder.graphs.most = 2
     found = []
     gc.disable()
     try:
         for temperature in (0.5, 0.6, 0.7):
-            asked(pipe, TextPipeline, True, 0, temperature=temperature)
-            shared = pipe.graphs.newest
+            asked(coder, True, 0, temperature=temperature)
+            shared = coder.graphs.newest
             graph = weakref.ref(shared.play.captured.recorded)
             found.append((graph, weakref.ref(shared.target.cache)))
         gone = [part() is None for pair in found for part in pair]
@@ -279,26 +270,22 @@ def test_replaced_graphs_are_freed_at_once(full, kept, taped, strict, monkeypatc
 
 
 @pytest.mark.parametrize("tokens", [2, 24])
-def test_samples_that_begin_in_a_row_leave_the_graph_as_it_is(tokens, taped, strict):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
+def test_samples_that_begin_in_a_row_leave_the_graph_as_it_is(coder, tokens, taped, strict):
     prompts = [f"def f{i}(a):\n" for i in range(10)]
     options = dict(batch_size=2, temperature=0.8, max_new_tokens=tokens, seed=0)
-    plain, *found = (pipe(prompts, compiled=way, **options).texts for way in (False, True, True))
+    plain, *found = (coder(prompts, compiled=way, **options).texts for way in (False, True, True))
     assert found == [plain] * 2 and taped.records == 1
 
 
-def test_another_drafter_is_another_graph(taped, strict):
-    pipe = TextPipeline.from_pretrained("pocket/coder")
+def test_another_drafter_is_another_graph(coder, taped, strict):
     options = dict(method="block", temperature=0.8)
-    assert asked(pipe, TextPipeline, True, 0, **options) == asked(
-        pipe, TextPipeline, False, 0, **options
-    )
-    drafter = copy.deepcopy(pipe.drafter("block"))
+    assert asked(coder, True, 0, **options) == asked(coder, False, 0, **options)
+    drafter = copy.deepcopy(coder.drafter("block"))
     for weight in drafter.parameters():
         weight.data += 0.02
-    other = TextPipeline(pipe.model, pipe.tokenizer, "block", drafter)
-    other.graphs = pipe.graphs
-    plain, found = (asked(other, TextPipeline, way, 0, **options) for way in (False, True))
+    other = TextPipeline(coder.model, coder.tokenizer, "block", drafter)
+    other.graphs = coder.graphs
+    plain, found = (asked(other, way, 0, **options) for way in (False, True))
     assert plain == found and taped.records == 2
 
 

@@ -80,18 +80,7 @@ def test_help_is_quick_and_light() -> None:
 
 @pytest.mark.slow
 def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
-    command = [
-        *MAIN,
-        "generate",
-        str(tiny),
-        "--class",
-        "heart",
-        "-n",
-        "2",
-        "--method",
-        "lantern++",
-        "--json",
-    ]
+    command = [*MAIN, *f"generate {tiny} --class heart -n 2 --method lantern++ --json".split()]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
@@ -126,20 +115,8 @@ def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("method", some(METHODS, ("sjd", "speculative")))
 def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, method: str) -> None:
-    common = (
-        "--class",
-        "heart",
-        "--class",
-        2,
-        "-n",
-        2,
-        "--method",
-        method,
-        "--seed",
-        5,
-        "--dtype",
-        "float32",
-    )
+    words = f"--class heart --class 2 -n 2 --method {method} --seed 5 --dtype float32"
+    common = words.split()
     for size in (1, 3):
         found = run_json(
             "generate", tiny, *common, "--batch-size", size, "--out", tmp_path / str(size)
@@ -219,18 +196,8 @@ def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_bench_interleaves_and_compares(tiny: Path) -> None:
-    rows = run_json(
-        "bench",
-        tiny,
-        "--methods",
-        "lantern++(lambda=3),ar",
-        "-n",
-        2,
-        "--batch",
-        2,
-        "--dtype",
-        "float32",
-    )
+    words = f"bench {tiny} --methods lantern++(lambda=3),ar -n 2 --batch 2 --dtype float32"
+    rows = run_json(*words.split())
     assert [r["method"] for r in rows] == ["ar", "lantern++"]
     wanted = (
         "baseline_seconds speedup tau host_overhead ideal quality seed certificate tokens rounds "
@@ -470,19 +437,8 @@ def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path:
 @pytest.mark.slow
 def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
     """A real process, stopped once its first picture lies there."""
-    command = [
-        *MAIN,
-        "generate",
-        str(tiny),
-        "--class",
-        "heart",
-        "-n",
-        "3000",
-        "--batch-size",
-        "1",
-        "--dtype",
-        "float32",
-    ]
+    words = f"generate {tiny} --class heart -n 3000 --batch-size 1 --dtype float32"
+    command = [*MAIN, *words.split()]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from scipy.stats import chisquare
 from typer.testing import CliRunner
 
 import specmm
@@ -31,7 +30,8 @@ from specmm.text.pipeline import TextPipeline
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
-from tests.integration import tiny_chameleon, two_drafts
+from tests import sampling
+from tests.integration import tiny_chameleon
 from tests.integration.tiny_chameleon import IDS, PICTURE, SIDE
 from tests.noisy import noisy
 
@@ -372,7 +372,7 @@ def p_value(prompt, method, break_it=None):
     parts = None if method == "ar" else assemble(made, target)
     if break_it is not None:
         break_it(parts[0])
-    stream = two_drafts.Stream(ROWS)
+    stream = sampling.Stream(ROWS, 1)
     torch.manual_seed(0)
     if parts is None:
         *_, end = decode_plain(target, given, length, stream)
@@ -389,12 +389,7 @@ def p_value(prompt, method, break_it=None):
         }
     numbers = {path: i for i, path in enumerate(probs)}
     drawn = torch.tensor([numbers[tuple(row)] for row in end.tokens[:, :length].tolist()])
-    seen = torch.bincount(drawn, minlength=len(numbers)).double()
-    wanted = ROWS * torch.tensor(list(probs.values()), dtype=torch.float64)
-    often = wanted >= 5
-    cells = [[*x[often].tolist(), float(x[~often].sum())] for x in (seen, wanted)]
-    scale = sum(cells[0]) / sum(cells[1])
-    return chisquare(cells[0], [x * scale for x in cells[1]]).pvalue
+    return sampling.p_value(torch.tensor(list(probs.values())), drawn)
 
 
 @pytest.mark.slow

@@ -237,14 +237,6 @@ def test_masks(t2i):
     assert torch.equal(additive(prefix_mask(both, 7)) == 0, wanted[:, None])
 
 
-def test_prefix_mask_by_hand():
-    allowed = prefix_mask(torch.tensor([[0, 1]]), 4)
-    assert allowed.int().tolist() == [[[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]]
-    assert torch.equal(prefix_mask(torch.tensor([[0, 1]]), 4, first=3), allowed[:, 3:])
-    bias = additive(allowed)
-    assert bias.shape == (1, 1, 4, 4) and torch.equal(bias == 0, allowed[:, None])
-
-
 @torch.no_grad()
 def test_prefix_embeddings(t2i, t2i_model):
     embed = t2i_model.cls_embedding
@@ -263,14 +255,13 @@ def test_t2i_train_logits_and_loss(t2i, t2i_model):
 
 
 @torch.no_grad()
-def forced_t2i(case, model, tokens, masked=True):
+def forced_t2i(case, model, tokens):
     """Logits [block, rows, V] of each decode step, conditional rows first."""
     cond = case.t["in.cond_left_padded"]
     both = torch.cat([cond, model.cls_embedding.uncond_embedding.expand_as(cond)])
     x = model.embed(both, tokens[:, :-1].repeat(2, 1))
     mask = case.t["in.mask_left_padded"].repeat(2, 1)
-    bias = additive(prefix_mask(mask, x.shape[1])) if masked else None
-    logits, _ = model(x, bias=bias)
+    logits, _ = model(x, bias=additive(prefix_mask(mask, x.shape[1])))
     return logits[:, cond.shape[1] - 1 :].transpose(0, 1)
 
 
@@ -283,24 +274,12 @@ def test_t2i_guided_decoding(t2i, t2i_model):
     assert torch.equal(greedy(guided), t["out.gen_cfg2.tokens"])
 
 
-def test_t2i_plain_decoding(t2i, t2i_model):
-    cond = forced_t2i(t2i, t2i_model, t2i.t["out.gen_cfg1.tokens"]).chunk(2, dim=1)[0]
-    close(cond, t2i.t["out.gen_cfg1.logits"])
-    assert torch.equal(greedy(cond), t2i.t["out.gen_cfg1.tokens"])
-
-
 @pytest.mark.parametrize("name", ["gen_cfg2", "gen_cfg1", "gen_cfg2_nomask"])
 def test_t2i_step_by_step(t2i, t2i_model, name):
     mask = None if "nomask" in name else t2i.t["in.mask_left_padded"]
     prompt = Prompt(t2i.t["in.cond_left_padded"], mask)
     found = decoded(t2i_model, Guidance(2.0 if "cfg2" in name else 1.0), prompt)
     assert torch.equal(found, t2i.t[f"out.{name}.tokens"])
-
-
-def test_t2i_decoding_without_masks(t2i, t2i_model):
-    tokens = t2i.t["out.gen_cfg2_nomask.tokens"]
-    raw = forced_t2i(t2i, t2i_model, tokens, masked=False)
-    assert torch.equal(greedy(guide(*raw.chunk(2, dim=1), 2.0)), tokens)
 
 
 # --- tokenizer ---

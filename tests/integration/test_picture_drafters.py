@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from specmm import methods
 from specmm.decode import decode
@@ -25,6 +24,7 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
 from specmm.stats import Clock
+from tests import sampling
 from tests.cases import some
 from tests.integration import tiny_glm_image, two_drafts
 from tests.integration.picture_kinds import (
@@ -38,6 +38,7 @@ from tests.integration.picture_kinds import (
     sized,
     target_of,
 )
+from tests.sampling import Stream
 
 
 def save(kind, place):
@@ -139,21 +140,6 @@ WARM = Processor(4.0)  # guided random weights are sure of all they say
 V = 8  # of codes, which alone may begin a picture
 # a size, and how many tokens are looked at: the first after a line's end, where lines have one
 SMALL = {"janus": ((12, 12), 3), "emu3": ((8, 8), 4)}
-
-
-class Stream(Uniforms):
-    """One generator for all rows."""
-
-    def __init__(self, rows):
-        self.rows = rows
-        self.generator = torch.Generator().manual_seed(1)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
 
 
 def small(pipe, rows):
@@ -303,15 +289,10 @@ def p_value(kind, pipe, method, twin=None):
         probs = (probs[:, None] * after).flatten()
     own, drafter, rule = assemble(method, target, pipe.parts)
     drafter = drafter if twin is None else twin(drafter)
-    *_, end = decode(own, drafter, rule, prompt, length, Stream(ROWS))
+    *_, end = decode(own, drafter, rule, prompt, length, Stream(ROWS, 1))
     numbers = {path: i for i, path in enumerate(paths)}
     drawn = torch.tensor([numbers[tuple(row)] for row in end.tokens[:, :length].tolist()])
-    counts = torch.bincount(drawn, minlength=len(paths)).double()
-    expected = ROWS * probs.double()
-    often = expected >= 5
-    found = [*counts[often].tolist(), float(counts[~often].sum())]
-    wanted = [*expected[often].tolist(), float(expected[~often].sum())]
-    return chisquare(found, [x * sum(found) / sum(wanted) for x in wanted]).pvalue
+    return sampling.p_value(probs, drawn)
 
 
 # those that `make test` draws

@@ -7,7 +7,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from specmm import methods
 from specmm.decode import decode, decode_plain
@@ -19,6 +18,7 @@ from specmm.randomness import Uniforms, further, sample_generators
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
+from tests import sampling
 from tests.cases import some
 from tests.integration.picture_kinds import (
     KINDS,
@@ -49,25 +49,27 @@ def pipe(folder):
     return opened(folder)
 
 
-def test_greedy_pictures_are_those_of_generate(kind, pipe):
-    """Alone and in a ragged batch, by every method and with more and less guidance."""
-    for cfg in kind.scales:
-        wanted = kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, cfg)
-        given = dict(temperature=0, cfg=cfg, output_type="latent", **sized(kind))
-        for method in ("ar", "sjd", "prompt-lookup"):
-            out = pipe(PROMPTS, method=method, **given)
-            assert torch.equal(out.tokens, wanted), method
-            assert out.certificate.kind == "exact"
-            assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
-        assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
-
-
-def test_guesses_begun_from_neighbours_change_no_greedy_token(kind, pipe):
+@pytest.fixture(scope="module")
+def greedy(kind, pipe):
+    """Options of greedy calls at the least guidance, and the tokens of its own generate."""
     given = dict(temperature=0, cfg=kind.scales[0], output_type="latent", **sized(kind))
-    plain = pipe(PROMPTS, method="ar", **given).tokens
-    for init in ("left", "above", "random"):
-        out = pipe(PROMPTS, method=methods.SJD(window=6, init=init), **given)
-        assert torch.equal(out.tokens, plain), init
+    return given, kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, given["cfg"])
+
+
+def test_greedy_pictures_are_those_of_generate(kind, pipe, greedy):
+    """Alone and in a ragged batch, by every method, and with more guidance."""
+    given, wanted = greedy
+    assert len(wanted.unique()) > 2 and not torch.equal(wanted[0], wanted[1])
+    guesses = [methods.SJD(window=6, init=init) for init in ("left", "above", "random")]
+    for method in ("ar", "sjd", "prompt-lookup", "gsd", *guesses):
+        out = pipe(PROMPTS, method=method, **given)
+        assert torch.equal(out.tokens, wanted), method
+        assert out.certificate.kind == "exact"
+    for method in ("ar", "sjd", "prompt-lookup"):
+        assert torch.equal(pipe(PROMPTS[1], method=method, **given).tokens, wanted[1:]), method
+    for cfg in kind.scales[1:]:
+        wanted = kind.drawn(pipe.transformer, pipe.tokenizer, PROMPTS, kind.size, cfg)
+        assert torch.equal(pipe(PROMPTS, **given | dict(cfg=cfg, method="sjd")).tokens, wanted)
 
 
 def test_guesses_begin_with_tokens_that_may_come_there(kind, pipe):
@@ -122,9 +124,6 @@ def test_grouped_acceptance_says_what_it_costs(kind, pipe):
     seeds = [torch.Generator().manual_seed(i) for i in range(2)]
     drawn = pipe(PROMPTS, method="gsd", generator=seeds, **given)
     assert drawn.certificate.kind == "bounded" and 0 < drawn.certificate.tv < 1
-    greedy = pipe(PROMPTS, method="gsd", temperature=0, **given)
-    assert greedy.certificate.kind == "exact"
-    assert torch.equal(greedy.tokens, pipe(PROMPTS, method="ar", temperature=0, **given).tokens)
 
 
 @torch.no_grad()
@@ -176,12 +175,8 @@ def p_value(pipe, target, facts, method, kind, given=()):
     begun = (end.tokens[:, : len(given)] == torch.tensor(given)).all(-1)
     drawn = end.tokens[begun][:, len(given) : count].contiguous()
     pairs = torch.searchsorted(torch.tensor(some), drawn)
-    expected = (len(pairs) * first[:, None] * torch.stack(after)).flatten()
-    counts = torch.bincount(pairs[:, 0] * len(some) + pairs[:, 1], minlength=len(expected))
-    often = expected >= 5
-    found = [*counts[often].tolist(), int(counts[~often].sum())]
-    wanted = [*expected[often].tolist(), max(float(expected[~often].sum()), 1e-9)]
-    return chisquare(found, [x * sum(found) / sum(wanted) for x in wanted]).pvalue
+    probs = (first[:, None] * torch.stack(after)).flatten()
+    return sampling.p_value(probs, pairs[:, 0] * len(some) + pairs[:, 1])
 
 
 class Swapped(Guidance):

@@ -9,7 +9,6 @@ import torch
 
 from specmm import methods, zoo
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from tests.cases import some
 
 LIMIT, ALL = 16 * 2**20, 80 * 2**20  # bytes a file and in all (DESIGN.md)
 
@@ -32,46 +31,33 @@ def draw(pipe, method, seed=0, **options):
     )
 
 
-def test_it_fits_the_limits_and_has_a_card():
+FACTS = {"description", "data", "licence", "seed", "steps", "loss", "command", "metrics"}
+
+
+def test_models_fit_the_limits_and_have_a_card():
     sizes = [f.stat().st_size for f in zoo.POCKET.rglob("*.safetensors")]
     assert max(sizes) <= LIMIT and sum(sizes) <= ALL
-    card = zoo.card("pocket/llamagen")
-    assert {
-        "description",
-        "data",
-        "licence",
-        "seed",
-        "steps",
-        "loss",
-        "command",
-        "metrics",
-    } <= card.keys()
-    assert (zoo.find("pocket/llamagen") / "README.md").is_file()
+    for name in ("llamagen", "coder", "llava"):
+        assert zoo.card(f"pocket/{name}").keys() >= FACTS
+        assert (zoo.POCKET / name / "README.md").is_file()
 
 
 def test_a_picture_has_at_least_144_tokens(pipe):
     assert pipe.transformer.config.block_size >= 144
 
 
-GREEDY = (methods.SJD(), methods.Speculative(), methods.Eagle())
-GREEDY += (methods.Speculative(rule="recursive"),)
-
-
-@pytest.mark.parametrize("method", some(GREEDY, GREEDY[:3]), ids=lambda m: m.name)
-def test_greedy_equals_plain_token_for_token(pipe, method):
+def test_greedy_equals_plain_token_for_token(pipe):
     plain = draw(pipe, "ar", temperature=0.0)
-    fast = draw(pipe, method, temperature=0.0)
-    assert torch.equal(plain.tokens, fast.tokens)
-    assert fast.certificate.kind == "exact" and fast.stats.rounds < plain.stats.rounds
+    for method in ("sjd", "speculative", "eagle"):
+        fast = draw(pipe, method, temperature=0.0)
+        assert torch.equal(plain.tokens, fast.tokens)
+        assert fast.certificate.kind == "exact" and fast.stats.rounds < plain.stats.rounds
 
 
-@pytest.mark.parametrize(
-    ("method", "least"), [("speculative", 1.5), ("lantern++", 1.5), ("eagle", 1.0)]
-)
+@pytest.mark.parametrize(("method", "least"), [("speculative", 1.5), ("eagle", 1.0)])
 def test_drafts_are_accepted_on_the_real_model(pipe, method, least):
     out = draw(pipe, method)
-    assert out.stats.tau > least
-    assert out.certificate.kind == ("bounded" if method == "lantern++" else "exact")
+    assert out.stats.tau > least and out.certificate.kind == "exact"
 
 
 @pytest.mark.slow

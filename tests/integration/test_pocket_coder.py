@@ -23,22 +23,6 @@ def pipe():
     return TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
 
 
-def test_it_has_a_card():
-    card = zoo.card("pocket/coder")
-    assert {
-        "description",
-        "data",
-        "licence",
-        "seed",
-        "steps",
-        "loss",
-        "command",
-        "metrics",
-    } <= card.keys()
-    assert (POCKET / "README.md").is_file()
-    assert max(f.stat().st_size for f in POCKET.rglob("*.safetensors")) < 16 * 2**20
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_every_method_says_what_transformers_says(pipe):

@@ -30,21 +30,6 @@ def rectangle():
     return picture
 
 
-def test_it_has_a_card():
-    card = zoo.card("pocket/llava")
-    assert {
-        "description",
-        "data",
-        "licence",
-        "seed",
-        "steps",
-        "loss",
-        "command",
-        "metrics",
-    } <= card.keys()
-    assert (POCKET / "README.md").is_file()
-
-
 def test_it_sees(pipe, rectangle):
     asked = [
         "what shape is in the image?",

@@ -40,19 +40,8 @@ def draw(pipe, method, classes=("heart", 3), seed=0, **options):
 @pytest.mark.slow
 def test_batch_invariant_pictures_do_not_depend_on_the_batch(tmp_path):
     """Sixteen, of which rounding would tell one or two apart."""
-    arguments = [
-        "generate",
-        "pocket/var",
-        "--class",
-        "heart",
-        "-n",
-        "16",
-        "--seed",
-        "3",
-        "--dtype",
-        "float32",
-        "--batch-invariant",
-    ]
+    words = "generate pocket/var --class heart -n 16 --seed 3 --dtype float32 --batch-invariant"
+    arguments = words.split()
     made = []
     for batch in ("1", "5", "16"):
         run = CliRunner().invoke(

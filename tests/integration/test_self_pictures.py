@@ -17,7 +17,7 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.tree import DraftTree
+from tests.sampling import Stream, WholeModelsProbs
 
 CONFIG = GPTConfig(
     dim=32, n_layer=4, n_head=2, vocab_size=24, block_size=36, num_classes=3, multiple_of=8
@@ -102,36 +102,6 @@ def test_a_picture_does_not_depend_on_its_batch(method):
         prompt = Prompt(torch.tensor([i]))
         *_, alone = decode(own, drafter, rule, prompt, 36, Uniforms.from_seeds([i]))
         assert torch.equal(alone.tokens[0, :36], together.tokens[i, :36])
-
-
-class Stream(Uniforms):
-    """One generator for thousands of rows."""
-
-    def __init__(self, rows, seed=0):
-        self.rows = rows
-        self.generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
-class WholeModelsProbs:
-    """A broken twin: drafts are recorded with the whole model's distributions."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.max_nodes = inner.max_nodes
-        self.max_depth = inner.max_depth
-        self.begin = inner.begin
-
-    def propose(self, feedback, uniforms):
-        tree = self.inner.propose(feedback, uniforms)
-        probs = self.inner.target.target.score(tree).probs
-        return DraftTree(tree.tokens, tree.shape, torch.cat([probs[:, :1], probs[:, :-1]], 1))
 
 
 FEW = GPTConfig(

@@ -211,16 +211,8 @@ def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])  # no round at all, and one whose controller is not told
 def test_texts_of_a_token_or_two_are_drawn_too(text_folder, tmp_path, count):
-    how = [
-        "-p",
-        PROMPTS[0],
-        "-p",
-        PROMPTS[1],
-        "--method",
-        "diffuspec",
-        "--max-new-tokens",
-        str(count),
-    ]
+    how = ["-p", PROMPTS[0], "-p", PROMPTS[1]]
+    how += f"--method diffuspec --max-new-tokens {count}".split()
     run = CliRunner().invoke(
         app, ["complete", str(text_folder), *how, "--plot", str(tmp_path / "a.svg")]
     )

@@ -171,43 +171,6 @@ def test_seeded_runs(var, models, vqvae, name):
     )
 
 
-def sway(choice, embedding, k, rounding=5e-4):
-    """How far each soft code [B, T, C] may move when every logit moves by at most ``rounding``, as
-    in ``close``.
-
-    The weights are softmax(x) of x = ((1 + done) logits + noise) / temperature. To first order dw =
-    w (dx - sum w dx), so the code c = sum w e moves by at most sum w |e - c| (1 + done) /
-    temperature times ``rounding``: nothing where one code has all the weight, much where two share
-    it and the temperature is 0.005.
-    """
-    done = k / 3
-    temperature = max(0.27 * (1 - 0.95 * done), 0.005)
-    codes = choice.weights @ embedding
-    spread = (choice.weights[..., None] * (embedding - codes[..., None, :]).abs()).sum(-2)
-    return rounding * (1 + done) / temperature * spread
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-@torch.no_grad()
-def test_soft_codes(var, models, vqvae, name):
-    sampler = ReleaseSampler(
-        Sampling(1.5, 20, 0.9, 1.0, True), torch.Generator().manual_seed(123), 4
-    )
-    made, draw = [], sampler.draw
-
-    def keep(logits, k):
-        made.append(draw(logits, k))
-        return made[-1]
-
-    sampler.draw = keep
-    alone(models[name], vqvae, var.facts["labels"], 1.5, sampler)
-    embedding = vqvae.quantize.embedding.weight
-    for k, choice in enumerate(made):
-        wanted = var.t[f"{name}.smooth.h_BChw.{k}"].flatten(2).transpose(1, 2)
-        apart = (choice.weights @ embedding - wanted).abs()
-        assert (apart <= 1e-6 + sway(choice, embedding, k)).all()
-
-
 # --- CoDe ---
 
 

@@ -245,17 +245,8 @@ def asked(folder, pictures, tmp_path):
 
 
 def test_ask_prints_one_json_object(asked, pipe, pictures):
-    ran = asked(
-        "--question",
-        "what is this",
-        "--method",
-        "prompt-lookup",
-        "--max-new-tokens",
-        "9",
-        "--seed",
-        "3",
-        "--json",
-    )
+    words = "--method prompt-lookup --max-new-tokens 9 --seed 3 --json"
+    ran = asked("--question", "what is this", *words.split())
     assert ran.exit_code == 0, ran.output
     report = json.loads(ran.stdout)
     assert report["outputs"] == pipe(pictures[0], "what is this", max_new_tokens=9).answers
@@ -268,16 +259,8 @@ def test_ask_prints_one_json_object(asked, pipe, pictures):
 
 
 def test_ask_takes_options_of_the_method(asked):
-    ran = asked(
-        "--question",
-        "what is this",
-        "--method",
-        "text-draft",
-        "-o",
-        "tree=2,1",
-        "--max-new-tokens",
-        "9",
-    )
+    words = "--method text-draft -o tree=2,1 --max-new-tokens 9"
+    ran = asked("--question", "what is this", *words.split())
     assert ran.exit_code == 0, ran.output
     assert "certificate  exact" in ran.stderr
 

@@ -7,7 +7,6 @@ Shape letters: V vocabulary.
 import itertools
 
 import torch
-from scipy.stats import chi2
 
 from specmm.decode import decode
 from specmm.drafter import Feedback
@@ -19,6 +18,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
+from tests.sampling import Stream, fits
 
 V = 6
 PROMPT = [4, 1, 5, 3]
@@ -98,27 +98,13 @@ def check_draws(q, p, shape):
     assert total_variation(emitted_probs(Recursive(), drawn, p), wanted) > 1e-3
 
 
-class Stream(Uniforms):
-    """One generator for thousands of rows."""
-
-    def __init__(self, rows):
-        self.rows, self.generator = rows, torch.Generator().manual_seed(1)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
 def colder(drafter):
     """Drafts come from a colder distribution than the one recorded."""
     grow = drafter.growth._draw
 
     def draw(head, logits, width, uniforms):
         tokens, _ = grow(head, logits * 3, width, uniforms)
-        return tokens, grow(head, logits, width, Stream(len(logits)))[1]
+        return tokens, grow(head, logits, width, Stream(len(logits), 1))[1]
 
     drafter.growth._draw = draw
 
@@ -128,17 +114,6 @@ def follows(model, drafter, rule):
     ``model``.
     """
     prompt = VLMPrompt(padded([PROMPT] * ROWS), LENGTH)
-    *_, end = decode(drafter.target, drafter, rule, prompt, LENGTH, Stream(ROWS))
+    *_, end = decode(drafter.target, drafter, rule, prompt, LENGTH, Stream(ROWS, 1))
     probs = sequence_probs(target_tables(model, PROMPT, LENGTH), LENGTH)
     return fits(probs, end.tokens[:, :LENGTH])
-
-
-def fits(probs, tokens):
-    """Whether ``tokens`` pass a chi-square test at one in a thousand; rare cells are joined."""
-    index = sum(tokens[:, t] * V ** (LENGTH - 1 - t) for t in range(LENGTH))
-    seen = torch.bincount(index, minlength=V**LENGTH).double()
-    wanted, order = (probs * len(tokens)).sort(descending=True)
-    common = int((wanted >= 5).sum())
-    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
-    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[cells[0] > 1e-9].sum()
-    return bool(statistic < chi2.ppf(0.999, int((cells[0] > 1e-9).sum()) - 1))

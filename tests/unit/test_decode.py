@@ -12,7 +12,6 @@ from functools import partial
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import nn
 
 from specmm.decode import decode, decode_plain, first_token
@@ -31,6 +30,8 @@ from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
+from tests import sampling
+from tests.sampling import Stream, last
 
 SMALL = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=24, block_size=25, num_classes=5, multiple_of=8
@@ -104,11 +105,6 @@ def prompt_of(config, rows):
     return Prompt(features * mask[..., None], mask)
 
 
-def last(progress):
-    *_, end = progress
-    return end
-
-
 SETTINGS = {
     "plain": (SMALL, Guidance()),
     "guided": (SMALL, Guidance(3.0)),
@@ -168,16 +164,6 @@ def test_a_row_does_not_depend_on_its_batch(make, config):
         assert torch.equal(tokens(rows[i : i + 1], seeds[i : i + 1])[0], together[i])
 
 
-class Stream(Uniforms):
-    """One generator for all rows, so that thousands of samples can be drawn at once."""
-
-    def __init__(self, rows, seed):
-        self.rows, self.generator = rows, torch.Generator().manual_seed(seed)
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
 LENGTH, SAMPLES = 6, 3000
 
 
@@ -206,13 +192,7 @@ def p_value(target, drafter, rule):
         :, :LENGTH
     ]
     cell = (tokens * TINY.vocab_size ** torch.arange(LENGTH).flip(0)).sum(1)
-    probs = exact_probs(target)
-    found, wanted = cell.bincount(minlength=len(probs)).double(), probs * SAMPLES
-    assert found[probs == 0].sum() == 0
-    common = wanted >= 5
-    found, wanted = (torch.cat([x[common], x[~common].sum()[None]]) for x in (found, wanted))
-    wanted = wanted.clamp(min=1e-9)
-    return chi2.sf(float(((found - wanted) ** 2 / wanted).sum()), len(wanted) - 1)
+    return sampling.p_value(exact_probs(target), cell)
 
 
 class Misreported:

@@ -3,18 +3,16 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.common import Budget, git_sha, read_results, write_results
-from benchmarks.official import lantern, releases, scales
+from benchmarks.official import lantern, scales
 from benchmarks.official.__main__ import NAME, compare, main, measured, merged
 from benchmarks.official.contests import Contest, open_model
-from benchmarks.official.duel import Duel, Made, Program
+from benchmarks.official.duel import Duel, Program
 from specmm import methods
-from specmm.shape import trees
 
 
 def clone(folder, body):
@@ -57,39 +55,6 @@ def test_what_is_left_out_is_not_run(tmp_path):
     assert sys.modules.get("models") is kept and texts not in sys.modules
 
 
-def test_lanterns_loop_is_asked_for_the_tree_and_bounds_that_ours_has():
-    tree = [list(path) for path in trees.NAMED["naive_extend_57"]]
-    chain = [[0] * depth for depth in range(1, 6)]
-    release = {lantern.CHOICES: SimpleNamespace(naive_extend_57=tree, chain=chain)}
-    dynamic, static, line = (lantern.asked(release, m) for m in list(lantern.SAME.values())[1:])
-    assert dynamic == {"lantern": True, "lantern_k": 20, "lantern_delta": 0.1}
-    assert (static["lantern_k"], static["lantern_delta"], static["static_tree"]) == (60, 20, True)
-    assert static["tree_choices"] is tree and line["tree_choices"] is chain
-    del chain[-1]
-    with pytest.raises(ValueError, match="chain must be ours of 6 nodes, got another of 5"):
-        lantern.asked(release, lantern.SAME["lantern++, chain"])
-
-
-def test_lanterns_loop_reads_class_rows_and_needs_an_eagle_head():
-    pipe = open_model("pocket/llamagen")
-    table = pipe.transformer.cls_embedding.embedding_table.weight
-    rows = lantern.ClassRows(table)
-    given, mask = rows.get_text_embeddings([3, 5])
-    assert torch.equal(given, table[[3, 5]][:, None]) and torch.equal(mask, torch.ones(2, 1))
-    assert torch.equal(rows.uncond_embedding, table[-1:]) and rows(given, train=False) is given
-    del pipe.parts.drafters["eagle"]
-    with pytest.raises(ValueError, match="with an EAGLE head, got pocket/llamagen, c2i with block"):
-        lantern.their_loop({}, pipe)
-
-
-def test_what_is_set_aside_is_put_back(capsys):
-    before = torch.Tensor.cuda
-    with pytest.raises(RuntimeError), releases.running():
-        sys.stdout.write("theirs")
-        raise RuntimeError
-    assert torch.Tensor.cuda is before and capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
     "body, said", [(None, "without models/var.py"), ("import not_there_at_all", "not_there_at_all")]
 )
@@ -99,17 +64,6 @@ def test_a_wrong_folder_is_named_in_one_sentence(tmp_path, body, said):
     with pytest.raises(ValueError, match=said) as caught:
         scales.VAR_SOURCE.load(tmp_path)
     assert "FoundationVision/VAR" in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_size_that_stands_in_a_function_is_exchanged_once():
-    def sizes(k=1):
-        return [1, 5, 14, 30][k]
-
-    decorated = torch.no_grad()(sizes)
-    assert releases.with_constant(decorated, (1, 5, 14, 30), (1, 5, 14, 66))(3) == 66
-    assert decorated(3) == 30 and releases.with_constant(sizes, (1, 5, 14, 30), (7, 9))() == 9
-    with pytest.raises(ValueError, match=r"must hold the constant \(2, 3\) once, got 0 of it"):
-        releases.with_constant(sizes, (2, 3), (4, 5))
 
 
 @pytest.mark.slow
@@ -140,19 +94,6 @@ def test_a_ratio_is_the_median_of_pairs_and_needs_five():
     assert row(*pairs)["speedup"] is None
     found = row(*pairs, (20.0, 8.0))
     assert found["speedup_low"] == found["speedup"] == 2.0 and found["speedup_high"] == 2.5
-
-
-def test_taus_stand_beside_seconds_where_both_have_some():
-    def program(taus):
-        given = iter(taus)
-        return Program(lambda classes, seed: Made(None, None, next(given)), None)
-
-    duel = Duel("chain", program([9.0, 2.0, 4.0]), program([9.0, 1.0, 7.0]), 1, 2)
-    duel.race(2, Budget())  # after one that is not counted
-    assert (duel.row()["theirs_tau"], duel.row()["ours_tau"]) == (3.0, 4.0)
-    duel = Duel("ar", program([None, None]), program([1.0, 1.0]), 1, 2)
-    duel.race(1, Budget())
-    assert "ours_tau" not in duel.row()
 
 
 def test_a_row_is_measured_where_it_is_wanted_and_both_can_draw_as_many(tmp_path, monkeypatch):

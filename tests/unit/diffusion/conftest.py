@@ -8,7 +8,6 @@ import itertools
 
 import torch
 import transformers as tf
-from scipy.stats import chi2
 
 from specmm.decode import decode, decode_plain
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
@@ -23,10 +22,10 @@ from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.hf.drafting import chain_rule
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.randomness import Uniforms
 from specmm.recipes.training.ngram import fit
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
+from tests.sampling import Stream
 
 LENGTH, V, SMALL = 14, 30, 6
 BUSH = TreeShape.from_parents([-1, 0, 0, 1, 1, 2, 3, 3, 3])
@@ -235,20 +234,6 @@ def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
     return end
 
 
-class Stream(Uniforms):
-    """One generator for thousands of rows."""
-
-    def __init__(self, rows):
-        self.rows, self.generator = rows, torch.Generator().manual_seed(0)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
 def sequence_distribution(processor, row, length):
     model, probs = shared_target(SMALL), torch.ones(1, dtype=torch.float64)
     for depth in range(length):
@@ -259,19 +244,6 @@ def sequence_distribution(processor, row, length):
         logits = model(ids).logits[:, -1]
         probs = (probs[:, None] * processor(logits.double())).flatten()
     return probs
-
-
-def fits(probs, tokens):
-    """Whether ``tokens`` [n, T] pass a chi-square test at 0.001; rare cells are joined."""
-    length = tokens.shape[1]
-    index = sum(tokens[:, t] * SMALL ** (length - 1 - t) for t in range(length))
-    seen = torch.bincount(index, minlength=len(probs)).double()
-    wanted, order = (probs * len(tokens)).sort(descending=True)
-    common = int((wanted >= 5).sum())
-    cells = [torch.cat([x[:common], x[common:].sum()[None]]) for x in (wanted, seen[order])]
-    keep = cells[0] > 1e-9
-    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[keep].sum()
-    return bool(statistic < chi2.ppf(0.999, int(keep.sum()) - 1))
 
 
 def samples(make, processor, rows):

@@ -9,7 +9,8 @@ from specmm.diffusion_drafters.block_drafters import with_root
 from specmm.processors import Processor
 from specmm.tree import DraftTree
 from tests.cases import some
-from tests.unit.diffusion.conftest import DRAFTERS, FAST, fits, samples, sequence_distribution
+from tests.sampling import fits
+from tests.unit.diffusion.conftest import DRAFTERS, FAST, samples, sequence_distribution
 
 
 @pytest.mark.parametrize("name", some(DRAFTERS, FAST))

@@ -7,7 +7,8 @@ from specmm.kernels.top_k import MOST, kth_largest, naive, serves
 from specmm.kernels.top_k.triton import LEAST
 from specmm.processors import Processor
 
-WIDTHS = [1, 2, 100, 1024, 1500]
+CASES = [(width, "normal") for width in (1, 2, 1024, 1500)]
+CASES += [(100, kind) for kind in ("ties", "excluded", "wide")]
 
 
 def rows(width, device, kind="normal"):
@@ -23,8 +24,7 @@ def rows(width, device, kind="normal"):
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
-@pytest.mark.parametrize("kind", ["normal", "ties", "excluded", "wide"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("width", "kind"), CASES)
 def test_equals_a_full_sort(name, kind, width, device, monkeypatch):
     monkeypatch.setenv("SPECMM_KERNELS", name)
     x = rows(width, device, kind)

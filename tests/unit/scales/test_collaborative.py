@@ -1,6 +1,5 @@
 """The schedule between models: who does what, when memory is freed, and what may be claimed."""
 
-import gc
 import weakref
 
 import pytest
@@ -35,7 +34,6 @@ def alive(monkeypatch):
 
     class Session:
         def __init__(self, model, labels, sampling, last):
-            gc.collect()
             assert all(session() is None for session in opened)
             opened.append(weakref.ref(self))
             self.model, self.last = model, last
@@ -68,7 +66,7 @@ def run(made, clock=None):
     return alternate(made, noting, None, None, sampler, clock or Clock()), noting.log
 
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", [0, 2, 4])
 def test_steps_in_order_each_by_its_model(at, alive):
     clock = Clock()
     first, second = split(SCALES, at)

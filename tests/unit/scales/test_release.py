@@ -6,11 +6,11 @@ Shape letters: B pictures.
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Sampling, VARSettings, sorted_mask
+from tests import sampling
 from tests.unit.scales.test_scale_speculation import exact_probs
 
 PICTURES = 4000
@@ -34,12 +34,7 @@ def p_value(pipe, probs):
         batch_size=PICTURES,
         output_type="latent",
     )
-    counts = (out.tokens * 2 ** torch.arange(4, -1, -1)).sum(1).bincount(minlength=32).double()
-    wanted = probs * PICTURES
-    common = wanted >= 5
-    observed = [*counts[common].tolist(), float(counts[~common].sum())]
-    expected = [*wanted[common].tolist(), max(float(wanted[~common].sum()), 1e-9)]
-    return chisquare(observed, expected).pvalue, out.certificate
+    return sampling.p_value(probs, out.tokens @ 2 ** torch.arange(4, -1, -1)), out.certificate
 
 
 def test_the_large_model_alone_has_its_own_distribution(two_codes):

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import Sampling, ScaleTokens, SharedGumbel
@@ -14,6 +13,7 @@ from specmm.image_ar.scales.scale_schedule import PATCHES_256, PATCHES_512, Scal
 from specmm.image_ar.scales.scale_speculation import ScaleSpeculation, agreement, coarse_scales
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
+from tests.sampling import p_value as of_counts
 
 LABELS = torch.tensor([3, 0, 7])
 
@@ -107,15 +107,11 @@ def exact_probs(model, vqvae, sampling):
 
 def p_value(kind, duel, samples=400):
     large, small, vqvae, sampling, probs = duel
-    counts = torch.zeros(32)
+    pictures = []
     for seed in range(samples):
         worker, _ = run(kind, large, small, vqvae, torch.tensor([3]), sampling, [seed], 2, 2)
-        picture = torch.cat(worker.feature_map.tokens, 1)[0]
-        counts[int((picture * 2 ** torch.arange(4, -1, -1)).sum())] += 1
-    common = probs * samples >= 5
-    observed = [*counts[common].tolist(), counts[~common].sum().item()]
-    expected = [*(probs[common] * samples).tolist(), (probs[~common] * samples).sum().item()]
-    return chisquare(observed, expected).pvalue
+        pictures.append(torch.cat(worker.feature_map.tokens, 1)[0])
+    return of_counts(probs, torch.stack(pictures) @ 2 ** torch.arange(4, -1, -1))
 
 
 def test_distribution(duel):

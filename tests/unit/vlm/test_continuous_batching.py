@@ -2,6 +2,8 @@
 memories.
 """
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -21,6 +23,7 @@ from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.verify import Recursive
 from specmm.vlm.msd import MSDHead
+from tests.unit.vlm.conftest import MODELS
 
 LENGTH = 12
 STOP = EndTokens([3, 8, 13, 21, 30])
@@ -67,7 +70,11 @@ def prompts_of(zoo, family, questions):
     return lambda some: VLMPrompt(zoo.batch(family, questions[some]), LENGTH)
 
 
-@pytest.mark.parametrize("drafting", DRAFTERS)
+CASES = [*product(["llava"], DRAFTERS), ("qwen2-vl", "plain")]
+CASES += product([name for name in MODELS if name != "llava"], ["msd dynamic"])
+
+
+@pytest.mark.parametrize(("family", "drafting"), CASES)
 def test_answers_do_not_depend_on_what_their_row_held(zoo, family, drafting):
     target = VLMTarget(zoo.model(family), Processor(1.0, repetition_penalty=1.2))
     drafter = DRAFTERS[drafting](target)

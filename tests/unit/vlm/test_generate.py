@@ -1,11 +1,22 @@
 """``custom_generate`` on every family: pictures that generate has encoded before, videos, positions
-given by it.
+given by it; with drafters, and planned for them.
 """
 
 import pytest
 import torch
+import transformers as tf
 
 import specmm
+from specmm import methods
+from specmm.autotune import Plan
+from specmm.hf.drafting import choose, planned_by
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.recipes.training.dflash import build_block
+from specmm.recipes.training.msd import msd_config
+from specmm.tree import TreeShape
+from specmm.vlm.msd import MSDHead
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
@@ -64,3 +75,65 @@ def test_a_missing_drafter_is_a_sentence(zoo, method, sentence):
         zoo.model("llava").generate(
             **zoo.batch("llava", zoo.rows), max_new_tokens=4, custom_generate=fn
         )
+
+
+def msd_of(model):
+    torch.manual_seed(1)
+    head = MSDHead(msd_config(VLMTarget(model, Processor(0.0)))).eval()
+    head.acceptance = {0.0: ((0.9,), (0.9,))}
+    return head
+
+
+def block_of(model):
+    return build_block(VLMTarget(model, Processor(0.0)), 1, 4, 39, read=1)
+
+
+def test_msd_drafts_for_a_model_without_pictures():
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=40, **sizes)).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    ids = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 7]])
+    given = dict(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=12, do_sample=False)
+    fn = specmm.custom_generate(msd_of(model), "msd")
+    assert torch.equal(model.generate(**given, custom_generate=fn), model.generate(**given))
+
+
+@pytest.mark.parametrize("drafter_of", [msd_of, block_of])
+def test_auto_plans_for_the_drafter_and_changes_nothing(zoo, drafter_of):
+    model = zoo.model("llava")
+    fn = specmm.custom_generate(drafter_of(model), "auto")
+    options = dict(max_new_tokens=12, do_sample=False, no_repeat_ngram_size=2)
+    given = options | zoo.batch("llava", zoo.rows[:1])
+    wanted = model.generate(**given)
+    for _ in range(2):  # the second call goes by what the first one planned
+        assert torch.equal(model.generate(**given, custom_generate=fn), wanted)
+
+
+def test_auto_wants_a_drafter_that_can_be_planned_with():
+    with pytest.raises(ValueError, match="MSD, EAGLE-3, DEER or block drafter, got none"):
+        specmm.custom_generate(method="auto")
+
+
+def test_auto_uses_the_plan(zoo):
+    """A drafter as good as the target itself, and far cheaper than the clock says: drafts are
+    taken.
+    """
+    model = zoo.model("llava")
+    plans = {(1, True, torch.get_num_threads()): Plan(TreeShape.chain(2), 2.0, 2.0, "made up")}
+    target = VLMTarget(model, Processor(0.0))
+    prompt = VLMPrompt(zoo.batch("llava", zoo.rows[:1]), 8)
+    assert choose(target, msd_of(model), prompt, plans, planned_by(msd_of(model))) == methods.MSD(
+        sampled=True, tree=(-1, 0, 1)
+    )
+    kept = {("block", *key): plan for key, plan in plans.items()}
+    chosen = choose(target, block_of(model), prompt, kept, planned_by(block_of(model)))
+    assert chosen == methods.Block(length=2)
+
+
+def test_samples_follow_the_generator(zoo):
+    def sample(seed):
+        fn = specmm.custom_generate(generator=torch.Generator().manual_seed(seed))
+        given = dict(max_new_tokens=12, do_sample=True, top_k=2, custom_generate=fn)
+        return zoo.model("llava").generate(**zoo.batch("llava", zoo.rows), **given)
+
+    assert torch.equal(sample(0), sample(0)) and not torch.equal(sample(0), sample(1))

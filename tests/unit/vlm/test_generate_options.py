@@ -241,6 +241,17 @@ def test_a_streamer_hears_one_end_of_what_fails(made, stop):
     assert heard.said.count("end") == 1 and heard.said[-1] == "end"
 
 
+def test_a_streamer_of_ours_hears_one_answer(zoo, texts, prompt):
+    heard = Heard()
+    fn = specmm.custom_generate(streamer=heard)
+    out = sequences((texts("llama"), {"input_ids": prompt}), dict(custom_generate=fn))
+    assert heard.said == [[*prompt.tolist()], *([token] for token in out[0, 6:].tolist()), "end"]
+    for options, said in (({}, "one answer at a time"), ({"streamer": heard}, "given once")):
+        with pytest.raises(ValueError, match=said):
+            made = (zoo.model("llava"), zoo.batch("llava", zoo.rows[: 1 + (not options)]))
+            sequences(made, options | {"custom_generate": fn})
+
+
 def test_the_model_s_own_settings_hold(made):
     """What a model's generation_config says, as released ones do, without a word at the call."""
     model, inputs = made
@@ -287,13 +298,16 @@ def test_what_is_sampled_from_is_generate_s_own_distribution(made, options, monk
 REFUSED = {
     "guidance_scale": (dict(guidance_scale=2.0), "guidance_scale must be 1"),
     "beams": (dict(num_beams=2), "num_beams must be 1"),
-    "contrastive": (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha must be off"),
-    "dola": (dict(dola_layers="high"), "dola_layers must be off"),
-    "lookup": (dict(prompt_lookup_num_tokens=3), "prompt_lookup_num_tokens must be off"),
+    "contrastive": (dict(penalty_alpha=0.6, top_k=4), "penalty_alpha must be off, .*_search"),
+    "dola": (dict(dola_layers="high"), "dola_layers must be off, .*dola_generation"),
+    "lookup": (dict(prompt_lookup_num_tokens=3), r"_num_tokens must be off, .*='prompt-lookup'"),
     "words": (dict(force_words_ids=[[5]]), "force_words_ids must be off"),
     "mtp": (dict(use_mtp=True), "use_mtp must be off"),
     "early exit": (dict(assistant_early_exit=1), "assistant_early_exit must be off"),
-    "scores": (dict(output_scores=True, return_dict_in_generate=True), "output_scores must be off"),
+    **{
+        name: ({name: True, "return_dict_in_generate": True}, f"{name} must be off, got True")
+        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+    },
     "synthid": (
         dict(watermarking_config=tf.SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)),
         "must not be SynthID's, which keeps a state",
@@ -308,6 +322,16 @@ def test_what_generate_does_otherwise_is_refused(made, options, sentence):
     with pytest.raises(ValueError, match=sentence) as error:
         sequences(one, options | {"custom_generate": specmm.custom_generate()})
     assert "\n" not in str(error.value)
+
+
+def test_an_assistant_and_embeddings_are_refused(texts, prompt):
+    model, fn = texts("llama"), dict(custom_generate=specmm.custom_generate())
+    with pytest.raises(ValueError, match=r"assistant_model must be off, .*method='text-draft'"):
+        sequences((model, {"input_ids": prompt}), dict(assistant_model=model) | fn)
+    embeds = {"inputs_embeds": model.get_input_embeddings()(prompt)}
+    for ids in ({}, {"input_ids": prompt}):
+        with pytest.raises(ValueError, match="prompts must be input_ids, got inputs_embeds"):
+            sequences((model, embeds | ids), fn)
 
 
 def test_synthid_s_watermark_is_written_without_drafts(texts):

@@ -10,7 +10,6 @@ import itertools
 import pytest
 import torch
 import transformers as tf
-from scipy.stats import chi2
 
 from specmm import methods, self_search
 from specmm.continuous_batching import Queue
@@ -29,7 +28,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import Block, Recursive
 from specmm.verify.exhaustive import Draws, emitted_probs, sequence_probs, total_variation
-from tests.cases import some
+from tests.sampling import Stream, WholeModelsProbs, fits, last
 
 LENGTH = 12
 SELF = {
@@ -46,11 +45,6 @@ def _each_test_searches_anew():
     self_search._searches.clear()
 
 
-def last(progress):
-    *_, end = progress
-    return end
-
-
 def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH, break_it=None):
     target = VLMTarget(zoo.model(name), processor)
     rows = zoo.rows if rows is None else rows
@@ -64,11 +58,11 @@ def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH,
     return last(decode(target, drafter, rule, prompt, length, uniforms))
 
 
-@pytest.mark.parametrize("name", some(SELF, ("exit", "searched")))
-def test_greedy_answers_are_plain_decodings(zoo, family, name):
+def test_greedy_answers_are_plain_decodings(zoo, family):
     plain = run(zoo, family, Processor(0), None)
-    end = run(zoo, family, Processor(0), SELF[name])
-    assert torch.equal(end.tokens[:, :LENGTH], plain.tokens)
+    for name in ("exit", "searched"):
+        end = run(zoo, family, Processor(0), SELF[name])
+        assert torch.equal(end.tokens[:, :LENGTH], plain.tokens), name
 
 
 @pytest.mark.parametrize("method", SELF.values(), ids=SELF)
@@ -112,8 +106,8 @@ def test_scratch_keys_in_the_committed_part_are_caught(deep):
 
 
 @pytest.mark.parametrize("method", [SELF["exit"], SELF["without the first"]], ids=["exit", "skip"])
-@pytest.mark.parametrize("name", ["llava", "qwen2-vl sliding"])
-def test_a_row_does_not_depend_on_its_batch(zoo, name, method):
+def test_a_row_does_not_depend_on_its_batch(zoo, method):
+    name = "qwen2-vl sliding"
     processor = Processor(1.0, top_k=8, repetition_penalty=1.3)
     together = run(zoo, name, processor, method)
     for i, row in enumerate(zoo.rows):
@@ -121,9 +115,8 @@ def test_a_row_does_not_depend_on_its_batch(zoo, name, method):
         assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
 
 
-@pytest.mark.parametrize("method", [SELF["exit"], SELF["unsure"]], ids=["exit", "unsure"])
-def test_rows_take_up_the_next_prompt(zoo, family, method):
-    rows = zoo.rows
+def test_rows_take_up_the_next_prompt(zoo, family):
+    rows, method = zoo.rows, SELF["exit"]
     target = VLMTarget(zoo.model(family), Processor(0))
     drafter, rule = assemble(method, target)
     generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
@@ -185,31 +178,6 @@ def generated(model, method, length, break_it=None, temperature=0.0):
     return last(decode(target, drafter, rule, prompt, length, uniforms))
 
 
-def test_tokens_are_those_of_transformers_generate(deep):
-    for row in PROMPTS:
-        wanted = deep.generate(torch.tensor([row]), max_new_tokens=32, do_sample=False)[0]
-        target = VLMTarget(deep, Processor(0))
-        drafter, rule = assemble(SELF["unsure"], target)
-        prompt = VLMPrompt(padded([row], "cpu"), 32)
-        end = last(decode(target, drafter, rule, prompt, 32, Uniforms.from_seeds([0])))
-        assert torch.equal(end.tokens[0, :32], wanted[len(row) :])
-
-
-class Stream(Uniforms):
-    """One generator for thousands of rows."""
-
-    def __init__(self, rows, seed=0):
-        self.rows = rows
-        self.generator = torch.Generator().manual_seed(seed)
-
-    @property
-    def device(self):
-        return self.generator.device
-
-    def draw(self, count):
-        return torch.rand(self.rows, count, generator=self.generator)
-
-
 def tables_of(model, row, length, processor, layers=None):
     """The distribution after each prefix of up to ``length`` tokens [V**d, V], by the model's own
     uncached forward over its first ``layers``.
@@ -226,19 +194,6 @@ def tables_of(model, row, length, processor, layers=None):
             logits = model.lm_head(part(input_ids=ids, use_cache=False).last_hidden_state[:, -1])
         found.append(processor(logits))
     return found
-
-
-def fits(probs, tokens):
-    """A chi-square test at one in a thousand of sampled ``tokens`` [n, T]."""
-    size = tokens.shape[1]
-    index = sum(tokens[:, t] * V ** (size - 1 - t) for t in range(size))
-    seen = torch.bincount(index, minlength=V**size).double()
-    wanted = probs.double() * len(tokens)
-    common = wanted >= 5
-    cells = [torch.cat([x[common], x[~common].sum()[None]]) for x in (wanted, seen)]
-    keep = cells[0] > 1e-9
-    statistic = ((cells[1] - cells[0]) ** 2 / cells[0])[keep].sum()
-    return bool(statistic < chi2.ppf(0.999, int(keep.sum()) - 1))
 
 
 ROW = [1, 3, 2]
@@ -270,21 +225,6 @@ DRAWN = {
 def test_samples_follow_the_models_distribution(tiny, method):
     wanted = sequence_probs(tables_of(tiny, ROW, 3, HOT), 3)
     assert fits(wanted, samples(tiny, method))
-
-
-class WholeModelsProbs:
-    """A broken twin: drafts are recorded with the whole model's distributions."""
-
-    def __init__(self, inner):
-        self.inner = inner
-        self.max_nodes = inner.max_nodes
-        self.max_depth = inner.max_depth
-        self.begin = inner.begin
-
-    def propose(self, feedback, uniforms):
-        tree = self.inner.propose(feedback, uniforms)
-        probs = self.inner.target.target.score(tree).probs
-        return DraftTree(tree.tokens, tree.shape, torch.cat([probs[:, :1], probs[:, :-1]], 1))
 
 
 def test_the_whole_models_distributions_in_place_of_the_exits_are_caught(tiny):
@@ -465,11 +405,6 @@ def test_a_search_depends_on_its_seed_and_what_trials_saw():
         tried.append(list(search.tried))
     assert tried[0] == tried[1] != tried[2]
     assert len(tried[0]) > len(beginnings(8))
-
-
-def test_the_same_texts_lead_to_the_same_search():
-    one, two = (searched(deep_model(6), 1)[0] for _ in range(2))
-    assert list(one.tried) == list(two.tried) and one.best(True) == two.best(True)
 
 
 def test_trials_take_a_bounded_share_of_the_time():
