@@ -25,7 +25,8 @@ states, as linear attention has). *Served* means that all answers are `generate`
 token: to text; where the type takes pictures also to one picture, to two in one prompt, and to a
 ragged, left-padded batch of three in which, where the type allows it, one row has no picture.
 *Refused* is one sentence (`ValueError`) before anything is answered. A type that answers
-otherwise, or ends in another error, fails `tests/integration/test_models_table.py`.
+otherwise is WRONG, one that ends in another error a crash, and neither is committed;
+`tests/integration/test_models_table.py` runs a type of each kind.
 """
 
 

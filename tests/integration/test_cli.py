@@ -277,7 +277,7 @@ def test_plan_says_what_it_measured(copy: Path) -> None:
     assert "plain step" in shown and "nodes, depth" in shown.partition("candidate ")[2]
 
 
-@pytest.mark.parametrize("tv", [None, 1.0, 1e-9], ids=str)
+@pytest.mark.parametrize("tv", [None, 1e-9], ids=str)
 @pytest.mark.slow
 def test_plan_shows_how_far_it_is_and_what_it_chose_from(
     copy: Path, tv: float | None, monkeypatch: pytest.MonkeyPatch
@@ -292,7 +292,7 @@ def test_plan_shows_how_far_it_is_and_what_it_chose_from(
     assert "sjd" in names if tv is None else {"gsd", "lantern", "lantern++"} <= names
     left = [one for one in found["candidates"] if one["left"]]
     assert all(one["tv"] > 1e-9 for one in left if "total variation" in one["left"])
-    assert bool(left) == (tv == 1e-9) or tv == 1.0  # there some may be too slow
+    assert bool(left) == (tv == 1e-9)
     if tv == 1e-9:
         assert (
             "; left, since its total variation is above 1e-09" in run("plan", copy, *option).stdout

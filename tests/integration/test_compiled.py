@@ -14,7 +14,6 @@ from specmm.decode import decode
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
 from specmm.randomness import Uniforms
-from tests.cases import some
 from tests.integration.conftest import tiny_pipeline
 
 NAMES = ("heart", "time", "heart")
@@ -24,10 +23,7 @@ OPTIONS = {  # method, guidance, top k
     "lantern++": (methods.LanternPP(lambda_=5.0, k=10), 1.0, 0),
     "eagle": (methods.Eagle(total=6, depth=2, top_k=2), 1.5, 30),
     "lantern": (methods.Lantern(k=10, total=6, depth=2, top_k=2), 1.0, 0),
-    "lantern++ of eagle": (methods.LanternPP(5.0, 10, drafter="eagle", tree=(2, 1)), 1.0, 0),
     "sjd": (methods.SJD(window=4), 1.0, 20),
-    "sjd, left": (methods.SJD(window=4, init="left"), 1.0, 20),
-    "sjd, drawn afresh": (methods.SJD(window=4, init="last", coupled=False), 1.0, 20),
 }
 
 
@@ -68,13 +64,12 @@ compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler h
 
 @pytest.mark.slow
 @compiles
-@pytest.mark.parametrize("name", ["ar", "guided tree", "eagle"])
-def test_tokens_are_those_of_eager_rounds(pipe, name):
-    same(pipe, *OPTIONS[name])
+def test_tokens_of_built_programs_are_those_of_eager_rounds(pipe):
+    same(pipe, *OPTIONS["guided tree"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", some(OPTIONS, ("guided tree", "sjd")))
+@pytest.mark.parametrize("name", ["guided tree", "lantern", "sjd"])
 def test_traced_tokens_are_those_of_eager_rounds(name, traced):
     found = same(tiny_pipeline(tokens=16), *OPTIONS[name])
     assert (found.certificate.tv or 0) > 0 or not name.startswith("lantern")
@@ -83,30 +78,20 @@ def test_traced_tokens_are_those_of_eager_rounds(name, traced):
 @pytest.mark.slow
 def test_one_pipeline_serves_several_methods_options_and_dtypes(traced):
     pipe, seen = tiny_pipeline(tokens=16), []
-    same(pipe, methods.LanternPP(lambda_=5.0, k=10), temperature=0)
-    same(pipe, methods.Speculative(tree=(1, 1)), top_k=9, top_p=0.9)
+    same(pipe, methods.LanternPP(lambda_=5.0, k=10, tree=(2, 1)), temperature=0)
     same(pipe, methods.AR(), callback_on_step_end=lambda pipe, i, step, given: seen.append(step))
     assert seen[-1] == 16
     static = pipe.parts.made["static"]
-    draw(pipe, methods.Speculative(tree=(1, 1)), 1.0, True)
+    draw(pipe, methods.AR(), 1.0, True)
     assert pipe.parts.made["static"] is static  # its options are those of the call before
     pipe.to(torch.bfloat16)
-    assert draw(pipe, methods.Speculative(tree=(1, 1)), 1.0, True).tokens.shape == (3, 16)
+    assert draw(pipe, methods.AR(), 1.0, True).tokens.shape == (3, 16)
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_those_of_plain_decoding(traced):
+def test_nan_logits_stop_a_compiled_round(traced):
     pipe = tiny_pipeline(tokens=16)
-    plain = pipe(["heart"], method="ar", temperature=0, output_type="latent")
-    fast = pipe(["heart"], method="speculative", temperature=0, output_type="latent", compiled=True)
-    assert torch.equal(plain.tokens, fast.tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", some([0.0, 1.0], [1.0]))
-def test_nan_logits_stop_a_compiled_round(temperature, traced):
-    pipe = tiny_pipeline(tokens=16)
-    plain = pipe.target(temperature=temperature)
+    plain = pipe.target(temperature=1.0)
     target, drafter, rule = assemble(
         methods.Speculative(tree=(1,)), StaticTarget(plain), pipe.parts
     )

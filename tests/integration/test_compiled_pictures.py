@@ -3,7 +3,6 @@ whatever the prompts' lengths, and what is not served.
 """
 
 import gc
-import shutil
 
 import pytest
 import torch
@@ -11,17 +10,13 @@ import torch
 from specmm import methods, randomness
 from specmm.hf.static import StaticPictureTarget
 from specmm.processors import Processor
-from tests.cases import some
 from tests.integration.picture_kinds import KINDS, PROMPTS, opened, prompt_of, sized, target_of
 from tests.integration.test_picture_drafters import save
 
 METHODS = {
     "ar": methods.AR(),
     "speculative": methods.Speculative(tree=(2, 1)),
-    "eagle": methods.Eagle(total=6, depth=2, top_k=2),
     "sjd": methods.SJD(window=4),
-    "sjd, last": methods.SJD(window=4, init="last"),
-    "lantern++": methods.LanternPP(tree=(2, 1), k=3),  # which reads no greedy distributions
 }
 FOLDERS = {}
 
@@ -69,16 +64,14 @@ def same(pipe, name, method, batches, **options):
 BATCHES = [PROMPTS, PROMPTS[::-1], [PROMPTS[1]] * 2]
 
 
-@pytest.mark.parametrize("method", some(METHODS, ["ar"]))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.slow
 def test_greedy_tokens_are_those_of_eager_rounds(method, pipe_of, traced):
     same(pipe_of("janus"), "janus", method, BATCHES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "method"), [("emu3", "ar"), ("emu3", "speculative"), ("glm_image", "sjd")]
-)
+@pytest.mark.parametrize(("name", "method"), [("emu3", "ar"), ("glm_image", "sjd")])
 def test_lines_and_grids_are_counted_as_in_eager_rounds(name, method, pipe_of, traced):
     prompts = [[PROMPTS[1]], [PROMPTS[1]]] if name == "glm_image" else BATCHES
     same(pipe_of(name), name, method, prompts)
@@ -130,15 +123,7 @@ def hooks_of(model):
 
 @pytest.mark.slow
 def test_drawn_tokens_are_those_of_eager_rounds(pipe_of, traced):
-    same(pipe_of("janus"), "janus", "speculative", BATCHES, temperature=1.0, cfg=1.5)
-    same(pipe_of("janus"), "janus", "sjd", BATCHES, temperature=1.0, top_k=5, cfg=1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
-@pytest.mark.parametrize("method", ["ar", "speculative"])
-def test_built_programs_give_the_same_tokens(method, pipe_of):
-    same(pipe_of("janus"), "janus", method, BATCHES)
+    same(pipe_of("janus"), "janus", "sjd", BATCHES, temperature=1.0, top_k=5, cfg=1.5)
 
 
 def test_methods_whose_rounds_differ_are_refused(pipe_of):

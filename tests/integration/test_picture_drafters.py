@@ -194,11 +194,7 @@ TRAINED = {"block": BlockDrafter, "eagle": EagleDrafter}
 
 
 @pytest.mark.parametrize(
-    ("shape", "name"),
-    some(
-        itertools.product([(1, 1), (2, 1), (2, 2)], TRAINED),
-        [*itertools.product([(1, 1), (2, 1)], TRAINED), ((2, 2), "block")],
-    ),
+    ("shape", "name"), [((2, 1), "block"), ((2, 1), "eagle"), ((2, 2), "block")]
 )
 @pytest.mark.slow
 def test_every_draw_together_is_the_targets_distribution(kind, shape, name, pipe):

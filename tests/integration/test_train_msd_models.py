@@ -32,11 +32,10 @@ from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import load_model
 from specmm.vlm.msd import MSDHead, load_for, save_msd
-from tests.cases import some
-from tests.integration.vlm_models import END, MODELS, save
+from tests.integration.vlm_models import END, save
 from tests.noisy import noisy
 
-QUICK = ("qwen2.5-vl", "qwen3.5")  # M-RoPE, states
+KINDS_OF_MODELS = ("qwen2.5-vl", "qwen3.5", "gemma3")  # M-RoPE, states, scaled tokens
 LENGTH = 20
 SETTINGS = dict(steps=41, batch=4, width=32, scenes=2, ramp=20, lr=1e-2)
 
@@ -65,7 +64,7 @@ def lines(pictures):
     return pictures / "lines.jsonl"
 
 
-@pytest.fixture(scope="module", params=some(MODELS, QUICK))
+@pytest.fixture(scope="module", params=KINDS_OF_MODELS)
 def trained(request, lines, tmp_path_factory):
     """Each kind of model with a drafter that the recipe made."""
     folder = save(request.param, tmp_path_factory.mktemp("model"))

@@ -145,22 +145,16 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
 
 @pytest.mark.slow
 def test_published_sizes(tmp_path):
-    """On tiny depths: plain decoding and every N at each batch, and their share of the arithmetic
-    in the report.
+    """On tiny depths: plain decoding, the small model's, and its share of the arithmetic in the
+    report.
     """
     var_published.main(
-        large=2, small=1, by="9,0", batches="1,2", repeats=1, dtype="float32", out=tmp_path
+        large=2, small=1, by="0", batches="1", repeats=1, dtype="float32", out=tmp_path
     )
     found = read_results(tmp_path, "var_published")
-    plain, coarse, small = found["rows"][:3]
-    assert [r["batch"] for r in found["rows"]] == [1, 1, 1, 2, 2, 2] and {
-        r["repeats"] for r in found["rows"]
-    } == {1}
-    assert (plain["speedup"], coarse["method"], small["method"]) == (
-        1.0,
-        "code, N = 9",
-        "code, N = 0",
-    )
-    assert 1 < coarse["ideal"] < small["ideal"] and all(r["predicted"] > 0 for r in found["rows"])
+    plain, small = found["rows"]
+    assert {(r["batch"], r["repeats"]) for r in found["rows"]} == {(1, 1)}
+    assert (plain["speedup"], small["method"]) == (1.0, "code, N = 0")
+    assert small["ideal"] > 1 and all(r["predicted"] > 0 for r in found["rows"])
     assert small["realised"] == pytest.approx(plain["seconds"] / small["seconds"] / small["ideal"])
-    assert "CoDe over its FLOP ideal, published sizes, batch 2" in render({"var_published": found})
+    assert "CoDe over its FLOP ideal, published sizes, batch 1" in render({"var_published": found})

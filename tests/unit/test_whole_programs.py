@@ -54,16 +54,11 @@ def hooked(module):
 
 CHANGES = {
     "a number": lambda parts: setattr(parts, "number", 3),
-    "a flag": lambda parts: setattr(parts, "flag", False),
-    "nothing to a tensor": lambda parts: setattr(parts, "maybe", torch.ones(4)),
     "a list": lambda parts: parts.items.append(1.0),
     "a class": lambda parts: setattr(parts, "step", Doubled()),
     "a setting": lambda parts: setattr(parts, "settings", Settings(0.25)),
-    "a function": lambda parts: setattr(parts, "function", torch.cos),
     "a closure": lambda parts: setattr(parts, "added", parts_module.adding(2.0)),
-    "a default": lambda parts: setattr(parts, "partial", functools.partial(torch.mul, other=4.0)),
     "a network's number": lambda parts: setattr(parts.network, "number", 5.0),
-    "a network's width": lambda parts: setattr(parts, "network", parts_module.Network(3)),
     "a hook": lambda parts: hooked(parts.network.inner),
     "one tensor for two": lambda parts: setattr(parts, "second", parts.first),
 }

@@ -16,19 +16,15 @@ from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
 from specmm.image_ar.continuous.masked_decode import Ancestral
-from tests.cases import some
 from tests.unit.continuous.test_chain_speculation import plain, pvalues, streams
 
 CPU = torch.device("cpu")
 compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 
 
-@pytest.mark.parametrize(
-    ("rows", "scale"), some([(1, 1.0), (3, 1.0), (1, 2.0), (3, 2.0)], [(1, 1.0), (3, 2.0)])
-)
 @pytest.mark.slow
-def test_plain_chains_are_those_of_single_steps(bind, rows, scale, traced):
-    spec = "ddim20"
+def test_plain_chains_are_those_of_single_steps(bind, traced):
+    rows, scale, spec = 3, 2.0, "ddim20"
     steps = ChainSteps.ddpm(NoiseSchedule.of(spec))
     noise = torch.randn(21, rows, 4, generator=torch.Generator().manual_seed(0))
     programs = HeadPrograms(CPU)
@@ -78,10 +74,9 @@ SEVERAL = {
 }
 
 
-@pytest.mark.parametrize("kind", some(KINDS, ("three, guided",)))
 @pytest.mark.slow
-def test_rounds_are_those_of_single_operators(bind, kind, traced):
-    rows, options = KINDS[kind]
+def test_rounds_are_those_of_single_operators(bind, traced):
+    rows, options = KINDS["three, guided"]
     same(bind, rows, HeadPrograms(CPU), **options)
 
 

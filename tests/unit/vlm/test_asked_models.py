@@ -12,7 +12,6 @@ from specmm.hf.placing import moved
 from specmm.runs.run import kinds_of
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
-from tests.cases import some
 from tests.noisy import noisy
 from tests.unit.vlm.tiny_processors import FILMS, PROCESSORS
 from tests.unit.vlm.tiny_vlms import CONFIGS, random_model
@@ -31,8 +30,17 @@ def noise():
     return [noisy((20, 12), 40 + 30 * i).convert("RGB") for i in range(7)]
 
 
-FAST = ("internvl", "gemma3", "lfm2-vl", "qwen3-vl", "mllama", "idefics3", "kimi", "glm4v", "janus")
-TYPES = some(CONFIGS, FAST)  # the others are slow only in that they are many
+TYPES = (
+    "internvl",
+    "gemma3",
+    "lfm2-vl",
+    "qwen3-vl",
+    "mllama",
+    "idefics3",
+    "kimi",
+    "glm4v",
+    "janus",
+)
 
 
 @pytest.fixture(scope="module", params=TYPES)
@@ -65,10 +73,9 @@ def same(ours, theirs):
     return whole and all(torch.equal(a, b[: len(a)]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("method", some(["ar", "prompt-lookup"], ["prompt-lookup"]))
-def test_answers_are_those_of_generate(asked, method):
+def test_answers_are_those_of_generate(asked):
     pipe, pictures, videos, wanted = asked
-    options = dict(max_new_tokens=LENGTH, method=method)
+    options = dict(max_new_tokens=LENGTH, method="prompt-lookup")
     assert same(pipe(pictures, QUESTIONS, videos=videos, **options).tokens, wanted)
     for row in range(4):  # none is padded
         own = generated(pipe, [pictures[row]], [QUESTIONS[row]], [videos[row]])
