@@ -3,17 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.bars import (
-    Bar,
-    bars,
-    ideal_bars,
-    jacobi_bar,
-    job_bars,
-    loading_bar,
-    metric_bars,
-    var_bars,
-)
-from benchmarks.drafter_bars import assisted_bars, drafter_bars
+from benchmarks.bars import bars, job_bars
+from benchmarks.drafter_bars import assisted_bars
 from benchmarks.language_bars import ALONE, VERDICT, answer_bars, text_bars, vlm_bars
 from benchmarks.report import render
 from benchmarks.verdict import Scores, majority
@@ -56,23 +47,6 @@ def test_bars():
     assert [b.met for b in bars(speed, few, autotune[:2])] == [False, True, False, None, False]
     assert {b.verdict for b in bars([], [], [])} == {"not measured"}
     assert "not measured" in render({})
-
-
-def test_bars_of_the_metrics():
-    cifar = [
-        {"test": 10_000, "train": 5_000, "fid": 7.9},
-        {"test": 10_000, "train": 10_000, "fid": 5.24},
-    ]
-    ours = {
-        "library": "specmm",
-        "features fed": "batches",
-        "compute_speedup": 2.3,
-        "memory_ratio": 0.46,
-    }
-    assert [b.met for b in metric_bars(cifar, [ours])] == [True, True]
-    worse = [{**cifar[1], "fid": 5.4}], [ours, {**ours, "memory_ratio": 0.6}]
-    assert [b.met for b in metric_bars(*worse)] == [False, False]
-    assert [b.met for b in metric_bars(cifar[:1], [])] == [None, None]
 
 
 def language_row(kind, temperature, batch, method, speedup, **more):
@@ -136,20 +110,6 @@ def test_equal_tokens_are_told_with_the_answers_they_rest_on():
     assert bar.found == "2.00× with block(tree=8) (100% of 4 answers equal)"
 
 
-def test_bars_of_drafters():
-    names = ("vlm_speed_llava", "vlm_speed_smollava", "text_speed_smollm2", "text_speed_coder")
-    nothing = dict.fromkeys((*names, "assisted"), ())
-    assert {b.met for b in drafter_bars(nothing)} == {None}
-    rows = dict(nothing)
-    rows["vlm_speed_llava"] = [
-        language_row("describe", 0.0, 1, "msd", 2.4),
-        language_row("describe", 0.0, 1, "eagle3(depth=8)", 2.6),
-        language_row("describe", 1.0, 1, "eagle3", 2.2),
-    ]
-    rows["text_speed_coder"] = [language_row("code", 1.0, 1, "block", 2.41)]
-    assert [b.met for b in drafter_bars(rows)] == [True, False, None, None, True]
-
-
 def test_bars_of_assisted_generation():
     def at(method, batch, temperature=0.0, **more):
         row = language_row("mtp", temperature, batch, method, 1.0, **more)
@@ -182,55 +142,6 @@ def test_bars_of_jobs():
     rows[0]["bit_equal"] = False
     assert [b.met for b in job_bars([rows[0], rows[3]])] == [False, None, True, False]
     assert [b.met for b in job_bars([])] == [None] * 4
-
-
-def test_the_bar_of_code_s_ideal_shows_the_worst_and_the_best():
-    rows = [
-        {
-            "method": f"code, N = {n}",
-            "batch": 16,
-            "speedup": 1.8,
-            "fid_ratio": 1.0,
-            "samples": 9,
-            "realised": x,
-        }
-        for n, x in ((2, 0.5), (5, 0.95))
-    ]
-    planned = {
-        "method": "code, planner's N",
-        "n": 5,
-        "batch": 16,
-        "speedup": 1.75,
-        "fid_ratio": 1.02,
-        "samples": 9,
-    }
-    found = var_bars([*rows, planned])
-    assert [b.met for b in found] == [True, False, None] and found[0].found.startswith(
-        "1.75× with N = 5, FID 1.020"
-    )
-    special = {"method": "code, N = 2, specialised", "n": 2, "batch": 16, "fid": 9.0}
-    assert var_bars([planned, special])[-1] == Bar(
-        "table by N, specialised pairs", "time, memory, FID", "for N = 2", True
-    )
-    assert found[1].found == "0.50 with code, N = 2 to 0.95 with code, N = 5"
-    more = ideal_bars(
-        [
-            *rows,
-            {"method": "code, N = 0", "batch": 1, "realised": 0.97},
-            {"method": "ar", "batch": 1},
-        ]
-    )
-    assert [b.met for b in more] == [True, False] and [b.what[-2:] for b in more] == [" 1", "16"]
-
-
-def test_bars_of_guesses_and_of_loading():
-    row = dict(method="sjd", speedup=1.5, speedup_low=1.4, speedup_high=1.6, certificate="exact")
-    assert jacobi_bar([row]).met and not jacobi_bar([row | {"speedup": 1.49}]).met
-    assert not jacobi_bar([row | {"certificate": "bounded"}]).met and jacobi_bar([]).met is None
-    rows = [{"model": "a", "over file": 1.0}, {"model": "b", "over file": 1.2}]
-    assert loading_bar(rows).met and "1.20 at most (a, b)" in loading_bar(rows).found
-    assert not loading_bar([*rows, {"model": "b", "over file": 1.21}]).met
-    assert loading_bar([]).met is None
 
 
 def test_accuracy_and_verdict():
