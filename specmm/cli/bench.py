@@ -225,20 +225,20 @@ def demo(
     """Draw a few classes by three methods, one picture at a time, and compare them; or open the
     app.
     """
-    if app:
-        from specmm.hardware import Place
+    from specmm.hardware import Place
 
+    if app:
         refuse("the app, which shows what it makes", out=out, n=n, seed=seed, json=as_json)
         extra = (model,) if model != DEFAULT else ()
         return _open(extra, host or LOCAL, port, share, Place.named(device, dtype), text_encoder)
     refuse("the page (give --app)", host=host, port=port, share=share, text_encoder=text_encoder)
     seed = seed or 0
     folder = writable(out or Path("out/demo"))
+    place = Place.named(device, dtype)
     say(f"opening {model}, which takes some seconds; pictures go to {folder}")
     from tqdm import tqdm
 
     from specmm.runs.demo import compare, in_letters, notes, table_of
-    from specmm.runs.run import Place
 
     def show(line: str, image: Any) -> None:
         """Between two states of the bar."""
@@ -248,7 +248,6 @@ def demo(
             say(line)
 
     with stdout_reserved():
-        place = Place.named(device, dtype)
         rows, paths = compare(model, place, folder, n or 2, seed, say, show)
     if as_json:
         return emit({"model": model, "seed": seed, "methods": rows, "outputs": paths})

@@ -78,6 +78,8 @@ def commands(code: str) -> list[list[str]]:
 def run_line(words: list[str], told: str) -> None:
     """Run a ``specmm`` command, or see that what another one names exists."""
     match words:
+        case [setting, *rest] if re.fullmatch(r"[A-Z_]+=\S*", setting):
+            run_line(rest, told)
         case ["specmm", *rest] if told == "parse":
             parse(rest)
         case ["specmm", *rest]:

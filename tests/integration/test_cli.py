@@ -94,15 +94,6 @@ def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text()) == found
 
 
-@pytest.mark.slow
-def test_a_mistake_is_one_line_in_a_real_process(tiny: Path) -> None:
-    done = subprocess.run(
-        [*MAIN, "generate", str(tiny), "--class", "hart"], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: unknown class 'hart'; did you mean 'heart'?\n"
-
-
 def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny: Path, tmp_path: Path) -> None:
     found = run_json("generate", tiny, "--class", 0, "--out", tmp_path / "a")
     again = run("generate", tiny, "--class", 0, "--seed", found["seed"], "--out", tmp_path / "b")

@@ -31,10 +31,8 @@ from specmm import ImagePipeline, TextPipeline
 pictures, texts = sys.argv[1:]
 pipe = ImagePipeline.from_pretrained(pictures)
 made = {}
-for method in ("ar", "sjd"):
-    own = torch.Generator().manual_seed(3)
-    out = pipe(2, method=method, compiled=True, generator=own, output_type="latent")
-    made[method] = out.tokens.tolist()
+out = pipe(2, method="sjd", compiled=True, generator=torch.Generator().manual_seed(3))
+made["picture"] = out.tokens.tolist()
 pipe = TextPipeline.from_pretrained(texts)
 out = pipe("def add(a", method="ar", compiled=True, max_new_tokens=12, temperature=0)
 made["text"] = out.texts
@@ -69,11 +67,6 @@ def test_the_second_process_loads_what_the_first_built(tmp_path):
     for file in built:
         file.write_bytes(b"no program")
     assert process(tmp_path) == ("1", 1), "in another folder"
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"\0")
-    traced, warned = process(tmp_path)
-    assert traced != "0" and warned == 1
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ import torch
 from specmm.diffusion_drafters.block_drafters import with_root
 from specmm.processors import Processor
 from specmm.tree import DraftTree
-from tests.cases import some
 from tests.sampling import fits
 from tests.unit.diffusion.conftest import DRAFTERS, FAST, samples, sequence_distribution
 
 
-@pytest.mark.parametrize("name", some(DRAFTERS, FAST))
+@pytest.mark.parametrize("name", FAST)
 def test_samples_follow_the_targets_distribution(name):
     processor = Processor(1.3)
     tokens = samples(DRAFTERS[name], processor, 600 if "diffuspec" in name else 3000)
