@@ -262,7 +262,6 @@ TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
     "threads": Table("threads", THREADS),
-    "threads-awake": Table("threads_awake", THREADS),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),
     "llamagen-drafterless": Table("draft_free_speed", LLAMAGEN),
     "llamagen-compiled": Table("speed_compiled", LLAMAGEN),

@@ -1,7 +1,6 @@
 """Calls by the threads that are chosen, and by one and two set by hand, beside busy programs.
 
     GOMP_SPINCOUNT=1000 python -m benchmarks.threads        # as the command line waits
-    python -m benchmarks.threads --name threads_awake       # as a program that imported torch waits
 
 Quiet, then beside one and three loops that do nothing; all ways in turn, medians of whole calls.
 """
@@ -67,9 +66,7 @@ def beside(count: int) -> Iterator[None]:
 
 
 def main(
-    runs: Annotated[int, typer.Option(min=1, help="Of each call.")] = 7,
-    name: Annotated[str, typer.Option(help="Of the table.")] = "threads",
-    out: Out = RESULTS,
+    runs: Annotated[int, typer.Option(min=1, help="Of each call.")] = 7, out: Out = RESULTS
 ) -> None:
     """Measure all calls and write the table."""
     rows: list[Row] = []
@@ -91,7 +88,7 @@ def main(
                 print(
                     {key: round(x, 3) if isinstance(x, float) else x for key, x in rows[-1].items()}
                 )
-    write_results(out, name, rows, environment(runs=runs, threads=in_use().reason))
+    write_results(out, "threads", rows, environment(runs=runs, threads=in_use().reason))
 
 
 if __name__ == "__main__":

@@ -40,10 +40,11 @@ ROWS = 8  # of an input: a round's draft tree
 PASSES = 5  # through the products, by each number of threads, in turn
 MOST = 2**24  # weights that a pass reads
 BETWEEN = 12  # small operators after each product, as networks have: threads fall asleep meanwhile
-GAIN = 1.1  # more threads must make a pass so much faster
+GAIN = 1.07  # more threads must make a pass so much faster
 WAITED = 1.2  # seconds by one thread over its own processor seconds that tell of a busy machine
 BUSY_GAIN = 1.5  # more threads must gain there, where each pass may be a lucky one
 OTHER = 1.5  # times slower or faster than the pass that was chosen by: measured anew
+REMEMBERED = 600.0  # seconds until it is measured anew: what else runs here comes and goes
 SHARE = 0.01  # of a call's seconds that measuring may take, once it has been measured
 
 
@@ -174,14 +175,15 @@ class Products:
     """The products of a network's linear layers with inputs of ``rows`` rows, and the seconds that
     a pass through them takes.
 
-    ``taken`` are those of a pass by the number chosen, when it was; ``due`` is when that may be
-    looked at again, which a choice that is ``kept`` is not.
+    ``taken`` are those of a pass by the number chosen, which was ``at`` that time; ``due`` is when
+    it may be looked at again, which a choice that is ``kept`` is not.
     """
 
     layers: list[nn.Linear]
     rows: int
     choice: Choice | None = None
     taken: float = math.inf
+    at: float = 0.0
     due: float = 0.0
     kept: bool = False
     file: Path | None = field(default=None, repr=False)
@@ -204,17 +206,17 @@ class Products:
         now = time.monotonic()
         if self.choice is not None and (self.kept or now < self.due):
             return self.choice
-        if self.choice is None or self._has_changed(self.choice.count):
+        old = time.time() - self.at > REMEMBERED
+        if self.choice is None or old or self._has_changed(self.choice.count):
             self.choice = self._measured(most)
         self.due = now + (time.monotonic() - now) / SHARE
         return self.choice
 
     def _has_changed(self, count: int) -> bool:
-        """Whether a pass takes more than it did, or less: the machine was busy then. The faster of
-        two counts, since the first one may find the weights out of the caches.
+        """Whether a pass takes more than it did, or less: the machine was busy then. Two of them,
+        where the first does: it may find the weights out of the caches.
         """
-        now = min(self._pass(count), self._pass(count))
-        return not 1 / OTHER < now / self.taken < OTHER
+        return all(not 1 / OTHER < self._pass(count) / self.taken < OTHER for _ in range(2))
 
     def _measured(self, most: int) -> Choice:
         """Every number of threads is timed, in turn: the fastest."""
@@ -235,7 +237,7 @@ class Products:
                 fastest = count
         times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
         found = Choice(fastest, f"measured: the network's products take {times}")
-        self.taken = taken[fastest]
+        self.taken, self.at = taken[fastest], time.time()
         self._remember(found)
         return found
 
@@ -261,16 +263,22 @@ class Products:
             return
         try:
             found = json.loads(self.file.read_text())
-            count, taken, reason = int(found["threads"]), float(found["taken"]), found["reason"]
+            count, reason = int(found["threads"]), str(found["reason"])
+            taken, at = float(found["taken"]), float(found["at"])
         except (OSError, ValueError, TypeError, KeyError):
             return
         if 1 <= count <= most:
-            self.choice, self.taken = Choice(count, str(reason)), taken
+            self.choice, self.taken, self.at = Choice(count, reason), taken, at
 
     def _remember(self, choice: Choice) -> None:
         if self.file is None:
             return
-        made = {"threads": choice.count, "taken": self.taken, "reason": choice.reason}
+        made = {
+            "threads": choice.count,
+            "taken": self.taken,
+            "at": self.at,
+            "reason": choice.reason,
+        }
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.file, json.dumps(made).encode())
