@@ -250,14 +250,8 @@ STARTUP = (
     ("of the import, MB", "of the import, MB"),
     ("memory ratio", "memory ratio"),
 )
-THREADS = (
-    ("busy programs", "busy programs"),
-    ("call", "call"),
-    ("s, chosen", "chosen"),
-    ("s, by one", "one"),
-    ("s, by two", "two"),
-    ("over the best", "over the best"),
-)
+WAYS = ("chosen", "one", "two")  # seconds by so many threads
+THREADS = tuple((x, x) for x in ("busy programs", "call", *WAYS, "over the best"))
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),

@@ -63,10 +63,8 @@ def main(
                 found.setdefault(name, []).append(measured(["-c", f"import {module}"], place))
             for command in COMMANDS:
                 found.setdefault(command, []).append(measured(["-m", "specmm", *command], place))
-    middle = {
-        key: tuple(map(statistics.median, zip(*readings, strict=True)))
-        for key, readings in found.items()
-    }
+    median = statistics.median
+    middle = {key: tuple(map(median, zip(*each, strict=True))) for key, each in found.items()}
     rows: list[Row] = []
     for command, base in COMMANDS.items():
         (seconds, memory), (least, smallest) = middle[command], middle[base]

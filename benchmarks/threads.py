@@ -21,7 +21,6 @@ from PIL import Image
 
 import specmm
 from benchmarks.common import RESULTS, Out, Row, environment, write_results
-from specmm.choose.threads import in_use
 
 LOADS = (0, 1, 3)  # busy programs
 WAYS: dict[str, Callable[[], Any]] = {
@@ -29,18 +28,14 @@ WAYS: dict[str, Callable[[], Any]] = {
     "one": lambda: specmm.threads(1),
     "two": lambda: specmm.threads(2),
 }
+PICTURES = (("llamagen", "ar"), ("llamagen", "lantern++"), ("var", "ar"), ("mar", "ar"))
 Call = Callable[[int], Any]
 
 
 def calls() -> dict[str, Call]:
     """A picture, plain and drafted, and of each other family; an answer, a completion."""
     found: dict[str, Call] = {}
-    for name, method in (
-        ("llamagen", "ar"),
-        ("llamagen", "lantern++"),
-        ("var", "ar"),
-        ("mar", "ar"),
-    ):
+    for name, method in PICTURES:
         pipe = specmm.ImagePipeline.from_pretrained(f"pocket/{name}", method=method)
         pipe.set_progress_bar_config(disable=True)
         found[f"{name}, {method}"] = lambda seed, pipe=pipe: pipe(
@@ -82,13 +77,10 @@ def main(
                             call(run)
                             seconds[way].append(time.perf_counter() - start)
                 middle = {way: statistics.median(each[1:]) for way, each in seconds.items()}
-                best = min(middle["one"], middle["two"])
-                rows.append({"busy programs": load, "call": label, **middle})
-                rows[-1]["over the best"] = middle["chosen"] / best
-                print(
-                    {key: round(x, 3) if isinstance(x, float) else x for key, x in rows[-1].items()}
-                )
-    write_results(out, "threads", rows, environment(runs=runs, threads=in_use().reason))
+                over = middle["chosen"] / min(middle["one"], middle["two"])
+                row = {"busy programs": load, "call": label, **middle, "over the best": over}
+                rows.append(row)
+    write_results(out, "threads", rows, environment(runs=runs))
 
 
 if __name__ == "__main__":
