@@ -48,6 +48,8 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
         from specmm.jobs.results import Result
 
         class Fatal:
+            network = None
+
             def check(self, item: Item) -> None:
                 pass
 
