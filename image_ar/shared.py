@@ -248,6 +248,17 @@ def of_diffusers(kind: type[Any]) -> type[Any]:
     return type(name, (kind, DiffusionPipeline), facts)
 
 
+def made_when_asked(kind: Any) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a family's module: its ``…Pipeline``, for whoever asks for it."""
+
+    def attribute(name: str) -> Any:
+        if name == kind.__name__.replace("Pictures", "Pipeline"):
+            return of_diffusers(kind)
+        raise AttributeError(f"module {kind.__module__!r} has no attribute {name!r}")
+
+    return attribute
+
+
 def call_of_pipeline(call: Callable[P, R]) -> Callable[P, R]:
     """Decorate a pipeline's ``__call__``: calls wait for one another, and find the networks where
     they run.

@@ -39,7 +39,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
-    of_diffusers,
+    made_when_asked,
     read_settings,
     with_options,
     write_settings,
@@ -441,8 +441,4 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
 if TYPE_CHECKING:
     TransformersImagePipeline: TypeAlias = TransformersImagePictures
 
-
-def __getattr__(name: str) -> Any:
-    if name == "TransformersImagePipeline":
-        return of_diffusers(TransformersImagePictures)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked(TransformersImagePictures)

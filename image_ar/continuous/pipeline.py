@@ -40,7 +40,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
-    of_diffusers,
+    made_when_asked,
     read_settings,
     with_options,
     write_index,
@@ -265,8 +265,4 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 if TYPE_CHECKING:
     MARPipeline: TypeAlias = MARPictures
 
-
-def __getattr__(name: str) -> Any:
-    if name == "MARPipeline":
-        return of_diffusers(MARPictures)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked(MARPictures)

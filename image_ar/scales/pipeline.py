@@ -53,7 +53,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
-    of_diffusers,
+    made_when_asked,
     read_settings,
     with_options,
     write_index,
@@ -462,8 +462,4 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 if TYPE_CHECKING:
     VARPipeline: TypeAlias = VARPictures
 
-
-def __getattr__(name: str) -> Any:
-    if name == "VARPipeline":
-        return of_diffusers(VARPictures)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked(VARPictures)

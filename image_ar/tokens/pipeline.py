@@ -28,7 +28,7 @@ from specmm.image_ar.shared import (
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
-    of_diffusers,
+    made_when_asked,
     read_settings,
     with_options,
     write_index,
@@ -394,8 +394,4 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
 if TYPE_CHECKING:
     LlamaGenPipeline: TypeAlias = LlamaGenPictures
 
-
-def __getattr__(name: str) -> Any:
-    if name == "LlamaGenPipeline":
-        return of_diffusers(LlamaGenPictures)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = made_when_asked(LlamaGenPictures)

@@ -85,14 +85,17 @@ class Programs:
             sync_folder(self.job.folder)
 
     def _read(self) -> dict[str, Any]:
-        file = self.job.folder / PROGRAMS
-        return read_json(file) if file.exists() else {}
+        return _decided(self.job.folder)
 
 
 def threads_of(folder: Path) -> int | None:
     """The threads of the job in ``folder``, None before it began."""
+    return _decided(folder).get(THREADS)
+
+
+def _decided(folder: Path) -> dict[str, Any]:
     file = folder / PROGRAMS
-    return read_json(file).get(THREADS) if file.exists() else None
+    return read_json(file) if file.exists() else {}
 
 
 def check_compiled_items(compiled: Compiled, items: Sequence[Item]) -> None:

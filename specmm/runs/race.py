@@ -91,7 +91,7 @@ def race(
     def draw(method: Any, classes: Classes, seed: int, compiled: bool = False) -> Any:
         options: dict[str, Any] = dict(wanted, batch_size=len(classes), compiled=compiled)
         options["generator"] = torch.Generator().manual_seed(seed)
-        if not bar.disable:
+        if made is not None and not bar.disable:  # elsewhere a callback would be measured, too
             options["callback_on_step_end"] = moving(bar, 1, steps)
         return pipe(**{pipe.takes: list(classes)}, method=method, **options)
 
