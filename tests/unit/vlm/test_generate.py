@@ -114,20 +114,19 @@ def test_auto_wants_a_drafter_that_can_be_planned_with():
         specmm.custom_generate(method="auto")
 
 
-def test_auto_uses_the_plan(zoo):
-    """A drafter as good as the target itself, and far cheaper than the clock says: drafts are
-    taken.
-    """
-    model = zoo.model("llava")
-    plans = {(1, True, torch.get_num_threads()): Plan(TreeShape.chain(2), 2.0, 2.0, "made up")}
-    target = VLMTarget(model, Processor(0.0))
+@pytest.mark.parametrize(
+    "drafter_of, planned",
+    [(msd_of, methods.MSD(sampled=True, tree=(-1, 0, 1))), (block_of, methods.Block(length=2))],
+)
+def test_auto_uses_the_plan(zoo, drafter_of, planned):
+    """What was planned is taken, whatever the clock would say now."""
+    drafter = drafter_of(zoo.model("llava"))
+    target = VLMTarget(zoo.model("llava"), Processor(0.0))
     prompt = VLMPrompt(zoo.batch("llava", zoo.rows[:1]), 8)
-    assert choose(target, msd_of(model), prompt, plans, planned_by(msd_of(model))) == methods.MSD(
-        sampled=True, tree=(-1, 0, 1)
-    )
-    kept = {("block", *key): plan for key, plan in plans.items()}
-    chosen = choose(target, block_of(model), prompt, kept, planned_by(block_of(model)))
-    assert chosen == methods.Block(length=2)
+    key = (planned.name, 1, True, torch.get_num_threads())
+    plans = {key: Plan(TreeShape.chain(2), 2.0, 2.0, "made up")}
+    assert choose(target, drafter, prompt, plans, planned_by(drafter)) == planned
+    assert list(plans) == [key], "nothing was planned anew"
 
 
 def test_samples_follow_the_generator(zoo):
