@@ -24,6 +24,7 @@ from specmm.cli import (
     train,
 )
 from specmm.cli.output import OneLine
+from specmm.cli.starting import quick_end
 
 app = typer.Typer(
     cls=OneLine,
@@ -86,4 +87,5 @@ def main() -> None:
     """Entry point of the ``specmm`` command."""
     if not WAITING.keys() & os.environ.keys():
         os.environ.update(WAITING)  # before torch is imported
-    app(prog_name="specmm")
+    with quick_end():
+        app(prog_name="specmm")

@@ -1,12 +1,19 @@
-"""The first seconds of a command that opens one model: they are nearly all it takes.
+"""The first seconds of a command that opens one model, and the last: they are nearly all it takes.
 
 What is imported stays. Python's garbage collector looks through all of it again and again, a fifth
-of the time; until the model is open it looks at what is new alone.
+of the time; until the model is open it looks at what is new alone. And when all is done Python
+takes apart what was imported, object by object: another second, and 130 MB that torch's libraries
+read for it.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 USUAL = gc.get_threshold()
 NEW_ALONE = (5_000, 20, 1_000)
@@ -20,3 +27,25 @@ def starting() -> None:
 def started() -> None:
     """From now on garbage is looked for as usual."""
     gc.set_threshold(*USUAL)
+
+
+@contextmanager
+def quick_end() -> Iterator[None]:
+    """Around a whole command: once it has ended by ``sys.exit`` and all that waits for the end of
+    the process has run, the process ends without taking itself apart.
+    """
+    ended: list[int] = []
+
+    def leave() -> None:
+        if ended:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(ended[0])
+
+    atexit.register(leave)  # what is registered first runs last
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            ended.append(end.code)
+        raise
