@@ -2,11 +2,13 @@
 
     GOMP_SPINCOUNT=1000 python -m benchmarks.threads        # as the command line waits
 
-Quiet, then beside one and three loops that do nothing; all ways in turn, medians of whole calls.
+Quiet, then beside one and three loops that do nothing; all ways in turn, in any order; medians of
+whole calls, and of the quotients of the same picture, answer or completion.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import sys
@@ -71,13 +73,15 @@ def main(
             for label, call in made.items():
                 seconds: dict[str, list[float]] = {way: [] for way in WAYS}
                 for run in range(runs + 1):  # the first is not counted
-                    for way, within in WAYS.items():
-                        with within():
+                    for way in random.sample(list(WAYS), len(WAYS)):  # each after each
+                        with WAYS[way]():
                             start = time.perf_counter()
                             call(run)
                             seconds[way].append(time.perf_counter() - start)
                 middle = {way: statistics.median(each[1:]) for way, each in seconds.items()}
-                over = middle["chosen"] / min(middle["one"], middle["two"])
+                best = seconds[min("one", "two", key=lambda way: middle[way])]
+                pairs = zip(seconds["chosen"][1:], best[1:], strict=True)
+                over = statistics.median(chosen / by_hand for chosen, by_hand in pairs)
                 row = {"busy programs": load, "call": label, **middle, "over the best": over}
                 rows.append(row)
     write_results(out, "threads", rows, environment(runs=runs))

@@ -40,12 +40,12 @@ ROWS = 8  # of an input: a round's draft tree
 PASSES = 5  # through the products, by each number of threads, in turn
 MOST = 2**24  # weights that a pass reads
 BETWEEN = 12  # small operators after each product, as networks have: threads fall asleep meanwhile
-GAIN = 1.07  # more threads must make a pass so much faster
+GAIN = 1.05  # more threads must make a pass so much faster
 WAITED = 1.2  # seconds by one thread over its own processor seconds that tell of a busy machine
 BUSY_GAIN = 1.5  # more threads must gain there, where each pass may be a lucky one
 OTHER = 1.5  # times slower or faster than the pass that was chosen by: measured anew
 REMEMBERED = 600.0  # seconds until it is measured anew: what else runs here comes and goes
-SHARE = 0.01  # of a call's seconds that measuring may take, once it has been measured
+SHARE = 0.005  # of a call's seconds that measuring may take, once it has been measured
 
 
 @dataclass(frozen=True)
