@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.hardware import state_of
+from specmm.derived import Derived
 
 NORM_EPS = 1e-6  # added to an embedding's mean square
 TABLE_ROWS = 8192  # embeddings normed at a time
@@ -32,8 +32,7 @@ class BlockMemory(nn.Module):
         self.place = nn.Linear(width, size)
         self.memory = nn.Linear(size, size, bias=False)
         self.out = nn.Linear(size, width, bias=False)
-        self._table = torch.empty(0)
-        self._table_of: tuple[object, ...] = ()
+        self._table: Derived[Tensor] = Derived()
 
     def read(self, embeddings: Tensor) -> Tensor:
         """The part [..., R] of drafted tokens with the target's ``embeddings`` [..., C]."""
@@ -43,14 +42,11 @@ class BlockMemory(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def table(self, embeddings: Tensor) -> Tensor:
-        """``read`` of all tokens [V, R], again where ``embeddings`` [V, C] or weights changed."""
-        state = (state_of(embeddings), state_of(self.token.weight))
-        if self._table_of[:2] != state:
-            parts = [self.read(part) for part in embeddings.split(TABLE_ROWS)]
-            self._table = torch.cat(parts)
-            # The embeddings are kept alive, or their place in memory could become another's.
-            self._table_of = (*state, embeddings)
-        return self._table
+        """``read`` of all tokens [V, R] with ``embeddings`` [V, C]."""
+        return self._table.of(
+            (embeddings, self.token.weight),
+            lambda: torch.cat([self.read(part) for part in embeddings.split(TABLE_ROWS)]),
+        )
 
     def places(self, states: Tensor) -> Tensor:
         """The block's ``states`` [..., C] and their part of the memory, joined [..., C + R]."""

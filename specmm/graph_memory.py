@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from specmm.derived import NUMBERS, PARTS, of_ours
+
 Place: TypeAlias = tuple[int, Any]
-NUMBERS = (bool, int, float, str)
 # and the caches of transformers, whose layers are ours
 OURS = ("specmm.", "benchmarks.", "tests.", "transformers.cache_utils")
-PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network
 TOLD = {"calls"}  # numbers of which only messages tell: a graph does not depend on them
 
 
@@ -121,14 +121,10 @@ def settings_of(networks: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
         if type(module).__module__.startswith("specmm."):
             continue  # what ours keep is looked into
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        foreign = [id(hook) for hook in hooks if not _of_ours(hook)]
+        foreign = [id(hook) for hook in hooks if not of_ours(hook)]
         own = vars(module).items()
         found.append((foreign, repr([x for key, x in own if key not in PARTS and _plain(x)])))
     return found
-
-
-def _of_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("specmm.")
 
 
 def _plain(value: Any) -> bool:

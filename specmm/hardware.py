@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.derived import Derived, in_a_call
 from specmm.kinds import either
 from specmm.registry import unknown
 
@@ -172,9 +173,7 @@ def prepack(network: Network, long: bool = False) -> Network:
         if few and _packs(dtype, long):
             # a module's parents hold it by reference: it must stay the same object
             layer.__class__ = PackedLinear
-            packed = cast(PackedLinear, layer)
-            packed.long = long
-            packed.pack()
+            cast(PackedLinear, layer).pack(long)
     return network
 
 
@@ -262,42 +261,39 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def state_of(weight: Tensor) -> tuple[int, int]:
-    """Changes when ``weight`` is replaced or written to."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
-
-
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weight in oneDNN's blocks, if it has one.
 
-    The copy follows the weight wherever PyTorch counts that it changed (optimizers,
-    ``load_state_dict``, ``copy_``). Writes to ``weight.data``, or to weights made in inference
-    mode, are not counted: call :meth:`pack` after them.
+    Within a call (:func:`specmm.derived.one_call`), and made again if the weight is another; else
+    it is a linear layer like any.
     """
 
-    packed: Tensor | None
+    packed: Derived[Tensor]
     long: bool  # whether it takes inputs long enough for a copy in float32
-    of: tuple[int, int]  # the state of the weight that was copied
 
-    def pack(self) -> None:
+    def pack(self, long: bool) -> None:
         """Make the copy, where there is a kernel for it."""
-        weight = self.weight.detach()
-        ready = weight.device.type == "cpu" and _packs(weight.dtype, self.long)
-        self.packed = None
-        if ready:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
-        self.of = state_of(self.weight)
+        self.long, self.packed = long, Derived()
+        if self.packs:
+            self.packed.of((self.weight,), self._reordered)
+
+    @property
+    def packs(self) -> bool:
+        """Whether there is a kernel for a copy."""
+        return self.weight.device.type == "cpu" and _packs(self.weight.dtype, self.long)
+
+    def _reordered(self) -> Tensor:
+        weight = self.weight.detach().contiguous()
+        made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        return made
 
     def current(self, x: Tensor, gelu: bool) -> Tensor | None:
-        """The copy, made again if the weight has changed; None if it would not pay for ``x``."""
-        if self.packed is None:
+        """The copy of the weight as it is now; None where it is not used for ``x``."""
+        if not in_a_call() or x.dtype != self.weight.dtype or not self.packs:
             return None
         if x.dtype == torch.float32 and not gelu and (x.ndim < 2 or x.shape[-2] < LONG):
             return None
-        weight = self.weight
-        if self.of != state_of(weight):
-            self.pack()
-        return self.packed if x.dtype == weight.dtype else None
+        return self.packed.of((self.weight,), self._reordered)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
@@ -306,13 +302,13 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device or dtype and make the copy again."""
         moved: Any = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.pack()
+        self.pack(self.long)
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the copy, which cannot be copied or saved."""
-        return {key: found for key, found in self.__dict__.items() if key not in ("packed", "of")}
+        return {key: found for key, found in self.__dict__.items() if key != "packed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.pack()
+        self.pack(self.long)

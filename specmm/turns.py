@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from specmm.choose.threads import chosen
+from specmm.derived import one_call
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,19 +39,23 @@ class Turns:
         return len(self._waiting)
 
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Wait for the turn, keep it for the block, and pass it on, whatever the block raises."""
+    def take(self, call: object = None) -> Iterator[None]:
+        """Wait for the turn, keep it for the block, and pass it on, whatever the block raises.
+
+        Turns of the same ``call`` look at the model once.
+        """
         self._wait()
         try:
-            with chosen(self._model()):
+            with chosen(self._model()), one_call(call):
                 yield
         finally:
             self._give()
 
     def each(self, items: Iterator[R]) -> Iterator[R]:
         """``items``, each made in a turn of its own, with other threads' turns between them."""
+        call = object()
         while True:
-            with self.take():
+            with self.take(call):
                 try:
                     item = next(items)
                 except StopIteration:

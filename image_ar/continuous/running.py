@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.captured import captures
+from specmm.derived import Derived
 from specmm.image_ar.continuous.captured_mar import MARGraphs, check_captured
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
@@ -78,7 +79,7 @@ class MARModels:
 
     target: MAR
     small: MAR | None = None
-    heads: dict[str, ChainHead] = field(default_factory=dict)
+    heads: dict[str, Derived[ChainHead]] = field(default_factory=dict)
     graphs: MARGraphs | None = None
 
     @cached_property
@@ -109,9 +110,9 @@ class MARModels:
     @torch.inference_mode()
     def head(self, spec: str) -> ChainHead:
         """The target's head with ``spec`` steps."""
-        if spec not in self.heads:
-            self.heads[spec] = ChainHead(self.target.head, NoiseSchedule.of(spec))
-        return self.heads[spec]
+        net = self.target.head
+        found = self.heads.setdefault(spec, Derived())
+        return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
     def needed(self, method: str) -> MAR:
         """The small model; raises ``ValueError`` where there is none and ``method`` needs it."""

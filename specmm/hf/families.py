@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from specmm.cache import LayerSize
+from specmm.derived import fact, facts
 from specmm.hardware import prepack
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
@@ -67,10 +67,8 @@ class AfterHead:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
-_after_heads: WeakKeyDictionary[PreTrainedModel, AfterHead] = WeakKeyDictionary()
-_layer_sizes: WeakKeyDictionary[PreTrainedModel, tuple[LayerSize | None, ...]]
-_layer_sizes = WeakKeyDictionary()
-_cache_kinds: WeakKeyDictionary[PreTrainedModel, list[Any]] = WeakKeyDictionary()
+# names of facts (specmm.derived)
+AFTER_HEAD, LAYER_SIZES, CACHE_KINDS = "after head", "layer sizes", "cache kinds"
 
 
 @dataclass(frozen=True)
@@ -204,20 +202,20 @@ class Family:
     @cached_property
     def layer_sizes(self) -> tuple[LayerSize | None, ...]:
         """What each layer stores of a token; None for one without keys and values of its own."""
-        if self.model not in _layer_sizes:  # its own forward was not asked
-            cache = empty_cache(self.model)
-            ids = plain_tokens(self.model.config, 1)[None].to(self.model.device)
-            with torch.inference_mode():
-                self.body(input_ids=ids, use_cache=True, **{self.cache_name: cache})
-            _layer_sizes[self.model] = stored_sizes(cache)
-        return _layer_sizes[self.model]
+        return fact(self.model, LAYER_SIZES, self._stored_sizes)  # or its own forward was asked
+
+    def _stored_sizes(self) -> tuple[LayerSize | None, ...]:
+        cache = empty_cache(self.model)
+        ids = plain_tokens(self.model.config, 1)[None].to(self.model.device)
+        with torch.inference_mode():
+            self.body(input_ids=ids, use_cache=True, **{self.cache_name: cache})
+        return stored_sizes(cache)
 
     @cached_property
     def cache_kinds(self) -> list[Any]:
         """The layers of the cache that the model's own forward would make."""
-        if self.model not in _cache_kinds:  # making a cache takes milliseconds
-            _cache_kinds[self.model] = list(empty_cache(self.model).layers)
-        return _cache_kinds[self.model]
+        # making a cache takes milliseconds
+        return fact(self.model, CACHE_KINDS, lambda: list(empty_cache(self.model).layers))
 
     @cached_property
     def chains_only(self) -> bool:
@@ -458,9 +456,13 @@ def after_head(model: PreTrainedModel) -> AfterHead:
 
     Raises ``ValueError`` when that is neither a factor nor a cap nor hidden tokens.
     """
-    if model not in _after_heads:
+
+    def find() -> AfterHead:
         own_logits(model, plain_tokens(model.config, 1)[None])
-    return _after_heads[model]
+        found: AfterHead = facts(model)[AFTER_HEAD]
+        return found
+
+    return fact(model, AFTER_HEAD, find)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
@@ -495,8 +497,9 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         handle.remove()
     if len(runs) != 1:
         raise ValueError(f"its head must be run once a forward, it was run {len(runs)} times")
-    _after_heads[model] = _fitted(known, logits[0, -len(KNOWN) :])
-    _layer_sizes[model] = stored_sizes(cache)
+    found = facts(model)
+    found[AFTER_HEAD] = _fitted(known, logits[0, -len(KNOWN) :])
+    found[LAYER_SIZES] = stored_sizes(cache)
     return logits[:, : -len(KNOWN)]
 
 

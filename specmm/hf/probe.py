@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from specmm.derived import fact
 from specmm.hf.families import WAYS, Family, Way, own_logits, plain_tokens
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.target import Target
@@ -43,9 +43,6 @@ DIFFERS = "its scores of a small draft tree differ from its own"
 Answer = Way | str  # the way that agrees, or what is wrong
 Probing = Callable[[Way], Target]
 
-_text: WeakKeyDictionary[PreTrainedModel, Answer] = WeakKeyDictionary()
-_prompts: WeakKeyDictionary[PreTrainedModel, dict[frozenset[str], Answer]] = WeakKeyDictionary()
-
 
 def check_model(model: PreTrainedModel, target: Probing) -> Way:
     """The way in which trees of text score as the ``model``'s own forwards do.
@@ -55,10 +52,7 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
     type where no way agrees, but for models that may read pictures as they do not read text: these
     are asked again (see ``way_of``).
     """
-    if model not in _text:
-        with torch.autocast(model.device.type, enabled=False):  # a training may be in it
-            _text[model] = _of_text(model, target)
-    answer = _text[model]
+    answer = _text(model, target)
     if isinstance(answer, str) and answer.startswith(DIFFERS) and _reads_pictures(model):
         return WAYS[-1]
     return _way(model, answer, "")
@@ -70,15 +64,24 @@ def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
     Each kind of prompt is asked about once a model. Raises ``ValueError`` saying what differs, or
     why the model itself cannot read the prompt.
     """
-    if not prompt.kind:
-        return _way(model, _text[model], "")
-    known = _prompts.setdefault(model, {})
-    if prompt.kind not in known:
-        if Family.of(model).room < prompt.width + OWN + 1:  # too long to ask about
-            return _way(model, _text[model], "")
+    long = Family.of(model).room < prompt.width + OWN + 1  # to be asked about
+    if not prompt.kind or long:
+        return _way(model, _text(model, target), "")
+
+    def find() -> Answer:
         with torch.autocast(model.device.type, enabled=False):
-            known[prompt.kind] = _of_prompt(model, prompt, target)
-    return _way(model, known[prompt.kind], f" with {', '.join(sorted(prompt.kind))}")
+            return _of_prompt(model, prompt, target)
+
+    answer = fact(model, ("probed", prompt.kind), find)
+    return _way(model, answer, f" with {', '.join(sorted(prompt.kind))}")
+
+
+def _text(model: PreTrainedModel, target: Probing) -> Answer:
+    def find() -> Answer:
+        with torch.autocast(model.device.type, enabled=False):  # a training may be in it
+            return _of_text(model, target)
+
+    return fact(model, "probed", find)
 
 
 def _reads_pictures(model: PreTrainedModel) -> bool:

@@ -9,17 +9,14 @@ Shape letters: C width, V vocabulary, W tokens that may come.
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from specmm.derived import Derived, fact
 from specmm.hf.families import rows_of
 
 LEAST = 1024  # rows saved, below which nothing is gained
-
-_made: WeakKeyDictionary[nn.Module, tuple[object, RestrictedHead]]
-_made = WeakKeyDictionary()  # by head: what it was made from
 
 
 class RestrictedHead(nn.Module):
@@ -56,9 +53,6 @@ def restricted(head: Any, may_come: Tensor) -> Any:
     weight = head.weight
     if weight.is_meta:  # accelerate brings the weight when the head runs
         return head
-    version = 0 if weight.is_inference() else weight._version
     ids = may_come.nonzero()[:, 0].to(weight.device)
-    key = (weight.data_ptr(), version, weight.device, weight.dtype, tuple(ids.tolist()))
-    if head not in _made or _made[head][0] != key:
-        _made[head] = key, RestrictedHead(head, ids)
-    return _made[head][1]
+    made: Derived[RestrictedHead] = fact(head, ("rows", tuple(ids.tolist())), Derived)
+    return made.of(list(head.parameters()), lambda: RestrictedHead(head, ids))

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache as TransformersCache
 
 from specmm.cache import branched
+from specmm.derived import facts
 from specmm.hf.mixers import (
     Call,
     Mixer,
@@ -47,7 +47,7 @@ from specmm.hf.mixers import (
 # Tokens of one call of a mixer. To give it those kept once more costs less than a call for them
 # alone, until they are many; kernels take chunks of 64 or more at a time anyway.
 MOST = 32
-_found: WeakKeyDictionary[nn.Module, tuple[Mixer, ...]] = WeakKeyDictionary()  # by decoder
+MIXERS = "mixers"  # the name of a fact about a decoder
 
 
 class States:
@@ -63,21 +63,19 @@ class States:
         self.layers = {layer.number: layer for layer in layers}
         self.branches = branches
         self.rows = rows
+        self.mixers: tuple[Mixer, ...] = ()  # all of them, from the first prompt on
         self.counts = [0] * rows  # K of each row
         self.nodes = 0  # N of the chain that waits for its commit; 0 if it needs none
         self.calls: dict[nn.Module, Call] = {}  # of chunk mixers: tokens kept, then the chain's
         self.stages: dict[nn.Module, list[list[Tensor]]] = {}  # of step mixers: states by token
         self.outputs: list[Any] = []  # of the step mixer that is running
 
-    @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """All mixers; none before the first prompt."""
-        return _found.get(self.decoder, ())
-
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """While the first forward of a prompt runs: finds the mixers of a new decoder."""
-        if self.decoder in _found:
+        known = facts(self.decoder)
+        if MIXERS in known:
+            self.mixers = known[MIXERS]
             yield
             return
         seen = Watch(self.layers)
@@ -87,7 +85,7 @@ class States:
         for module, (slots, call) in seen.modules.items():
             if type(module) not in ways:
                 ways[type(module)] = way_of(self.layers, module, slots, call)
-        _found[self.decoder] = tuple(
+        self.mixers = known[MIXERS] = tuple(
             Mixer(module, tuple(slots), ways[type(module)])
             for module, (slots, _) in seen.modules.items()
         )

@@ -13,14 +13,13 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from specmm import methods
 from specmm.cache import Cache
+from specmm.derived import fact
 from specmm.hf.drafting import Assembly, chain_rule
 from specmm.hf.families import Family, empty_cache, plain_tokens
 from specmm.hf.target import VLMTarget
@@ -41,9 +40,6 @@ class Asked:
 
     outputs: int
     resumes: bool
-
-
-_asked: WeakKeyDictionary[PreTrainedModel, Asked] = WeakKeyDictionary()
 
 
 class LeftOut(nn.Module):
@@ -112,16 +108,18 @@ def without(family: Family, skip: Skip, outputs: int) -> tuple[Family, dict[int,
 
 def asked(family: Family) -> Asked:
     """What there is to ask of the ``family``'s model, by three forwards over a token, once."""
-    if family.model not in _asked:
-        found: list[Any] = []
-        handle = family.layers[0].register_forward_hook(lambda *call: found.append(call[-1]))
-        try:
-            _one_token(family)
-        finally:
-            handle.remove()
-        outputs = len(found[0]) if isinstance(found[0], tuple) else 0
-        _asked[family.model] = Asked(outputs, _resumes(family, outputs))
-    return _asked[family.model]
+    return fact(family.model, "early exit", lambda: _ask(family))
+
+
+def _ask(family: Family) -> Asked:
+    found: list[Any] = []
+    handle = family.layers[0].register_forward_hook(lambda *call: found.append(call[-1]))
+    try:
+        _one_token(family)
+    finally:
+        handle.remove()
+    outputs = len(found[0]) if isinstance(found[0], tuple) else 0
+    return Asked(outputs, _resumes(family, outputs))
 
 
 def _resumes(family: Family, outputs: int) -> bool:

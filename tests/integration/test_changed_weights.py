@@ -1,0 +1,181 @@
+"""A pipeline whose weights change after its first call draws what a fresh one of these weights
+draws, in whatever way they changed.
+"""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import specmm
+from specmm.hardware import bfloat16_products
+from specmm.image_ar.scales.pipeline import VARPipeline
+from specmm.image_ar.scales.sampling import VARSettings
+from tests.integration import picture_kinds, test_mar_pipeline, test_restricted_head
+from tests.integration.conftest import save_text, tiny_pipeline
+from tests.integration.test_picture_drafters import save as save_drawing
+from tests.unit.scales.conftest import make_var, make_vqvae
+
+CODE = ["def add(a, b):\n", "x"]
+
+
+def pictures(given, **options):
+    def draw(pipe):
+        seeds = [torch.Generator().manual_seed(i) for i in range(len(given))]
+        return pipe(given, output_type="latent", generator=seeds, **options).tokens
+
+    return draw
+
+
+def texts(pipe):
+    return torch.cat(pipe(CODE, max_new_tokens=12, method="ar").tokens)
+
+
+def alone(save, *given):
+    """``save`` without the drafters, which are of the first weights."""
+
+    def write(folder):
+        save(*given, folder)
+        shutil.rmtree(folder / "drafters")
+
+    return write
+
+
+def save_emu3(folder):
+    test_restricted_head.model().save_pretrained(folder)
+    picture_kinds.tokenizer().save_pretrained(folder)
+
+
+def save_var(folder):
+    pipe = VARPipeline(make_var(0, depth=3), make_vqvae(), None, VARSettings(2.0, 1.0, 20, 0.95))
+    pipe.save_pretrained(folder)
+
+
+EMU3 = dict(cfg=1.5, **picture_kinds.sized(picture_kinds.KINDS["emu3"]))
+JANUS = picture_kinds.KINDS["janus"]
+FAMILIES = {
+    "llamagen": (lambda folder: tiny_pipeline().save_pretrained(folder), pictures(["heart"])),
+    "mar": (lambda folder: test_mar_pipeline.pipeline().save_pretrained(folder), pictures([1, 2])),
+    "mar, cspd": (
+        lambda folder: test_mar_pipeline.pipeline().save_pretrained(folder),
+        pictures([1, 2], method="cspd"),
+    ),
+    "var": (save_var, pictures([3])),
+    "emu3, of 5000 tokens": (save_emu3, pictures(picture_kinds.PROMPTS, **EMU3)),
+    "janus": (
+        alone(save_drawing, JANUS),
+        pictures(picture_kinds.PROMPTS, cfg=2.0, **picture_kinds.sized(JANUS)),
+    ),
+    "texts": (alone(save_text), texts),
+    "texts in bfloat16": (alone(save_text), texts),
+}
+
+
+def opened(name, folder):
+    if name.startswith("texts"):
+        dtype = torch.bfloat16 if "bfloat16" in name else torch.float32
+        return specmm.TextPipeline.from_pretrained(folder, torch_dtype=dtype)
+    return picture_kinds.opened(folder)
+
+
+def network_of(pipe):
+    return pipe.model if isinstance(pipe, specmm.TextPipeline) else pipe.transformer
+
+
+def matrices(network):
+    return [p for p in network.parameters() if p.ndim == 2 and len(p) > 1]
+
+
+def other(weight):
+    numbers = torch.Generator().manual_seed(weight.numel())
+    factors = 0.7 + 0.6 * torch.rand(weight.shape, generator=numbers)
+    return weight.detach() * factors.to(weight.dtype)
+
+
+def others(network):
+    return {k: other(v) if v.is_floating_point() else v for k, v in network.state_dict().items()}
+
+
+@torch.no_grad()
+def copied(network):
+    for weight in matrices(network):
+        weight.copy_(other(weight))
+
+
+def data(network):
+    for weight in matrices(network):
+        weight.data += 0.3 * other(weight.data)
+
+
+def set_data(network):
+    for weight in matrices(network):
+        weight.data = other(weight)
+
+
+@torch.inference_mode()
+def in_inference_mode(network):
+    for weight in matrices(network):
+        weight.mul_(-1.1)
+
+
+def learnt(network):
+    weights = matrices(network)
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    for weight in weights:
+        weight.requires_grad_(True)
+        weight.grad = 0.4 * other(weight)
+    optimizer.step()
+    network.requires_grad_(False)
+
+
+def new_parameters(network):
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(other(module.weight))
+
+
+def new_modules(network):
+    for module in list(network.modules()):
+        for name, part in module.named_children():
+            if isinstance(part, nn.Linear):
+                replaced = copy.deepcopy(part)
+                replaced.weight.data = other(part.weight)
+                setattr(module, name, replaced)
+
+
+def moved(network):
+    dtype = next(network.parameters()).dtype
+    network.double().to(dtype)
+
+
+WAYS = {
+    "load_state_dict": lambda network: network.load_state_dict(others(network)),
+    "assigned": lambda network: network.load_state_dict(others(network), assign=True),
+    "copy_": copied,
+    ".data in place": data,
+    "another .data": set_data,
+    "in inference mode": in_inference_mode,
+    "an optimizer's step": learnt,
+    "new parameters": new_parameters,
+    "new modules": new_modules,
+    "moved": moved,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_drawn_is_of_the_weights_there_are(family, tmp_path):
+    if "bfloat16" in family and not bfloat16_products():
+        pytest.skip("needs a processor with bfloat16 products")
+    save, draw = FAMILIES[family]
+    save(tmp_path / "first")
+    pipe = opened(family, tmp_path / "first")
+    before = draw(pipe)
+    for way, change in WAYS.items():
+        change(network_of(pipe))
+        pipe.save_pretrained(tmp_path / way)
+        found = draw(pipe)
+        assert torch.equal(found, draw(opened(family, tmp_path / way))), way
+        assert way == "moved" or not torch.equal(found, before), way
+        before = found
