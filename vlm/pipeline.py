@@ -22,6 +22,7 @@ from specmm import methods
 from specmm.autotune import Plan
 from specmm.compiled import NotCompiled, uncompiled_calls
 from specmm.hardware import Place, prepack
+from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, load_drafter
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
@@ -90,15 +91,15 @@ class VQAPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "vlm",
     ) -> None:
-        self.model = model.eval()
+        self.model, self.adapter = split(model.eval())
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
-        warn_of_unapplied(model, name)
+        warn_of_unapplied(self.model, name)
         method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
-        self.drafters = Drafters(folder, name, model, given)
+        self.drafters = Drafters(folder, name, self.model, given)
         self.plans: dict[Any, Plan] = {}
         self.graphs = KeptRounds()
         self.drawn = DrawnAnswers()
@@ -125,7 +126,8 @@ class VQAPipeline(Pipeline):
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
         where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
-        None is the one that it is for, and plain decoding without one. ``device_map``,
+        None is the one that it is for, and plain decoding without one. A folder that PEFT wrote is
+        its base with the adapter. ``device_map``,
         ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
         and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
         """
@@ -133,7 +135,8 @@ class VQAPipeline(Pipeline):
         resolved = methods.resolve_vqa(method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype, device_map)
         source = Source(None, revision, cache_dir, download)
-        folder = find(name, source=source, kind="questions")
+        base, adapter = base_of(name)
+        folder = find(base, source=source, kind="questions")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
         load = partial(load_model, folder, **placing.options)
         model = placing.put(placing.loaded(load))
@@ -141,6 +144,7 @@ class VQAPipeline(Pipeline):
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
+        model = with_adapter(model, adapter)
         return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
 
     @property

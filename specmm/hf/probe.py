@@ -110,8 +110,10 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
         return ways[0]
     tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
+    otherwise = _prepares_otherwise(model)
+    own = _own_steps if chains or otherwise else _own
     try:
-        wanted = (_own_steps if chains else _own)(model, tokens, _paths(trees))
+        wanted = own(model, tokens, _paths(trees))
     except Exception as error:
         return f"its own forward cannot read text alone ({_told(error)})"
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
@@ -120,7 +122,10 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     def found(way: Way) -> Tensor:
         return _ours(target(way), prompt, drafts.to(model.device), trees)[:, 1:]
 
-    return _agreeing(family, found, wanted)
+    answer = _agreeing(family, found, wanted)
+    if isinstance(answer, str) and otherwise:
+        return "its generate adds to the prompt's tokens, as PEFT does with virtual ones"
+    return answer
 
 
 def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
@@ -140,6 +145,15 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
         return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
     return _agreeing(family, found, wanted)
+
+
+def _prepares_otherwise(model: PreTrainedModel) -> bool:
+    """Whether its generate was taught to prepare inputs otherwise than its class does, as PEFT
+    teaches it for the time of a call.
+    """
+    found = vars(model).get("prepare_inputs_for_generation")
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    return found is not None and getattr(found, "__func__", found) is not own
 
 
 def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:

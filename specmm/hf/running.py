@@ -271,13 +271,15 @@ def _committed(progress: Progress) -> list[Tensor]:
 class Pipeline:
     """What pipelines of questions and of text share.
 
-    ``model``, ``tokenizer``, the ``drafters`` beside it, the ``plans`` made for method ``auto`` by
+    ``model``, the PEFT model that put an ``adapter`` into it (None: none), ``tokenizer``, the
+    ``drafters`` beside it, the ``plans`` made for method ``auto`` by
     what they depend on, the ``graphs`` that later calls take over; ``registry``: the methods there
     are, among which ``auto`` chooses;
     ``usual``: options of a call whose default is another one here.
     """
 
     model: Any
+    adapter: Any
     tokenizer: Any
     drafters: Drafters
     plans: dict[Any, Plan]
@@ -314,12 +316,15 @@ class Pipeline:
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what ``from_pretrained`` reads: the model, what reads its inputs, and the drafters
-        beside it. A drafter that was given is not written.
+        """Write what ``from_pretrained`` reads: the model, or the adapter in it, what reads its
+        inputs, and the drafters beside it. A drafter that was given is not written.
         """
         folder = Path(folder)
-        state = None if is_quantised(self.model) else contiguous_state(self.model)
-        self.model.save_pretrained(folder, state_dict=state)
+        if self.adapter is None:
+            state = None if is_quantised(self.model) else contiguous_state(self.model)
+            self.model.save_pretrained(folder, state_dict=state)
+        else:
+            self.adapter.save_pretrained(str(folder))
         self.reader.save_pretrained(folder)
         self.drafters.save(folder)
 

@@ -25,6 +25,7 @@ from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
 from specmm.hardware import Place, prepack
+from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.drafting import Drafters, load_drafter
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.own_settings import warn_of_unapplied
@@ -89,14 +90,14 @@ class TextPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "text",
     ) -> None:
-        self.model = model.eval()
+        self.model, self.adapter = split(model.eval())
         self.tokenizer = tokenizer
         self.name = name
-        warn_of_unapplied(model, name)
+        warn_of_unapplied(self.model, name)
         method, drafter = with_own(methods.TEXT, method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
-        self.drafters = Drafters(folder, name, model, given)
+        self.drafters = Drafters(folder, name, self.model, given)
         self.plans: dict[Any, Plan] = {}
         self.graphs = KeptRounds()
         self.made: dict[tuple[Hashable, Processor], SharedRounds] = {}
@@ -124,7 +125,8 @@ class TextPipeline(Pipeline):
 
         ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
         where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
-        None is the one that it is for, and plain decoding without one. ``device_map``,
+        None is the one that it is for, and plain decoding without one. A folder that PEFT wrote is
+        its base with the adapter. ``device_map``,
         ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
         and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
         """
@@ -132,7 +134,8 @@ class TextPipeline(Pipeline):
         resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
         wanted = Place.named(device, dtype, torch_dtype, device_map)
         source = Source(None, revision, cache_dir, download)
-        folder = find_target(name, source=source, kind="text")
+        base, adapter = base_of(name)
+        folder = find_target(base, source=source, kind="text")
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
         load = partial(load_target, folder, **placing.options)
         model, tokenizer = placing.loaded(load, itemgetter(0))
@@ -141,6 +144,7 @@ class TextPipeline(Pipeline):
         if isinstance(drafter, str | Path):
             place = find(drafter)
             drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
+        model = with_adapter(model, adapter)
         return cls(model, tokenizer, resolved, drafter, folder, str(name))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:

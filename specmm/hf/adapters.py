@@ -1,0 +1,75 @@
+"""Models with PEFT's adapters: a ``PeftModel``, or the folder that one wrote.
+
+Adapters such as LoRA live in the layers of their base, which is run like any model. Virtual tokens
+(prompt tuning, p-tuning, prefix tuning) live beside it, in what PEFT's own ``generate`` does first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from specmm.checkpoints import read_json
+from specmm.extras import install
+
+CONFIG = "adapter_config.json"
+BASE = "base_model_name_or_path"
+
+
+def base_of(name: str | Path) -> tuple[str | Path, Path | None]:
+    """The model that ``name`` is, and the folder of the adapter, if it is one's.
+
+    Raises ``ValueError`` where that does not tell its base.
+    """
+    folder = Path(name)
+    if not (folder / CONFIG).is_file():
+        return name, None
+    base = read_json(folder / CONFIG).get(BASE)
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"{folder / CONFIG} must name its base as {BASE!r}, got {base!r}; put its folder or "
+            "hub id there"
+        )
+    beside = folder / base  # a path relative to the adapter
+    return (beside if not Path(base).is_absolute() and beside.is_dir() else base), folder
+
+
+def with_adapter(model: Any, folder: Path | None) -> Any:
+    """A ``PeftModel`` of ``model`` with the adapter in ``folder``; ``model`` where there is none.
+
+    Raises ``ValueError`` for one that is damaged or of another base, and without peft.
+    """
+    if folder is None:
+        return model
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} is an adapter of PEFT, which is not installed: {install('peft')}"
+        ) from error
+    try:
+        return PeftModel.from_pretrained(model, str(folder))
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(
+            f"{folder} must hold an adapter of {type(model).__name__} with the sizes of its base "
+            f"{model.config.name_or_path!r}, got: {said}"
+        ) from error
+
+
+def split(model: Any) -> tuple[Any, Any]:
+    """The model of transformers that ``model`` is, or puts adapters into; and the latter, or None.
+
+    Raises ``ValueError`` for virtual tokens.
+    """
+    if not type(model).__module__.startswith("peft."):
+        return model, None
+    kind = model.active_peft_config
+    if kind.is_prompt_learning:
+        raise ValueError(
+            f"adapters must live in the model's layers, as LoRA, got {kind.peft_type.value}, whose "
+            "virtual tokens PEFT adds in its own generate; let that answer"
+        )
+    return model.get_base_model(), model
