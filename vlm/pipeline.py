@@ -5,9 +5,10 @@ Shape letters: B questions of a batch, T tokens of an answer.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from specmm.hf.running import (
 )
 from specmm.hf.shared_rounds import KeptRounds
 from specmm.hf.static import CapturedTarget
+from specmm.hf.stop_strings import Ids, StopStrings
 from specmm.hf.target import VLMTarget
 from specmm.outside import with_own
 from specmm.registry import named
@@ -346,17 +348,17 @@ class VQAPipeline(Pipeline):
         _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 
-    def _text_of(self, options: Options) -> Callable[[Tensor | list[int]], str]:
+    def stops(self, options: Options) -> StopStrings:
         """With the processor's placeholder for each picture drawn."""
         if not options.draw:
-            return self.text
+            return super().stops(dataclasses.replace(options, chat=True))  # prompts end in a mark
         placeholder = str(getattr(self.processor, "image_token", "<image>"))
 
-        def text(ids: Tensor | list[int]) -> str:
+        def text(ids: Ids) -> str:
             listed = ids.tolist() if isinstance(ids, Tensor) else ids
             return self._reader.text(listed, self.text, placeholder)
 
-        return text
+        return StopStrings(options.stops, text, text)
 
     @cached_property
     def _reader(self) -> PictureReader:

@@ -30,7 +30,7 @@ from specmm.files import writable
 if TYPE_CHECKING:
     import torch
 
-    from specmm.hf.running import Pipeline
+    from specmm.hf.stop_strings import StopStrings
 
 Images = Annotated[
     list[str],
@@ -113,7 +113,7 @@ def ask(
 
     def call(pipe: Any) -> Any:
         started()
-        echo = None if draw else Echo(pipe)
+        echo = None if draw else Echo(pipe.stops(pipe.options(options)))
         return pipe(list(images), question, echo, list(video) or None, **options)
 
     with stdout_reserved():
@@ -191,7 +191,8 @@ def complete(
 
     def call(pipe: Any) -> Any:
         started()
-        return pipe(prompt, Echo(pipe, stop) if len(prompt) == 1 else None, **options)
+        echo = Echo(pipe.stops(pipe.options(options))) if len(prompt) == 1 else None
+        return pipe(prompt, echo, **options)
 
     with stdout_reserved():
         place = Place.named(device, dtype)
@@ -280,27 +281,24 @@ def _show_drafting(out: Any) -> None:
 
 
 class Echo:
-    """A streamer that writes a text to stderr as it grows, up to one of the texts ``stop``.
+    """A streamer that writes a text to stderr as it grows, up to one of the ``stops``.
 
     It writes to a terminal only.
     """
 
-    def __init__(self, pipe: Pipeline, stop: Sequence[str] = ()) -> None:
-        from specmm.hf.stop_strings import StopStrings
-
-        self.pipe = pipe
-        self.stops = StopStrings(stop, pipe.text)
+    def __init__(self, stops: StopStrings) -> None:
+        self.stops = stops
         self.ids: list[int] = []
         self.written = ""
 
     def put(self, value: torch.Tensor) -> None:
         """Write what these ids add."""
         self.ids += value.flatten().tolist()
-        self._write(self.stops.sure(self.pipe.text(self.ids)))
+        self._write(self.stops.sure(self.ids))
 
     def end(self) -> None:
         """Write what was held back, as it might have become a stop, and end the line."""
-        self._write(self.stops.cut(self.pipe.text(self.ids)))
+        self._write(self.stops.cut(self.ids))
         if self.ids and sys.stderr.isatty():  # a call that was refused has no line
             say("")
 

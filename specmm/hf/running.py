@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -41,7 +42,7 @@ from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.shared_rounds import KeptRounds, SharedRounds
-from specmm.hf.stop_strings import StopStrings
+from specmm.hf.stop_strings import Continuations, Ids, StopStrings
 from specmm.hf.target import VLMTarget
 from specmm.kinds import shown
 from specmm.outside import of_others
@@ -164,15 +165,14 @@ class RoundText:
 
 @dataclass
 class Run:
-    """One batch being answered: ``text`` decodes ids, ``stops`` end answers, rows that end take the
-    next of the ``queue``, ``settings`` are those the certificate is about, ``play`` plays
+    """One batch being answered: ``stops`` end answers and read them, rows that end take the next
+    of the ``queue``, ``settings`` are those the certificate is about, ``play`` plays
     the rounds.
     """
 
     method: str
     steps: Iterator[Progress]
     rule: Rule | None
-    text: Callable[[Tensor], str]
     stops: StopStrings
     settings: Mapping[str, float]
     queue: Queue | None = None
@@ -204,7 +204,7 @@ class Run:
             )
         end = last_of(self.steps, streamer)
         tokens = _committed(end) if self.queue is None else self.queue.tokens
-        return [self.stops.cut(self.text(ids)) for ids in tokens], tokens, end
+        return [self.stops.cut(ids) for ids in tokens], tokens, end
 
     def rounds(self, apart: bool = True) -> Iterator[list[RoundText]]:
         """What every row gained by each round, without text that may turn out to begin a stop.
@@ -216,12 +216,12 @@ class Run:
                 "batch_size must be 0 for a stream, which shows all answers as they grow"
             )
         self._played_ahead(False)
-        letters: list[int] = []  # of each row so far
+        shown: list[str] = []  # of each row so far
         counted: list[int] = []  # its tokens
         for progress in self.steps:
             rows = _committed(progress)
             ended = (progress.counts >= progress.limits).tolist()
-            letters = letters or [0] * len(rows)
+            shown = shown or [""] * len(rows)
             counted = counted or [0] * len(rows)
             made = [len(ids) for ids in rows]
             if made == counted:
@@ -229,23 +229,24 @@ class Run:
             gained = _gained(progress) if apart else [(0, 0)] * len(rows)
             found = []
             for row, ids in enumerate(rows):
-                pieces = self._pieces(ids, ended[row], letters[row], *gained[row])
+                pieces = self._pieces(ids, ended[row], shown[row], *gained[row])
                 found.append(RoundText(pieces, made[row] - counted[row]))
-                letters[row] += len(found[-1].text)
+                shown[row] += found[-1].text
             counted = made
             yield found
 
     def _pieces(
-        self, ids: Tensor, ended: bool, shown: int, taken: int, drafted: int
+        self, ids: Tensor, ended: bool, shown: str, taken: int, drafted: int
     ) -> list[tuple[str, bool]]:
-        """The text of ``ids`` after its first ``shown`` letters, split where the last round's
-        drafts begin and end.
+        """The text of ``ids`` after what was ``shown`` of it, split where the last round's drafts
+        begin and end.
         """
-        text = self.text(ids)
-        whole = self.stops.cut(text) if ended else self.stops.sure(text)
-        first = len(ids) - taken
-        ends = [len(self.text(ids[:n])) for n in (first, first + drafted)] if drafted else []
-        bounds = [shown, *(min(max(end, shown), len(whole)) for end in ends), len(whole)]
+        whole = self.stops.cut(ids) if ended else self.stops.sure(ids)
+        if not (ended or whole.startswith(shown)):
+            return []  # what is shown stays, and goes on once the text does
+        first, begin = len(ids) - taken, len(shown)
+        ends = [len(self.stops.shown(ids[:n])) for n in (first, first + drafted)] if drafted else []
+        bounds = [begin, *(min(max(end, begin), len(whole)) for end in ends), len(whole)]
         pieces = [(whole[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
         return [piece for piece in pieces if piece[0]]
 
@@ -339,19 +340,26 @@ class Pipeline:
         """
         return Options.of(given, repetition_penalty=own_penalty(self.model), **self.usual)
 
-    def text(self, ids: Tensor | list[int]) -> str:
-        """The text of ``ids``, without a last character whose bytes are incomplete."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True)).rstrip("\ufffd")
+    @cached_property
+    def texts(self) -> Continuations:
+        """The texts of ids behind a prompt."""
+        return Continuations(self.tokenizer)
+
+    def text(self, ids: Ids) -> str:
+        """The text of ``ids`` by themselves, without a last character that is not whole."""
+        return self.texts.decode(ids)
+
+    def stops(self, options: Options) -> StopStrings:
+        """What ends and reads answers under ``options``; raises ``ValueError`` for pictures."""
+        if options.draw:
+            raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
+        texts = self.texts
+        shown = self.text if options.chat else texts.behind
+        return StopStrings(options.stops, texts.whole, shown, texts.tidied)
 
     def drafter(self, kind: str) -> Any:
         """What method ``kind`` drafts with, loaded at first use; None where it needs nothing."""
         return self.drafters.get(kind)
-
-    def _text_of(self, options: Options) -> Callable[[Tensor | list[int]], str]:
-        """What reads the ids of answers under ``options``; raises ``ValueError`` for pictures."""
-        if options.draw:
-            raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
-        return self.text
 
     @classmethod
     def default_method(cls, drafter: object) -> str:
@@ -474,14 +482,13 @@ class Pipeline:
         generators = options.generators(prompts.count, device)
         queue = prompts.queue(target, generators)
         uniforms = Uniforms(generators[: len(prompt.lengths)])
-        text = self._text_of(options)
-        stops = StopStrings(options.stops, text)
+        stops = self.stops(options)
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
         settings = options.processor.settings
         if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, shared.alone(steps), None, text, stops, settings, play=play)
+            return Run(name, shared.alone(steps), None, stops, settings, play=play)
         drafter, rule = parts or without_drafts()
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not options.processor.greedy
@@ -492,4 +499,4 @@ class Pipeline:
         )
         ran = (rule, drafter) if parts else (None, None)
         rest = (queue, ran[1], play)
-        return Run(name, shared.alone(steps), ran[0], text, stops, settings, *rest)
+        return Run(name, shared.alone(steps), ran[0], stops, settings, *rest)

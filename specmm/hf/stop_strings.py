@@ -1,23 +1,80 @@
-"""Texts that end an answer."""
+"""The texts of ids that continue a prompt, and the texts that end them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+Ids: TypeAlias = Tensor | list[int]
+TRIED = 64  # tokens of which one begins with a blank, where decoders drop that
+PARTIAL = "\ufffd"  # stands for the bytes of a character that is not whole yet
+
+
+@dataclass
+class Continuations:
+    """Texts of ids by a ``tokenizer``, as they stand behind a prompt.
+
+    Some decoders (Llama's) drop the blank that a text begins with.
+    """
+
+    tokenizer: Any
+    _anchor: list[int] = field(init=False, repr=False)  # ids after which that blank stays
+
+    def __post_init__(self) -> None:
+        size = len(self.tokenizer)
+        some = (*range(size // 2, size), *range(size // 2))[:TRIED]
+        texts = ((i, self.decode([i])) for i in some)
+        dropping = (i for i, text in texts if self.decode([i] * 2) == f"{text} {text}")
+        self._anchor = list(islice(dropping, 1))
+
+    def decode(self, ids: Ids, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids`` by themselves, without a last character that is not whole."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return str(text).rstrip(PARTIAL)
+
+    def behind(self, ids: Ids, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids`` behind others."""
+        if not self._anchor:
+            return self.decode(ids, skip_special_tokens)
+        listed = ids.tolist() if isinstance(ids, Tensor) else ids
+        text = self.decode([*self._anchor, *listed], skip_special_tokens)
+        return text[len(self.decode(self._anchor)) :]
+
+    def whole(self, ids: Ids) -> str:
+        """The text of ``ids`` behind others, special tokens, too."""
+        return self.behind(ids, skip_special_tokens=False)
+
+    @cached_property
+    def tidied(self) -> bool:
+        """Whether a text may lose blanks once more of it is there, as before a full stop."""
+        return bool(getattr(self.tokenizer, "clean_up_tokenization_spaces", False))
 
 
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.decode.Stop`.
 
-    ``decode`` gives the text of a row's ids. Every round reads the whole row: a token may be half
-    a letter only.
+    They are looked for in the ``whole`` text of a row's ids, special tokens included; readers are
+    ``shown`` another, without. Every round reads the whole row: a token may be half a letter only.
+    Where texts are ``tidied``, a word is shown when it is known to have ended.
     """
 
-    def __init__(self, texts: Sequence[str], decode: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        whole: Callable[[Ids], str],
+        shown: Callable[[Ids], str],
+        tidied: bool = False,
+    ) -> None:
         self.texts = tuple(texts)
-        self.decode = decode
+        self.whole = whole
+        self.shown = shown
+        self.tidied = tidied
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`specmm.decode.Stop`."""
@@ -27,21 +84,46 @@ class StopStrings:
         done = torch.tensor([end is not None for end in ends], device=after.device)
         return torch.where(done, counts, after), done
 
-    def cut(self, text: str) -> str:
-        """``text`` up to the first of the stops."""
-        places = [text.find(stop) for stop in self.texts]
-        return text[: min((place for place in places if place >= 0), default=len(text))]
+    def cut(self, ids: Ids) -> str:
+        """What readers are shown of ``ids``, up to the first of the stops."""
+        if not self.texts:
+            return self.shown(ids)
+        text = self.whole(ids)
+        return self._shown_of(ids, text, self._place(text))
 
-    def sure(self, text: str) -> str:
-        """What of a growing ``text`` cannot belong to a stop."""
-        cut = self.cut(text)
-        if cut != text:
-            return cut
-        held = 0  # letters at the end that may begin a stop
-        for stop in self.texts:
-            sizes = range(1, min(len(stop), len(text) + 1))
-            held = max([held, *(n for n in sizes if text.endswith(stop[:n]))])
-        return text[: len(text) - held]
+    def sure(self, ids: Ids) -> str:
+        """What of a row that still grows is sure to be shown: nothing that may belong to a stop."""
+        if not self.texts:
+            found = self.shown(ids)
+        else:
+            text = self.whole(ids)
+            place = self._place(text)
+            if place == len(text):
+                for stop in self.texts:  # letters at the end that may begin one
+                    sizes = range(1, min(len(stop), len(text) + 1))
+                    begun = (len(text) - n for n in sizes if text.endswith(stop[:n]))
+                    place = min([place, *begun])
+            found = self._shown_of(ids, text, place)
+        if self.tidied and found and not found[-1].isspace():
+            return found[: max(found.rfind(" "), 0)]
+        return found.rstrip() if self.tidied else found
+
+    def _place(self, text: str) -> int:
+        """Where the first stop in ``text`` begins, else its end."""
+        places = [text.find(stop) for stop in self.texts]
+        return min((place for place in places if place >= 0), default=len(text))
+
+    def _shown_of(self, ids: Ids, text: str, place: int) -> str:
+        """What is shown of the first ``place`` letters of ``text``, the whole one of ``ids``."""
+        if place >= len(text):
+            return self.shown(ids)
+        count = len(ids) - 1
+        while len(self.whole(ids[:count])) > place:
+            count -= 1
+        found = self.shown(ids[:count])
+        if self.shown(ids[: count + 1]) == found:  # what follows is not shown
+            return found
+        return found + text[len(self.whole(ids[:count])) : place]
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
         """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
@@ -50,5 +132,5 @@ class StopStrings:
         return next((n for n in range(before + 1, after + 1) if self._stops(ids[:n])), None)
 
     def _stops(self, ids: Tensor) -> bool:
-        text = self.decode(ids)
+        text = self.whole(ids)
         return any(stop in text for stop in self.texts)

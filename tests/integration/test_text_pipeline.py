@@ -259,7 +259,9 @@ def test_stops_are_not_shown_on_a_terminal(text_pipe, monkeypatch):
         [whole[-2:] + "\0"],
     ):  # one that comes, one that begins with the last letters
         monkeypatch.setattr("sys.stderr", Terminal())
-        text = text_pipe(PROMPTS[0], Echo(text_pipe, stop), max_new_tokens=16, stop=stop).texts[0]
+        options = dict(max_new_tokens=16, stop=stop)
+        echo = Echo(text_pipe.stops(text_pipe.options(options)))
+        text = text_pipe(PROMPTS[0], echo, **options).texts[0]
         assert sys.stderr.getvalue() == text + "\n"
 
 

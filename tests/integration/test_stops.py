@@ -1,0 +1,87 @@
+"""Texts that end an answer: in special tokens, across them, behind a prompt's blank; streams."""
+
+import pytest
+
+import specmm
+from specmm.hf.stop_strings import StopStrings
+from tests.saying import LLAMA, saying
+
+END = "<|im_end|>"
+LETTERS = [*"abcdef", END, *"ghijklmnopqrstuvwxyz"]
+FRANCE = ["▁The", "▁capital", "▁of", "▁France", "▁is", "▁Paris", "."]
+METHODS = ["ar", "prompt-lookup"]
+
+
+@pytest.fixture(scope="module")
+def letters():
+    return specmm.TextPipeline(*saying(LETTERS, specials=[END]))
+
+
+@pytest.fixture(scope="module")
+def france():
+    return specmm.TextPipeline(*saying(FRANCE, decoder=LLAMA))
+
+
+def both(pipe, prompt, **options):
+    """A text, which its stream must join to."""
+    out = pipe(prompt, **options)
+    parts = pipe.stream(prompt, **options)
+    assert "".join(part[0] for part in parts) == out.texts[0]
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "stop, text, count",
+    [
+        (END, "bcdef", 6),
+        ("im_en", "bcdef", 6),
+        ("f" + END, "bcde", 6),
+        (END + "g", "bcdef", 7),
+        ("fg", "bcdefghijk", 11),  # which readers see, but the model did not say
+        (["zz", "h"], "bcdefg", 8),
+    ],
+)
+def test_special_tokens_are_looked_through(letters, method, stop, text, count):
+    out = both(letters, "a", max_new_tokens=11, stop=stop, method=method)
+    assert (out.texts[0], len(out.tokens[0])) == (text, count)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stops_are_those_of_generate(letters, method):
+    model, words = letters.model, letters.tokenizer
+    inputs = dict(input_ids=words("a", return_tensors="pt")["input_ids"], max_new_tokens=11)
+    own = model.generate(**inputs, do_sample=False, stop_strings=[END], tokenizer=words)
+    fn = specmm.custom_generate(method=method, tokenizer=words, stop=END)
+    ours = model.generate(**inputs, do_sample=False, custom_generate=fn)
+    out = letters("a", max_new_tokens=11, stop=END, method=method)
+    assert own[0, 1:].tolist() == ours[0, 1:].tolist() == out.tokens[0].tolist()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_blank_between_prompt_and_text_stays(france, method):
+    prompt = "▁The ▁capital ▁of"
+    out = both(france, prompt, max_new_tokens=4, method=method)
+    assert out.texts == [" France is Paris."]
+    cut = both(france, prompt, max_new_tokens=4, method=method, stop=" France")
+    assert (cut.texts, len(cut.tokens[0])) == ([""], 1)
+    cut = both(france, prompt, max_new_tokens=4, method=method, stop="France is")
+    assert cut.texts == [" "]
+
+
+def test_an_answer_in_a_chat_begins_with_no_blank(france):
+    france.tokenizer.chat_template = "{% for m in messages %}▁The ▁capital ▁of{% endfor %}"
+    out = both(france, "whatever", max_new_tokens=2, chat=True)
+    assert out.texts == ["France is"]
+    cut = both(france, "whatever", max_new_tokens=4, chat=True, stop=" France")
+    assert cut.texts == [""]
+
+
+def test_a_stream_waits_where_texts_are_tidied():
+    """Of texts that lose a blank before a full stop, once that is there."""
+    tidy = lambda ids: " ".join("ab."[i] * 2 for i in ids).replace(" ..", "..")  # noqa: E731
+    stops = StopStrings([], tidy, tidy, tidied=True)
+    ids = [0, 1, 2, 1, 2]
+    shown = [stops.sure(ids[:n]) for n in range(1, len(ids) + 1)]
+    assert shown == ["", "aa", "aa", "aa bb..", "aa bb.."] and stops.cut(ids) == "aa bb.. bb.."
+    assert all(stops.cut(ids).startswith(text) for text in shown)
