@@ -3,7 +3,8 @@
 Some of what a run changes belongs to the model: hooks on its layers, a processor's settings,
 drafters with a cache, compiled programs. So turns are kept by model: pipelines and
 ``custom_generate`` of one model wait for each other, those of different models do not. Within a
-turn products take the threads that are fastest for the model (:mod:`specmm.choose.threads`).
+turn products take the threads that are fastest for the model (:mod:`specmm.choose.threads`), and
+the model is in evaluation mode.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
+
+from torch import nn
 
 from specmm.choose.threads import chosen
 from specmm.derived import one_call
@@ -46,7 +49,8 @@ class Turns:
         """
         self._wait()
         try:
-            with chosen(self._model()), one_call(call):
+            model = self._model()
+            with chosen(model), one_call(call), _evaluating(model):
                 yield
         finally:
             self._give()
@@ -92,6 +96,20 @@ class Turns:
                 self._thread, called = self._waiting.popleft()
                 self._depth = 1
                 called.set()
+
+
+@contextmanager
+def _evaluating(model: object) -> Iterator[None]:
+    """Within the block no part of ``model`` is in training mode; after it those are that were."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 _turns: WeakKeyDictionary[object, Turns] = WeakKeyDictionary()

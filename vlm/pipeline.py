@@ -49,6 +49,7 @@ from specmm.outside import with_own
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
+from specmm.vlm import wording
 from specmm.vlm.asking import Images, Questions, Texts, Videos
 from specmm.vlm.loading import is_composed, load_model, load_processor
 from specmm.zoo import Source
@@ -93,11 +94,12 @@ class VQAPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "vlm",
     ) -> None:
-        self.model, self.adapter = split(model.eval())
+        self.model, self.adapter = split(model)
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
         warn_of_unapplied(self.model, name)
+        wording.warn_of_none(processor, name)
         method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}

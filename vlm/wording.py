@@ -22,6 +22,8 @@ from PIL import Image
 from specmm.hf.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 
+LOGGER = logging.getLogger(__name__)
+
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 NOT_ASKED = ("labels",)  # what a processor adds for training
 ONE = {"image": 1, "video": 0}
@@ -34,6 +36,16 @@ Form = Callable[[Any, str, Mapping[str, int]], Any]  # a message's content
 _forms: WeakKeyDictionary[Any, tuple[Any, Form]] = WeakKeyDictionary()  # by processor, template
 _rowwise: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether inputs are by row
 _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
+
+
+def warn_of_none(processor: Any, name: str) -> None:
+    """Log that a model called ``name`` asks questions as they are, where a chat has no template."""
+    if _template(processor) is None and not places_pictures(processor):
+        LOGGER.warning(
+            "%s has no chat template, so questions go in as they are, after their pictures; put a "
+            "chat_template.jinja into its folder if it is a chat model",
+            name,
+        )
 
 
 def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> str:
@@ -116,6 +128,9 @@ def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
         raise
     except FAULTS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        unset = sorted(name for name, value in vars(processor).items() if value is None)
+        if isinstance(error, TypeError) and "NoneType" in reason and unset:
+            reason += f"; its config has no {' and no '.join(unset)}, which the model's tells"
         raise ValueError(
             f"{type(processor).__name__} cannot read the question: {reason}"
         ) from error

@@ -7,6 +7,7 @@ nothing of the others. A new drafter is one entry here, and its options in
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import shutil
 from collections.abc import Mapping
@@ -193,7 +194,7 @@ def translated(
         )
     if own.get_vocab() == tokenizer.get_vocab():
         return Translation.same(vocabulary, target.family.vocabulary, padding=None)
-    return Translation.between(tokenizer, own, target.family.vocabulary)
+    return Translation.between(tokenizer, own, target.family.vocabulary, vocabulary)
 
 
 def assemble(
@@ -270,7 +271,8 @@ def choose(
     target: VLMTarget, drafter: object, prompt: VLMPrompt, plans: dict[Any, Plan], method: Method
 ) -> Method:
     """``method`` as it should be fastest here, or plain decoding; plans made are kept."""
-    found: Method = named(KINDS[method.name].plan)(target, drafter, prompt, plans, method)
+    own = copy.copy(target)  # drafters tell their target what they read
+    found: Method = named(KINDS[method.name].plan)(own, drafter, prompt, plans, method)
     return found
 
 

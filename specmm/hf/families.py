@@ -40,6 +40,7 @@ LAYERS = ("layers", "h")  # what decoders call their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
 PER_LAYER = "per_layer_inputs"  # what decoders call what their layers read of the tokens themselves
 PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
+SCALED = ("linear", "dynamic", "yarn", "llama3")  # kinds of rotary embeddings with a factor
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
@@ -253,9 +254,32 @@ class Family:
 
     @property
     def room(self) -> int:
-        """Positions that a text may have."""
+        """Positions that a text may have, those that scaled rotary embeddings add included."""
         found = int(getattr(self.config, "max_position_embeddings", None) or 0)
-        return found if found > 0 else sys.maxsize
+        longest = (int(_original(rope, found) * rope["factor"]) for rope in self._scaled)
+        return max(found, *longest, 0) or sys.maxsize
+
+    @cached_property
+    def _scaled(self) -> list[dict[str, Any]]:
+        """What rotary embeddings that have a factor are told; each kind of layer may have some."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+        return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
+
+    @property
+    def stretched_after(self) -> int | None:
+        """Positions after which "dynamic" embeddings turn all tokens of a forward by its longest
+        text, so that a draft's are not those of the token alone; None for other embeddings.
+        """
+        found = int(getattr(self.config, "max_position_embeddings", None) or 0)
+        each = [_original(rope, found) for rope in self._scaled if rope["rope_type"] == "dynamic"]
+        return min(each, default=None)
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the model has an embedding of; 0 where that is not to be seen."""
+        known = self.embedding
+        return known.num_embeddings if isinstance(known, nn.Embedding) else 0
 
     @cached_property
     def turning_point(self) -> int | None:
@@ -513,6 +537,11 @@ def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
         return LayerSize(keys.shape[1], keys.shape[-1], layer.values.shape[-1])
 
     return tuple(size(layer) for layer in cache.layers)
+
+
+def _original(rope: dict[str, Any], found: int) -> int:
+    """Positions that rotary embeddings ``rope`` had before they were scaled."""
+    return int(rope.get("original_max_position_embeddings") or found)
 
 
 def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:

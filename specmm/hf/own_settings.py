@@ -1,5 +1,6 @@
 """What a checkpoint's ``generation_config`` asks of all its answers, whatever is sampled: the
-repetition penalty, which pipelines apply, and what they leave to generate of transformers.
+repetition penalty and texts that end, which pipelines apply, and what they leave to generate of
+transformers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ def own_penalty(model: Any) -> float:
     """The repetition penalty that ``model`` was published with, as in generate; 1 is off."""
     found = getattr(model.generation_config, "repetition_penalty", None)
     return 1.0 if found is None else float(found)
+
+
+def own_stops(model: Any) -> tuple[str, ...]:
+    """The texts that end an answer of ``model`` as it was published."""
+    found = getattr(model.generation_config, "stop_strings", None) or ()
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def warn_of_unapplied(model: Any, name: str) -> None:

@@ -154,6 +154,9 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
             )
     except torch.OutOfMemoryError:
         raise
+    except ImportError as error:  # of a quantiser, in many lines
+        said = " ".join(str(error).split())
+        raise ValueError(f"{folder} needs a package that is not installed: {said}") from error
     except pickle.UnpicklingError as error:
         # torch's own words advise to run it
         other = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"

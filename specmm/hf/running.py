@@ -37,7 +37,7 @@ from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, method_of, preset_of
 from specmm.hf.options import Options
-from specmm.hf.own_settings import own_penalty
+from specmm.hf.own_settings import own_penalty, own_stops
 from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
@@ -335,10 +335,11 @@ class Pipeline:
         return self.tokenizer
 
     def options(self, given: Mapping[str, Any]) -> Options:
-        """The options of a call where these are ``given``; the repetition penalty is otherwise the
-        checkpoint's own. Raises ``ValueError`` as :meth:`Options.of`.
+        """The options of a call where these are ``given``; the repetition penalty and the texts
+        that end are otherwise the checkpoint's own. Raises ``ValueError`` as :meth:`Options.of`.
         """
-        return Options.of(given, repetition_penalty=own_penalty(self.model), **self.usual)
+        own = dict(repetition_penalty=own_penalty(self.model), stop=own_stops(self.model))
+        return Options.of(given, **own, **self.usual)
 
     @cached_property
     def texts(self) -> Continuations:

@@ -96,7 +96,12 @@ class VLMTarget:
         allowed: AllowedTokens | None = None,
         way: Way = WAYS[0],
     ) -> None:
-        self.model = model.eval()
+        if model.device.type == "meta":
+            raise ValueError(
+                f"{name} must have weights on a device, got none there (device meta); load them, "
+                "or leave at least its first layer where it runs (device_map)"
+            )
+        self.model = model.eval() if model.training else model
         self.processor = processor
         self.name = name
         self.family = family or Family.of(model)
@@ -194,7 +199,7 @@ class VLMTarget:
         not fit pictures, for a prompt that the model reads as we cannot, and under guidance for one
         without an unconditional one.
         """
-        self.check(prompt)
+        self.check(prompt, scratch)
         if self.asks and self.branches == 1:
             self.way = way_of(self.model, prompt, self._probing)
         self.make_room(prompt, scratch)
@@ -236,7 +241,7 @@ class VLMTarget:
 
     def make_room(self, prompt: VLMPrompt, scratch: int) -> None:
         """An empty cache for ``prompt``, its answer and ``scratch``."""
-        self.check(prompt)
+        self.check(prompt, scratch)
         self.prompt = prompt
         self.calls = 0
         self.spent = None
@@ -490,8 +495,10 @@ class VLMTarget:
     def _new_cache(self, size: CacheSize) -> Cache:
         return Cache(size, self.dtype, self.device)
 
-    def check(self, prompt: VLMPrompt) -> None:
-        """Raise ``ValueError`` for a ``prompt`` that is too long or lacks what guidance needs."""
+    def check(self, prompt: VLMPrompt, scratch: int = 0) -> None:
+        """Raise ``ValueError`` for a ``prompt`` that is too long, lacks what guidance needs, or has
+        tokens that the model has not; ``scratch`` nodes are drafted at a time.
+        """
         if self.branches > 1 and self.asks and prompt.vision:
             raise ValueError(f"cfg must be at most 1 for pictures, got {', '.join(prompt.vision)}")
         if self.branches > 1 and prompt.unconditional is None:
@@ -507,8 +514,23 @@ class VLMTarget:
                 f"prompt tokens and max_new_tokens {prompt.max_new_tokens}; shorten one of them"
                 f"{pictures}"
             )
+        rows = self.family.rows
+        beyond = prompt.input_ids[prompt.input_ids >= rows] if rows else prompt.input_ids[:0]
+        if token := max((i for i in beyond.tolist() if i not in self.image_tokens), default=0):
+            raise ValueError(
+                f"prompt must be of the {rows} tokens that {self.name} has, got token {token}, "
+                "which its tokenizer knows alone; leave it out, or give the model more rows "
+                "(resize_token_embeddings)"
+            )
         turn = self.family.turning_point
         total = longest + prompt.max_new_tokens
+        stretched = self.family.stretched_after
+        if scratch and stretched is not None and total > stretched:
+            raise ValueError(
+                f"drafts must lie within the first {stretched} positions of {self.name}, got a "
+                f"text of {total}: after them its rotary embeddings depend on a text's length; "
+                "use method='ar', or YaRN"
+            )
         if turn is not None and int(prompt.lengths.min()) <= turn < total:
             raise ValueError(
                 f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got "
@@ -518,7 +540,7 @@ class VLMTarget:
 
     def _last_position(self, total: int) -> int:
         """The last position that a block may use, in a text with room for ``total`` tokens."""
-        turn = self.family.turning_point
+        turn = self.family.turning_point or self.family.stretched_after
         return (self.family.room if turn is None or total > turn else turn) - 1
 
     @contextmanager

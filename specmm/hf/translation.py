@@ -52,10 +52,17 @@ class Translation:
 
     @classmethod
     def between(
-        cls, target: PreTrainedTokenizerBase, drafter: PreTrainedTokenizerBase, vocabulary: int
+        cls,
+        target: PreTrainedTokenizerBase,
+        drafter: PreTrainedTokenizerBase,
+        vocabulary: int,
+        rows: int,
     ) -> Translation:
-        """Of two tokenizers; raises ``ValueError`` when they share too few tokens."""
-        known = {text: i for i, text in sorted(_texts(drafter).items(), reverse=True)}
+        """Of two tokenizers: of the target's ``vocabulary`` of tokens, and of the drafter's, whose
+        model has so many ``rows``. Raises ``ValueError`` when they share too few tokens.
+        """
+        texts = sorted(_texts(drafter).items(), reverse=True)
+        known = {text: i for i, text in texts if i < rows}
         ids = torch.zeros(vocabulary, dtype=torch.int64)
         shared = torch.zeros(vocabulary, dtype=torch.bool)
         for i, text in _texts(target).items():
@@ -64,11 +71,12 @@ class Translation:
                 shared[i] = True
             elif i < vocabulary:
                 letters = text.decode("utf-8", "ignore")
-                ids[i] = (drafter.encode(letters, add_special_tokens=False) or [0])[-1]
+                spelled = drafter.encode(letters, add_special_tokens=False)
+                ids[i] = next((one for one in reversed(spelled) if one < rows), 0)
         for name in ("eos_token_id", "bos_token_id"):
             ours = getattr(target, name, None)
             theirs = getattr(drafter, name, None)
-            if ours is not None and theirs is not None and ours < vocabulary:
+            if ours is not None and theirs is not None and ours < vocabulary and theirs < rows:
                 ids[ours] = theirs
                 shared[ours] = True
         found = int(shared.sum())

@@ -90,7 +90,7 @@ class TextPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "text",
     ) -> None:
-        self.model, self.adapter = split(model.eval())
+        self.model, self.adapter = split(model)
         self.tokenizer = tokenizer
         self.name = name
         warn_of_unapplied(self.model, name)

@@ -166,7 +166,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    processor = SimpleNamespace(tokenizer=SimpleNamespace(eos_token_id=2))
+    processor = SimpleNamespace(chat_template="some", tokenizer=SimpleNamespace(eos_token_id=2))
     monkeypatch.setattr(msd, "load_processor", lambda folder: processor)
     asked = SimpleNamespace(inputs=lambda _: {"input_ids": torch.tensor([[1, 2]])})
     opened = conversations.Conversations(source, lambda count: asked)

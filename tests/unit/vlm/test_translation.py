@@ -31,7 +31,7 @@ def test_shared_tokens_keep_their_logits_and_others_are_never_drafted():
         Words("<e>", "\u0120a", "\u0120bc", "dog"),
         Words("</s>", "dog", "\u2581a", "\u2581b", "x"),
     )
-    between = Translation.between(target, drafter, 5)
+    between = Translation.between(target, drafter, 5, 99)
     between.ban([3])
     logits = torch.arange(5.0)[None, None]
     assert between.from_drafter(logits).tolist() == [
@@ -46,7 +46,7 @@ def test_tokens_are_compared_as_bytes():
     """
     target = Words("<e>", "\u0120", "\u0109", "\u010a", "\u00c3\u00a9", "\u00c3", "\u0120x")
     drafter = Words("</s>", "<0xC3>", "\u00e9", "<0x0A>", "<0x09>", "\u2581")
-    between = Translation.between(target, drafter, 7)
+    between = Translation.between(target, drafter, 7, 99)
     assert between.shared.tolist() == [True] * 6 + [False]
     assert between.ids[:6].tolist() == [0, 5, 4, 3, 2, 1]
 
@@ -55,7 +55,7 @@ def test_too_little_in_common_is_refused():
     with pytest.raises(
         ValueError, match="drafter must share at least 5% of the target's 40 tokens, got 1"
     ):
-        Translation.between(Words("<e>", "a", "b"), Words("</s>", "c"), 40)
+        Translation.between(Words("<e>", "a", "b"), Words("</s>", "c"), 40, 99)
 
 
 def test_padded_vocabularies_are_the_same():

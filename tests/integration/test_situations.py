@@ -1,0 +1,192 @@
+"""What people meet where two parts meet: modes, contexts, settings of checkpoints, ids."""
+
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+import transformers as tf
+
+import specmm
+from specmm.hf import pretrained
+from specmm.hf.drafting import load_drafter
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from tests.noisy import noisy
+from tests.saying import saying
+
+METHODS = ["ar", "prompt-lookup"]
+
+
+def generated(model, ids, method=None, length=8):
+    given = dict(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length)
+    fn = {} if method is None else dict(custom_generate=specmm.custom_generate(method=method))
+    return model.generate(**given, do_sample=False, **fn)
+
+
+# ---- modes
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_training_goes_on_in_its_mode(method):
+    """Dropout is off within a call and on after it, in the parts where it was on."""
+    model, words = saying("abcd", attention_dropout=0.5)
+    ids = words("a b a", return_tensors="pt")["input_ids"]
+    wanted = generated(model, ids)
+    model.train()
+    model.model.norm.eval()  # frozen by hand
+    modes = [module.training for module in model.modules()]
+    pipe = specmm.TextPipeline(model, words)
+    assert (
+        pipe("a b a", max_new_tokens=8, method=method).tokens[0].tolist() == wanted[0, 3:].tolist()
+    )
+    assert torch.equal(generated(model, ids, method), wanted)
+    list(pipe.stream("a b a", max_new_tokens=8, method=method))
+    assert [module.training for module in model.modules()] == modes
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        pipe("a b a", max_new_tokens=1000, method=method)
+    assert [module.training for module in model.modules()] == modes
+
+
+# ---- contexts of scaled rotary embeddings
+
+ROPE = {
+    "yarn": dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+    "linear": dict(rope_type="linear", factor=4.0),
+    "dynamic": dict(rope_type="dynamic", factor=4.0),
+    "llama3": dict(
+        rope_type="llama3",
+        factor=4.0,
+        original_max_position_embeddings=32,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
+}
+
+
+def scaled(kind):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = tf.Qwen2Config(
+        vocab_size=96,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        rope_parameters=dict(rope_theta=1e4, **ROPE[kind]),
+        pad_token_id=0,
+        eos_token_id=None,
+        **sizes,
+    )
+    model = tf.Qwen2ForCausalLM(config).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, 0.2)
+    return model
+
+
+@pytest.mark.parametrize("length", [20, 48, 120])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ROPE)
+def test_scaled_contexts_are_served(kind, method, length):
+    model = scaled(kind)
+    ids = torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(length))
+    if kind == "dynamic" and method != "ar" and length > 20:
+        with pytest.raises(ValueError, match=r"within the first 32 positions .* use method='ar'"):
+            generated(model, ids, method)
+        return
+    wanted = generated(model, ids)
+    assert torch.equal(generated(model, ids, method), wanted)
+
+
+def test_there_is_an_end_to_scaled_contexts():
+    with pytest.raises(ValueError, match="must fit the 128 positions"):
+        generated(scaled("yarn"), torch.full((1, 121), 5), "ar")
+
+
+# ---- settings of checkpoints
+
+
+def test_texts_that_end_a_checkpoints_answers_end_ours():
+    model, words = saying("abcdefgh")
+    model.generation_config.stop_strings = ["de"]
+    pipe = specmm.TextPipeline(model, words)
+    assert pipe("a", max_new_tokens=7).texts == ["bc"]
+    assert pipe("a", max_new_tokens=7, stop="g").texts == ["bcdef"], (
+        "as in generate, others instead"
+    )
+    assert "".join(part[0] for part in pipe.stream("a", max_new_tokens=7)) == "bc"
+
+
+@pytest.fixture
+def llava(tmp_path):
+    shutil.copytree(pretrained.find("pocket/llava"), tmp_path / "llava")
+    return tmp_path / "llava"
+
+
+def test_a_chat_model_without_its_template_is_named(llava, caplog):
+    with caplog.at_level(logging.WARNING, "specmm"):
+        specmm.VQAPipeline.from_pretrained(llava)
+        assert not caplog.records
+        (llava / "chat_template.jinja").unlink()
+        specmm.VQAPipeline.from_pretrained(llava)
+    assert "has no chat template, so questions go in as they are" in caplog.text
+
+
+def test_a_processor_that_lacks_a_setting_is_told_which(llava):
+    file = llava / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"patch_size": None}))
+    pipe = specmm.VQAPipeline.from_pretrained(llava)
+    with pytest.raises(ValueError, match="its config has no patch_size, which the model's tells"):
+        pipe(noisy((96, 96), 1), "What is it?", max_new_tokens=4)
+
+
+def test_a_quantiser_that_is_not_installed_is_one_sentence(llava):
+    file = llava / "config.json"
+    asked = {"quant_method": "aqlm", "in_group_size": 8}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": asked}))
+    with pytest.raises(ValueError, match=r"needs a package that is not .*aqlm") as caught:
+        specmm.VQAPipeline.from_pretrained(llava)
+    assert "\n" not in str(caught.value)
+
+
+# ---- ids that a model has no row of
+
+
+def test_tokens_that_the_tokenizer_knows_alone_are_one_sentence():
+    pipe = specmm.TextPipeline.from_pretrained("pocket/coder")
+    with pytest.raises(
+        ValueError, match="of the 4096 tokens that pocket/coder has, got token 4096"
+    ):
+        pipe("a<|endoftext|>b", max_new_tokens=4)
+
+
+def test_a_drafter_with_such_a_tokenizer_drafts():
+    model, words = saying("abcd", specials=("<|endoftext|>",))
+    drafter = load_drafter("text-draft", pretrained.find("pocket/coder"), model)
+    pipe = specmm.TextPipeline(model, words, "text-draft", drafter)
+    assert pipe("a b c", max_new_tokens=6).texts == ["dabcda"]
+
+
+def test_weights_that_are_nowhere_are_one_sentence():
+    with torch.device("meta"):
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(num_hidden_layers=1))
+    with pytest.raises(ValueError, match="must have weights on a device, got none there"):
+        VLMTarget(model, Processor(0.0))
+
+
+# ---- auto beside several drafters
+
+
+def test_plans_leave_no_trace_in_the_target(text_pipe, monkeypatch):
+    """As a plan of an EAGLE-3 head does, which has its target read inner layers."""
+    from specmm.hf import drafting
+
+    target = VLMTarget(text_pipe.model, Processor(0.0))
+
+    def plan(own, *rest):
+        own.read_layers((0,))
+        return specmm.methods.AR()
+
+    monkeypatch.setattr(drafting, "named", lambda name: plan)
+    drafting.choose(target, None, None, {}, specmm.methods.Block())
+    assert target.aux is None
