@@ -28,18 +28,12 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from tests.golden.calls import Call, Found
-from tests.integration import (
-    assistant_models,
-    mtp_models,
-    picture_kinds,
-    tiny_chameleon,
-    vlm_models,
-)
 from tests.integration.conftest import save_text, tiny_pipeline
 from tests.integration.test_hybrids import RAGGED, msd_head, random_model, text_model
 from tests.integration.test_picture_drafters import save as save_drawing
 from tests.noisy import noisy
-from tests.unit.vlm.conftest import Zoo
+from tests.tiny import assistants, chameleon, mtp_models, picture_kinds, vlm_folders
+from tests.tiny.families import Zoo
 from tests.unit.vlm.test_eagle3 import head_for
 from tests.unit.vlm.test_self_drafts import deep_model
 
@@ -76,7 +70,7 @@ def code() -> TextPipeline:
 def deep() -> TextPipeline:
     """A model whose first layers draft well."""
     model = deep_model(dtype=torch.float64)
-    return TextPipeline(model, vlm_models.tokenizer(), "self")
+    return TextPipeline(model, vlm_folders.tokenizer(), "self")
 
 
 @cache
@@ -95,9 +89,9 @@ def mtp(name: str, count: int, dtype: torch.dtype) -> TextPipeline:
 
 @cache
 def assistant() -> TextPipeline:
-    model = assistant_models.target(3).double()
-    drafter = assistant_models.assistant_of(model).double()
-    return TextPipeline(model, vlm_models.tokenizer(), "assistant", drafter)
+    model = assistants.target(3).double()
+    drafter = assistants.assistant_of(model).double()
+    return TextPipeline(model, vlm_folders.tokenizer(), "assistant", drafter)
 
 
 def written(pipe: Callable[[], TextPipeline], prompts: Sequence[str], **options: Any) -> Found:
@@ -123,7 +117,7 @@ def answered(pipe: Callable[[], VQAPipeline], **options: Any) -> Found:
 def interleaved(**options: Any) -> Found:
     """Answers of text and pictures in turn."""
     questions = ["blue tree", "tree on a hill", "a red barn"]
-    pipe = asked(tiny_chameleon.save_writer)
+    pipe = asked(chameleon.save_writer)
     return Found.of(pipe([None] * 3, questions, max_new_tokens=40, draw=True, **options))
 
 
@@ -260,7 +254,7 @@ def texts_of_other_drafters() -> dict[str, Call]:
     found["mtp: dynamic"] = partial(written, pipe, WORDS, **chosen)
     pipe = partial(mtp, "deepseek", 3, torch.bfloat16)
     found["mtp: bfloat16"] = partial(written, pipe, WORDS, **REFILLED)
-    if assistant_models.buildable():
+    if assistants.buildable():
         found["assistant"] = partial(written, assistant, WORDS, **HOT)
         chosen = HOT | {"method": methods.Assistant(sampled=False)}
         found["assistant: dynamic"] = partial(written, assistant, WORDS, **chosen)
@@ -279,7 +273,7 @@ def answers() -> dict[str, Call]:
     pipe = partial(asked, mtp_models.save, "qwen3.5")
     found["states: answers, mtp"] = partial(answered, pipe, method="mtp", **REFILLED)
     for name in ("qwen2.5-vl", "gemma3"):
-        pipe = partial(asked, vlm_models.save, name)
+        pipe = partial(asked, vlm_folders.save, name)
         found[f"answers: {name}"] = partial(answered, pipe, method="prompt-lookup", **REFILLED)
     for label, heat in {"drawn": {"temperature": 1.0, "seed": [3, 4, 5]}, "greedy": GREEDY}.items():
         found[f"interleaved, {label}: ar"] = partial(interleaved, method="ar", **heat)

@@ -23,15 +23,10 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.recipes.training.ngram import fit
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
+from tests.tiny.parts import SIZES, shaken
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n" * 3
-TEXT_SIZES = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=160,
-)
+TEXT_SIZES = SIZES | dict(num_key_value_heads=2, max_position_embeddings=160)
 CLASSES = ("heart", "face-smiling", "food-fruit", "country-flag", "time")
 LEVELS = 4
 
@@ -80,20 +75,10 @@ def copy(tiny: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "copy"))
 
 
-def shaken(model, seed, std=0.3):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, std, generator=generator)
-    return model
-
-
 def qwen2(vocabulary, seed, layers=2, **changes):
-    config = tf.Qwen2Config(
-        vocab_size=vocabulary, num_hidden_layers=layers, **(TEXT_SIZES | changes)
-    )
-    model = shaken(tf.Qwen2ForCausalLM(config), seed)
+    sizes = TEXT_SIZES | dict(num_hidden_layers=layers) | changes
+    config = tf.Qwen2Config(vocab_size=vocabulary, **sizes)
+    model = shaken(tf.Qwen2ForCausalLM(config), seed, 0.3)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
     return model
 
@@ -119,10 +104,9 @@ def write_drafters(folder, target, words):
     inner = qwen2(size, 5, layers=1)
     share(inner, target)
     save_deer(DEERModel(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)
-    sizes = tf.Qwen3Config(
-        vocab_size=size, num_hidden_layers=1, head_dim=8, attn_implementation="sdpa", **TEXT_SIZES
-    )
-    block = shaken(DFlash(DFlashConfig(sizes, 5, mask, (0,))), 4)
+    one = TEXT_SIZES | dict(vocab_size=size, num_hidden_layers=1, head_dim=8)
+    sizes = tf.Qwen3Config(attn_implementation="sdpa", **one)
+    block = shaken(DFlash(DFlashConfig(sizes, 5, mask, (0,))), 4, 0.3)
     save_dflash(block, folder / "block", target.get_input_embeddings().weight, torch.float32)
 
 

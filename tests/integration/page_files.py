@@ -12,8 +12,8 @@ from transformers import JanusForConditionalGeneration
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from tests.integration import tiny_chameleon
-from tests.integration.picture_kinds import TEMPLATE, janus, loud, tokenizer
+from tests.tiny import chameleon
+from tests.tiny.picture_kinds import TEMPLATE, janus, loud, tokenizer
 
 SIDES = (1, 2, 3)
 Maker = Callable[..., LlamaGenPipeline]
@@ -70,7 +70,7 @@ def _janus(place: Path, make_tiny: Maker) -> None:
 
 def _anole(place: Path, make_tiny: Maker) -> None:
     place.mkdir()
-    tiny_chameleon.save_writer(place)
+    chameleon.save_writer(place)
 
 
 def _prompts(place: Path, make_tiny: Maker) -> None:

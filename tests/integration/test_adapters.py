@@ -9,9 +9,9 @@ import torch
 import transformers as tf
 
 import specmm
-from tests.integration import vlm_models
 from tests.integration.conftest import save_text
 from tests.noisy import noisy
+from tests.tiny import vlm_folders
 
 PROMPT = "def add(a, b):\n"
 LENGTH = 16
@@ -94,7 +94,7 @@ def test_a_folder_that_peft_wrote_is_its_base_with_the_adapter(base, folder, wor
 
 
 def test_questions_about_pictures(tmp_path):
-    vlm_models.save("qwen2.5-vl", tmp_path / "base")
+    vlm_folders.save("qwen2.5-vl", tmp_path / "base")
     pipe = specmm.VQAPipeline.from_pretrained(tmp_path / "base", torch_dtype=torch.float32)
     plain = pipe(noisy((16, 16), 1), "hello:", max_new_tokens=LENGTH).tokens[0].tolist()
     model = adapted(pipe.model)

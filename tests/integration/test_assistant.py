@@ -23,8 +23,6 @@ from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.cases import some
-from tests.integration import vlm_models
-from tests.integration.assistant_models import SHARING, SIZES, assistant_of, buildable, target
 from tests.integration.two_drafts import (
     EVERY,
     PROCESSOR,
@@ -37,6 +35,8 @@ from tests.integration.two_drafts import (
     follows,
     recorded_tables,
 )
+from tests.tiny import vlm_folders
+from tests.tiny.assistants import SHARING, SIZES, assistant_of, buildable, target
 
 pytestmark = pytest.mark.skipif(not buildable(), reason="transformers 5.23 cannot build one")
 
@@ -142,7 +142,7 @@ def test_a_folder_of_transformers_drafts_for_a_pipeline(tmp_path):
     model = target(3)
     model.generation_config.eos_token_id = 2
     model.save_pretrained(tmp_path / "target")
-    vlm_models.tokenizer().save_pretrained(tmp_path / "target")
+    vlm_folders.tokenizer().save_pretrained(tmp_path / "target")
     assistant_of(model).save_pretrained(tmp_path / "assistant")
     pipe = TextPipeline.from_pretrained(
         tmp_path / "target", method="assistant", drafter=tmp_path / "assistant"

@@ -9,12 +9,10 @@ import time
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
 from specmm.autotune import plan
-from specmm.cli import app
 from specmm.decode import Progress
 from specmm.guidance import Guidance
 from specmm.hf import choosing
@@ -32,6 +30,7 @@ from specmm.recipes.training.block_drafter import measure_acceptance
 from specmm.shape.trees import static_tree
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
+from tests.commands import as_json, run, succeed
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +73,8 @@ def test_without_a_drafter_jacobi_rounds_are_tried(parts_and_target, gain, metho
     monkeypatch.setattr(pictures, "MARGIN", gain)
     alone = PictureParts({})
     assert method_of(planned_for(target, alone, 2)) == method
-    assert (
-        "no block drafter" in planned_for(target, alone, 2).reason
-        and "sjd" in planned_for(target, alone, 2).reason
-    )
+    assert "no block drafter" in planned_for(target, alone, 2).reason
+    assert "sjd" in planned_for(target, alone, 2).reason
 
 
 @pytest.mark.slow
@@ -206,12 +203,10 @@ def test_planning_is_no_part_of_the_pictures_seconds(make_tiny, tmp_path, planne
     make_tiny(tokens=16).save_pretrained(tmp_path / "model")
     words = ["generate", str(tmp_path / "model"), "--class", "heart", "-n", "3"]
     words += ["--method", "auto", "--batch-size", "2", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, [*words, "--json"])
-    assert done.exit_code == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = as_json(*words)
     assert said["method"] == "auto" and said["reason"] and len(said["outputs"]) == 3
     assert planned == [2] and said["seconds"] < 2 <= said["planning_seconds"]
-    assert "s, not counted above)" in CliRunner().invoke(app, words).stdout
+    assert "s, not counted above)" in run(*words).stdout
 
 
 @pytest.mark.parametrize(
@@ -245,11 +240,10 @@ def test_auto_without_a_drafter_decodes_plainly(text_folder, llava_pipe, tmp_pat
 
 def test_bench_and_plan_of_a_model_without_drafters(make_tiny, tmp_path):
     make_tiny(tokens=16, drafters=False).save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, ["bench", str(tmp_path), "-n", "1", "--json"])
-    assert done.exit_code == 0, done.stderr
+    done = succeed("bench", tmp_path, "-n", "1", "--json")
     assert [row["method"] for row in json.loads(done.stdout)] == ["ar", "sjd"]
-    done = CliRunner().invoke(app, ["plan", str(tmp_path), "--json"])
-    assert done.exit_code == 0 and json.loads(done.stdout)["choice"] in ("ar", "sjd")
+    done = succeed("plan", tmp_path, "--json")
+    assert json.loads(done.stdout)["choice"] in ("ar", "sjd")
 
 
 def test_the_fastest_of_a_race_is_taken_if_it_gains_more_than_noise():
@@ -385,8 +379,7 @@ def test_what_jacobi_drafts_cost_here_is_compared_with_the_drafters_trees(parts_
     known = PictureParts(parts.drafters, acceptance=((0.5, 0.2),) * 3, taus={"sjd": 20.0})
     made = planned_for(target, known, 2)
     assert method_of(made) == methods.SJD() and made.expected_tau == 20.0
-    assert made.candidates[-1].choice == methods.SJD() and made.costs.rounds.keys() == {
-        methods.SJD()
-    }
+    assert made.candidates[-1].choice == methods.SJD()
+    assert made.costs.rounds.keys() == {methods.SJD()}
     greedy = target.with_processor(Processor(0))
     assert planned_for(greedy, known, 1).draft_free is None

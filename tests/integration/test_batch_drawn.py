@@ -18,9 +18,9 @@ from specmm.jobs.folder import Spec
 from specmm.jobs.items import read_items
 from specmm.jobs.results import description, files_of, save
 from specmm.jobs.workers import AnswerWorker
-from tests.integration import tiny_chameleon
 from tests.integration.test_batch import refused, run
 from tests.noisy import noisy
+from tests.tiny import chameleon
 
 COUNT = 70
 ASKED = ["blue tree", "tree on a hill", "a red barn"]
@@ -56,7 +56,7 @@ def job_file(place: Path, made: list[dict[str, Any]]) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("anole")
-    tiny_chameleon.save_writer(place)
+    chameleon.save_writer(place)
     return place
 
 

@@ -33,6 +33,7 @@ from specmm.methods import Block
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
+from tests.tiny.parts import SIZES, shaken
 
 PARITY = Path(__file__).parents[1] / "parity" / "blocks"
 CASES = sorted(folder.name for folder in PARITY.glob("spec*"))
@@ -92,24 +93,11 @@ def test_ragged_rows_are_those_of_one_row(case, model):
 
 def assistant(folder, window=64, kinds=("sliding_attention", "full_attention")):
     torch.manual_seed(0)
-    config = MuseGlimmerAssistantConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        sliding_window=window,
-        layer_types=list(kinds),
-        block_size=5,
-        mask_token_id=63,
-        target_layer_ids=[0, 2],
-    )
-    made = MuseGlimmerAssistantModel(config)
-    for weight in made.parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(0, 0.3)
-    made.eval().save_pretrained(folder)
+    given = dict(num_key_value_heads=2, head_dim=8, sliding_window=window, layer_types=list(kinds))
+    given |= dict(block_size=5, mask_token_id=63, target_layer_ids=[0, 2])
+    config = MuseGlimmerAssistantConfig(**SIZES, **given)
+    made = shaken(MuseGlimmerAssistantModel(config), std=0.3)
+    made.save_pretrained(folder)
     return made
 
 

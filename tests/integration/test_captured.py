@@ -7,12 +7,10 @@ import weakref
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks.gpu.pocket import squares
 from specmm import captured, graph_memory, methods
 from specmm.captured import Captured, Recorded, round_program
-from specmm.cli import app
 from specmm.decode import decode
 from specmm.graph_memory import Uncapturable, one_to_one, pairs, same_network
 from specmm.hf import shared_rounds
@@ -23,11 +21,12 @@ from specmm.randomness import Uniforms
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some
+from tests.commands import run
 from tests.integration import test_compiled_pictures as pictures
 from tests.integration.conftest import tiny_pipeline
-from tests.integration.picture_kinds import KINDS, opened
 from tests.integration.test_compiled import OPTIONS, same
 from tests.integration.test_picture_drafters import save
+from tests.tiny.picture_kinds import KINDS, opened
 from tests.unit.diffusion import test_compiled_text as texts
 
 CPU = torch.device("cpu")
@@ -551,7 +550,7 @@ def test_how_runs_begin_is_no_try(taped, strict):
 
 
 def test_asking_for_compiled_rounds_where_there_is_no_gpu_is_a_sentence():
-    result = CliRunner().invoke(app, ["ask", "pocket/llava", "-q", "What is it?", "--compile"])
+    result = run("ask", "pocket/llava", "-q", "What is it?", "--compile")
     assert result.exit_code == 2 and "compiled=True serves text" in result.stderr
     assert result.stderr.strip().count("\n") == 0
 

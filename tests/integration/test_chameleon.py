@@ -8,12 +8,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
 from specmm.cache import Cache
-from specmm.cli import app
 from specmm.decode import decode, decode_plain
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.chameleon import CHAMELEON
@@ -25,19 +23,20 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.runs.run import kinds_of, methods_of
 from specmm.verify import GreedyMatch, Recursive
-from tests.integration import tiny_chameleon
-from tests.integration.picture_kinds import opened
-from tests.integration.tiny_chameleon import CODES, PICTURE, SIDE
+from tests.commands import run
+from tests.tiny import chameleon
+from tests.tiny.chameleon import CODES, PICTURE, SIDE
+from tests.tiny.picture_kinds import opened
 
 PROMPTS = ["a red barn on a hill", "tree"]
 NEGATIVE = "a blue tree on a hill on a hill"
-SIZE = tiny_chameleon.SIZES["vocab_size"]
+SIZE = chameleon.TEXT["vocab_size"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     found = tmp_path_factory.mktemp("chameleon")
-    tiny_chameleon.save(found)
+    chameleon.save(found)
     return found
 
 
@@ -109,7 +108,7 @@ def test_what_is_missing_is_said(pipe, folder, tmp_path):
 
 def test_a_tokenizer_that_is_nowhere_is_not_made_up(tmp_path):
     """Tokens are drawn without it; what needs its codebook or its encoder is refused."""
-    tiny_chameleon.save_lumina(tmp_path)
+    chameleon.save_lumina(tmp_path)
     (tmp_path / "tokenizer" / "vqgan.ckpt").unlink()
     bare = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     given = dict(height=8, width=8, output_type="latent", temperature=1.0)
@@ -125,8 +124,8 @@ def test_a_tokenizer_that_is_nowhere_is_not_made_up(tmp_path):
 
 def test_a_decoder_among_the_models_own_weights_serves(pipe, tmp_path):
     """As conversions of Anole have it."""
-    tiny_chameleon.save_lumina(tmp_path)
-    own = tiny_chameleon.published(tiny_chameleon.vq())
+    chameleon.save_lumina(tmp_path)
+    own = chameleon.published(chameleon.vq())
     (tmp_path / "tokenizer" / "vqgan.ckpt").unlink()
     file = tmp_path / "model.safetensors"
     state = load_file(file) | {f"model.vqmodel.{k}": v.contiguous() for k, v in own.items()}
@@ -137,8 +136,8 @@ def test_a_decoder_among_the_models_own_weights_serves(pipe, tmp_path):
     with torch.no_grad():
         pixels = found.decoder()(grid, layout, None)
         codes = torch.arange(6).expand(4, -1).flatten()
-        latents = tiny_chameleon.vq().quantize.get_codebook_entry(codes, (1, 4, 6, 8))
-        wanted = tiny_chameleon.vq().decode(latents, force_not_quantize=True).sample
+        latents = chameleon.vq().quantize.get_codebook_entry(codes, (1, 4, 6, 8))
+        wanted = chameleon.vq().decode(latents, force_not_quantize=True).sample
     torch.testing.assert_close(pixels, wanted)
     found.save_pretrained(tmp_path / "saved")
     again = specmm.ImagePipeline.from_pretrained(tmp_path / "saved", torch_dtype=torch.float32)
@@ -147,9 +146,9 @@ def test_a_decoder_among_the_models_own_weights_serves(pipe, tmp_path):
 
 
 def test_a_tokenizer_that_a_checkpoint_lacks_is_the_published_one(tmp_path):
-    tiny_chameleon.save_lumina(tmp_path)
+    chameleon.save_lumina(tmp_path)
     found = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
-    vq = tiny_chameleon.vq()
+    vq = chameleon.vq()
     pixels = torch.rand(1, 3, 16, 16) * 2 - 1
     with torch.no_grad():
         tokens = found.transformer.model.get_image_tokens(pixels)[0]
@@ -160,7 +159,7 @@ def test_a_tokenizer_that_a_checkpoint_lacks_is_the_published_one(tmp_path):
 
 def test_pictures_become_the_tokens_that_would_draw_them(pipe, tmp_path):
     """With the end of each line, where lines have one."""
-    tiny_chameleon.save_lumina(tmp_path)
+    chameleon.save_lumina(tmp_path)
     lined = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     for one, size in ((pipe, (16, 16)), (lined, (16, 24))):
         layout = one._layout(*size)
@@ -257,5 +256,5 @@ def test_what_needs_classes_is_refused_in_a_sentence(folder):
     calls = [["demo", "--model", str(folder)], ["bench", str(folder)]]
     calls.append(["generate", str(folder), "--prompt", "tree", "--batch-invariant"])
     for words, said in zip(calls, ["draws classes", "give --prompt", "does not hold"], strict=True):
-        done = CliRunner().invoke(app, words)
+        done = run(*words)
         assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.stderr

@@ -13,9 +13,10 @@ import specmm
 from specmm.hardware import bfloat16_products
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
-from tests.integration import picture_kinds, test_mar_pipeline, test_restricted_head
+from tests.integration import test_mar_pipeline
 from tests.integration.conftest import save_text, tiny_pipeline
 from tests.integration.test_picture_drafters import save as save_drawing
+from tests.tiny import picture_kinds
 from tests.unit.scales.conftest import make_var, make_vqvae
 
 CODE = ["def add(a, b):\n", "x"]
@@ -44,7 +45,8 @@ def alone(save, *given):
 
 
 def save_emu3(folder):
-    test_restricted_head.model().save_pretrained(folder)
+    torch.manual_seed(0)
+    picture_kinds.emu3(vocab_size=5000).save_pretrained(folder)
     picture_kinds.tokenizer().save_pretrained(folder)
 
 

@@ -20,10 +20,8 @@ import pytest
 import torch
 from PIL import Image
 from tqdm import tqdm
-from typer.testing import CliRunner
 
 from specmm import zoo
-from specmm.cli import app
 from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.methods import Speculative
@@ -32,29 +30,11 @@ from specmm.runs import run as drawing
 from specmm.runs.demo import COLUMNS, in_letters
 from specmm.runs.race import Quickest
 from tests.cases import some
+from tests.commands import as_json, refused, run, succeed
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., LlamaGenPipeline]
 METHODS = ("ar", "sjd", "speculative", "eagle", "lantern++")
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(a) for a in arguments])
-
-
-def run_json(*arguments: object) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout)
-
-
-def refused(*arguments: object) -> str:
-    """The one line of a command that must fail as a user's mistake."""
-    result = run(*arguments)
-    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
-    return result.stderr
 
 
 def sets(**settings: object) -> list[str]:
@@ -69,7 +49,7 @@ def pictures(folder: Path) -> list[bytes]:
 # ---- what it prints
 
 
-def test_help_is_quick_and_light() -> None:
+def test_help_is_quick_and_light():
     start = time.perf_counter()
     done = subprocess.run([*MAIN, "--help"], capture_output=True, text=True, check=True)
     assert time.perf_counter() - start < 3  # a tenth of a second on an idle machine
@@ -79,7 +59,7 @@ def test_help_is_quick_and_light() -> None:
 
 
 @pytest.mark.slow
-def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
+def test_json_is_all_there_is_on_stdout(tiny, tmp_path):
     command = [*MAIN, *f"generate {tiny} --class heart -n 2 --method lantern++ --json".split()]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -94,8 +74,8 @@ def test_json_is_all_there_is_on_stdout(tiny: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text()) == found
 
 
-def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny: Path, tmp_path: Path) -> None:
-    found = run_json("generate", tiny, "--class", 0, "--out", tmp_path / "a")
+def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny, tmp_path):
+    found = as_json("generate", tiny, "--class", 0, "--out", tmp_path / "a")
     again = run("generate", tiny, "--class", 0, "--seed", found["seed"], "--out", tmp_path / "b")
     assert f"seed {found['seed']}" in again.stdout and "certificate  exact" in again.stdout
     assert pictures(tmp_path / "a") == pictures(tmp_path / "b")
@@ -105,11 +85,11 @@ def test_a_drawn_seed_is_printed_and_repeats_the_run(tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", some(METHODS, ("sjd", "speculative")))
-def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, method: str) -> None:
+def test_a_picture_is_the_same_whatever_the_batch(tiny, tmp_path, method):
     words = f"--class heart --class 2 -n 2 --method {method} --seed 5 --dtype float32"
     common = words.split()
     for size in (1, 3):
-        found = run_json(
+        found = as_json(
             "generate", tiny, *common, "--batch-size", size, "--out", tmp_path / str(size)
         )
     assert found["certificate"]["kind"] == ("bounded" if method == "lantern++" else "exact")
@@ -117,9 +97,9 @@ def test_a_picture_is_the_same_whatever_the_batch(tiny: Path, tmp_path: Path, me
     assert pictures(tmp_path / "1") == pictures(tmp_path / "3")
 
 
-def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None:
+def test_the_command_draws_what_python_draws(tiny, tmp_path):
     common = ("--class", "time", "-n", 3, "--seed", 1, "--batch-size", 2, "--dtype", "float32")
-    found = run_json("generate", tiny, *common, "--out", tmp_path)
+    found = as_json("generate", tiny, *common, "--out", tmp_path)
     pipe = LlamaGenPipeline.from_pretrained(tiny, torch_dtype=torch.float32)
     out = pipe(
         classes=["time"], num_images_per_prompt=3, generator=torch.Generator().manual_seed(1)
@@ -131,9 +111,7 @@ def test_the_command_draws_what_python_draws(tiny: Path, tmp_path: Path) -> None
         assert (tmp_path / f"python{i}.png").read_bytes() == (tmp_path / names[i]).read_bytes()
 
 
-def test_ctrl_c_leaves_the_finished_pictures(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_the_finished_pictures(tiny, tmp_path, monkeypatch):
     batches = []
 
     def interrupt(pipe: Any, step: int, counts: int, state: dict[str, Any]) -> dict[str, Any]:
@@ -151,13 +129,11 @@ def test_ctrl_c_leaves_the_finished_pictures(
     assert found["interrupted"] and len(found["outputs"]) == 2
     assert json.loads((tmp_path / "cut/run.json").read_text()) == found
     monkeypatch.undo()
-    run_json(*common, "--out", tmp_path / "whole")
+    as_json(*common, "--out", tmp_path / "whole")
     assert pictures(tmp_path / "cut") == pictures(tmp_path / "whole")[:2]
 
 
-def test_ctrl_c_before_the_first_batch(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_before_the_first_batch(tiny, tmp_path, monkeypatch):
     def interrupt(*_: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -166,7 +142,7 @@ def test_ctrl_c_before_the_first_batch(
     assert result.exit_code == 130 and "0 of 1 pictures" in result.stderr
 
 
-def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(tiny, tmp_path, monkeypatch):
     save, saved = drawing.save_picture, []
 
     def full(image: Any, file: Path) -> None:
@@ -186,9 +162,9 @@ def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # ---- the other commands
 
 
-def test_bench_interleaves_and_compares(tiny: Path) -> None:
+def test_bench_interleaves_and_compares(tiny):
     words = f"bench {tiny} --methods lantern++(lambda=3),ar -n 2 --batch 2 --dtype float32"
-    rows = run_json(*words.split())
+    rows = as_json(*words.split())
     assert [r["method"] for r in rows] == ["ar", "lantern++"]
     wanted = (
         "baseline_seconds speedup tau host_overhead ideal quality seed certificate tokens rounds "
@@ -201,17 +177,17 @@ def test_bench_interleaves_and_compares(tiny: Path) -> None:
     assert "did you mean" in refused("bench", tiny, "--methods", "ar,lantrn")
 
 
-def test_bench_compiles_what_can_be(tiny: Path, taped: Any) -> None:
+def test_bench_compiles_what_can_be(tiny, taped):
     given = ("bench", tiny, "--methods", "sjd,zipar", "-n", 2, "--dtype", "float32", "--seed", 0)
-    rows = run_json(*given, "--compile")
+    rows = as_json(*given, "--compile")
     assert {r["method"]: r["compiled"] for r in rows} == {"ar": True, "sjd": True, "zipar": False}
-    assert taped.replays and not any(r["compiled"] for r in run_json(*given))
+    assert taped.replays and not any(r["compiled"] for r in as_json(*given))
     said = run(*given, "--compile").stdout.splitlines()[-2:]
     assert said[0] == "compiled: ar, sjd"
     assert said[1].startswith("not zipar: compiled=True needs ar, sjd or a method with a block")
 
 
-def test_what_is_wrong_with_a_call_is_said_once() -> None:
+def test_what_is_wrong_with_a_call_is_said_once():
     calls = []
 
     def broken(*given: Any, compiled: bool) -> None:
@@ -236,24 +212,22 @@ class Shown(tqdm):
         return super().update(n)
 
 
-def test_the_bar_moves_within_a_picture(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_moves_within_a_picture(tiny, tmp_path, monkeypatch):
     Shown.places.clear()
     monkeypatch.setattr("specmm.runs.run.tqdm", Shown)
-    plain = run_json("generate", tiny, "--class", 0, "-n", 3, "--batch-size", 2, "--out", tmp_path)
+    plain = as_json("generate", tiny, "--class", 0, "-n", 3, "--batch-size", 2, "--out", tmp_path)
     assert len(plain["outputs"]) == 3 and Shown.places[-1] == 3
     inside = [place for place in Shown.places if place % 1]
     assert inside == sorted(inside) and min(inside) < 0.5 < 2 < max(inside) < 3
 
 
 @pytest.mark.slow
-def test_plan_says_what_it_measured(copy: Path) -> None:
-    without = run_json("plan", copy, "--dtype", "float32")
+def test_plan_says_what_it_measured(copy):
+    without = as_json("plan", copy, "--dtype", "float32")
     assert without["costs"] is None and "measured acceptance" in without["reason"]
     settings = json.loads((copy / "settings.json").read_text())
     (copy / "settings.json").write_text(json.dumps(settings | {"acceptance": [[0.9, 0.05]] * 4}))
-    found = run_json("plan", copy, "--dtype", "float32")
+    found = as_json("plan", copy, "--dtype", "float32")
     assert found["costs"]["step"] > 0 and found["choice"] in ("ar", "speculative")
     if found["parents"]:  # what is printed implies what is chosen
         costs, nodes = found["costs"], len(found["parents"])
@@ -270,14 +244,12 @@ def test_plan_says_what_it_measured(copy: Path) -> None:
 
 @pytest.mark.parametrize("tv", [None, 1e-9], ids=str)
 @pytest.mark.slow
-def test_plan_shows_how_far_it_is_and_what_it_chose_from(
-    copy: Path, tv: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_shows_how_far_it_is_and_what_it_chose_from(copy, tv, monkeypatch):
     """Of a model whose methods are raced; some leave where little total variation is allowed."""
     Shown.places.clear()
     monkeypatch.setattr("specmm.runs.run.tqdm", Shown)
     option = [] if tv is None else ["--tv", tv]
-    found = run_json("plan", copy, *option)
+    found = as_json("plan", copy, *option)
     assert len(Shown.places) > 3 and min(Shown.places) == 1
     names = {one["choice"].partition("(")[0] for one in found["candidates"]}
     assert "sjd" in names if tv is None else {"gsd", "lantern", "lantern++"} <= names
@@ -290,9 +262,8 @@ def test_plan_shows_how_far_it_is_and_what_it_chose_from(
         )
 
 
-def test_demo_makes_table_sheet_and_page(tiny: Path, tmp_path: Path) -> None:
-    result = run("demo", "--model", tiny, "--out", tmp_path, "-n", 1)
-    assert result.exit_code == 0, result.stderr
+def test_demo_makes_table_sheet_and_page(tiny, tmp_path):
+    result = succeed("demo", "--model", tiny, "--out", tmp_path, "-n", 1)
     lines = result.stdout.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["ar", "speculative", "lantern++"]
     assert "1.00" in lines[2] and "exact" in lines[3] and "bounded, tv" in lines[4]
@@ -306,7 +277,7 @@ def test_demo_makes_table_sheet_and_page(tiny: Path, tmp_path: Path) -> None:
     assert "data:image/png;base64," in page and "lantern++" in page and "://" not in page
 
 
-def test_a_terminal_shows_a_picture_in_letters() -> None:
+def test_a_terminal_shows_a_picture_in_letters():
     image = Image.new("RGB", (96, 96), (255, 0, 0))
     image.paste((0, 0, 255), (0, 48, 96, 96))
     lines = in_letters(image).splitlines()
@@ -315,7 +286,7 @@ def test_a_terminal_shows_a_picture_in_letters() -> None:
     assert "38;2;0;0;255m\x1b[48;2;0;0;255m" in lines[-1] and lines[0].endswith("\x1b[0m")
 
 
-def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zoo_prints_the_card(tiny, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(tiny, tmp_path / "some"))
     row = {"method": "lantern++(lambda_=2.0, k=10)", "samples": 2000, "fid": 12.5, "kid": 0.01}
     facts = {"data": "emoji", "licence": "CC-BY-4.0", "seed": 0, "metrics": {"quality": [row]}}
@@ -327,83 +298,60 @@ def test_zoo_prints_the_card(tiny: Path, tmp_path: Path, monkeypatch: pytest.Mon
     text = run("zoo", "pocket/some").stdout
     assert all(word in text for word in ("pocket/some", "MB", "emoji", "CC-BY-4.0", "fid 12.5"))
     assert "face-smiling" in text and "by id from 0 to 4" in text
-    assert run_json("zoo")[0]["name"] == "pocket/some"
-    assert run_json("zoo", "pocket/some")["metrics"]["quality"] == [row]
+    assert as_json("zoo")[0]["name"] == "pocket/some"
+    assert as_json("zoo", "pocket/some")["metrics"]["quality"] == [row]
     assert "did you mean 'pocket/some'" in refused(
         "generate", "pocket/som", "--class", 0, "--out", tmp_path / "o"
     )
 
 
 @pytest.mark.slow
-def test_training_makes_a_model_that_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_makes_a_model_that_draws(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    data, images = (
-        tmp_path / "data",
-        np.random.default_rng(0).integers(0, 256, (12, 48, 48, 3), np.uint8),
-    )
+    data = tmp_path / "data"
+    images = np.random.default_rng(0).integers(0, 256, (12, 48, 48, 3), np.uint8)
     data.mkdir()
-    np.savez(
-        data / "emoji48.npz",
-        images=images,
-        labels=np.arange(12) % 32,
-        names=np.array([f"n/{i}" for i in range(12)]),
-    )
+    names = np.array([f"n/{i}" for i in range(12)])
+    np.savez(data / "emoji48.npz", images=images, labels=np.arange(12) % 32, names=names)
     common = dict(data=data, batch=2)
     vq, target = tmp_path / "vq", tmp_path / "target"
     train("tokenizer", **common, codes=32, steps=2, out=vq)
-    run_json(
-        "train",
-        "target",
-        *sets(tokenizer=vq, **common, dim=32, heads=2, layers=1, steps=2),
-        "--out",
-        target,
-    )
+    settings = sets(tokenizer=vq, **common, dim=32, heads=2, layers=1, steps=2)
+    as_json(f"train target --out {target}", *settings)
     model = target / "model"
     for kind in ("block", "eagle"):
-        how = (
-            "train",
-            "emoji-drafter",
-            model,
-            "--out",
-            tmp_path / kind,
-            *sets(kind=kind, **common, levels=3),
-        )
-        assert Path(run_json(*how, *sets(steps=2))["outputs"][0]) == model / "drafters" / kind
+        settings = sets(kind=kind, **common, levels=3)
+        how = (f"train emoji-drafter {model} --out {tmp_path / kind}", *settings)
+        assert Path(as_json(*how, *sets(steps=2))["outputs"][0]) == model / "drafters" / kind
         assert "replace=true" in refused(*how, *sets(steps=4))
     step = torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]
-    run_json(
-        *how, *sets(steps=3, replace="true", drawn=3, cfg=1.5)
-    )  # resumes, with the target's own pictures
+    # resumes, with the target's own pictures
+    as_json(*how, *sets(steps=3, replace="true", drawn=3, cfg=1.5))
     assert (step, torch.load(tmp_path / "eagle/checkpoint.pt", weights_only=True)["step"]) == (2, 3)
     assert len(list((tmp_path / "eagle/drawn").rglob("*.pt"))) == 1
     alone = dict(
         batch=2, steps=1, levels=3, replace="true", only_drawn="true", out=tmp_path / "alone"
     )
     assert "drawn=N" in refused("train", "drafter", model, *sets(**alone))
-    run_json("train", "drafter", model, *sets(**alone, drawn=3))
+    as_json("train", "drafter", model, *sets(**alone, drawn=3))
     assert not (tmp_path / "alone/tokens.pt").exists()  # the data was not looked at
     pipe = LlamaGenPipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {"block", "eagle"} and len(pipe.settings.acceptance) == 3
-    assert run_json("plan", model)["reason"]
-    out = pipe(
-        classes=["zodiac"],
-        method=Speculative(tree=(2, 1, 1)),
-        generator=torch.Generator().manual_seed(0),
-    )
+    assert as_json("plan", model)["reason"]
+    seeded, method = torch.Generator().manual_seed(0), Speculative(tree=(2, 1, 1))
+    out = pipe(classes=["zodiac"], method=method, generator=seeded)
     assert out.images[0].size == (48, 48)
 
 
 @pytest.mark.slow
-def test_a_drafter_learns_from_pictures_of_ones_own(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_learns_from_pictures_of_ones_own(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     model = shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
     for name in ("heart", "time", "heart/more"):
         (tmp_path / "data" / name).mkdir(parents=True)
         Image.new("RGB", (40, 30), "red").save(tmp_path / "data" / name / "a.png")
     settings = dict(data=tmp_path / "data", steps=2, batch=2, levels=2, layers=1, cfg=1.0)
-    run_json("train", "drafter", model, "--out", tmp_path / "run", *sets(**settings))
+    as_json("train", "drafter", model, "--out", tmp_path / "run", *sets(**settings))
     assert torch.load(tmp_path / "run/tokens.pt", weights_only=True)["tokens"].shape == (3, 2, 36)
     assert set(LlamaGenPipeline.from_pretrained(model).parts.drafters) == {"block"}
     (tmp_path / "data" / "heart").rename(tmp_path / "data" / "hart")
@@ -412,7 +360,7 @@ def test_a_drafter_learns_from_pictures_of_ones_own(
     )
 
 
-def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path: Path) -> None:
+def test_training_refuses_unknown_kinds_and_missing_models(tiny, tmp_path):
     assert "did you mean 'block'" in refused("train", "drafter", tiny, *sets(kind="blok"))
     assert "replace=true" in refused("train", "drafter", tiny, "--out", tmp_path)
     eagle = sets(kind="eagle", replace="true", out=tmp_path, only_drawn="true", drawn=2)
@@ -426,7 +374,7 @@ def test_training_refuses_unknown_kinds_and_missing_models(tiny: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
+def test_ctrl_c_says_one_thing(tiny, tmp_path):
     """A real process, stopped once its first picture lies there."""
     words = f"generate {tiny} --class heart -n 3000 --batch-size 1 --dtype float32"
     command = [*MAIN, *words.split()]
@@ -448,13 +396,10 @@ def test_ctrl_c_says_one_thing(tiny: Path, tmp_path: Path) -> None:
     assert "of 3000 pictures are finished" in told
 
 
-def test_training_does_not_write_into_a_shipped_model() -> None:
+def test_training_does_not_write_into_a_shipped_model():
     for command in ("drafter", "deer", "dflash", "diffusion", "proxy", "scenes-msd", "text"):
-        model = {
-            "drafter": "pocket/llamagen",
-            "scenes-msd": "pocket/llava",
-            "text": "pocket/llava",
-        }.get(command, "pocket/coder")
+        shipped = {"drafter": "llamagen", "scenes-msd": "llava", "text": "llava"}
+        model = f"pocket/{shipped.get(command, 'coder')}"
         assert "is shipped with the package and is not written to; copy it" in refused(
             "train", command, model
         )

@@ -10,8 +10,8 @@ import torch
 from specmm import methods, randomness
 from specmm.hf.static import StaticPictureTarget
 from specmm.processors import Processor
-from tests.integration.picture_kinds import KINDS, PROMPTS, opened, prompt_of, sized, target_of
 from tests.integration.test_picture_drafters import save
+from tests.tiny.picture_kinds import KINDS, PROMPTS, opened, prompt_of, sized, target_of
 
 METHODS = {
     "ar": methods.AR(),

@@ -20,6 +20,7 @@ from recipes.training.projector import tower_features
 from specmm.hf.pretrained import is_packaged
 from specmm.vlm import loading
 from specmm.vlm.loading import Tower
+from tests.tiny.parts import SIZES
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", loading.IMAGE)
 NOISE = np.random.default_rng(0).integers(0, 255, (96, 96, 3), dtype=np.uint8)
@@ -39,10 +40,7 @@ def language(tmp_path_factory):
     torch.manual_seed(0)
     config = tf.LlamaConfig(
         vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        **SIZES | dict(intermediate_size=32),
         eos_token_id=2,
         initializer_range=0.3,
         tie_word_embeddings=True,
@@ -133,10 +131,8 @@ def test_the_pocket_folder_names_packages_that_text_models_come_from():
     facts = json.loads((specmm.zoo.POCKET / "smollava" / "config.json").read_text())
     assert is_packaged(specmm.zoo.pocket_models()[facts["language_model"]])
     state = load_file(specmm.zoo.POCKET / "smollava" / loading.PROJECTOR)
-    assert state["linear_1.weight"].shape == (576, 432) and state["linear_2.weight"].shape == (
-        576,
-        576,
-    )
+    assert state["linear_1.weight"].shape == (576, 432)
+    assert state["linear_2.weight"].shape == (576, 576)
 
 
 @pytest.mark.parametrize(
@@ -149,10 +145,8 @@ def test_the_pocket_folder_names_packages_that_text_models_come_from():
     ],
 )
 def test_folders_that_are_no_composed_model(folder, tmp_path, change, message):
-    facts, state = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / loading.PROJECTOR),
-    )
+    facts = json.loads((folder / "config.json").read_text())
+    state = load_file(folder / loading.PROJECTOR)
     change(facts, state)
     (tmp_path / "config.json").write_text(json.dumps(facts))
     save_file(state, tmp_path / loading.PROJECTOR)

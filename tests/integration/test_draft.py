@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
-from specmm.cli import app
 from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, SJD, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
 from specmm.verify.rule import rule_kind
+from tests.commands import as_json, run, succeed
 
 PICTURES = [  # each drafter, three rules
     Draft("block", "branching(2, 1)", "k-seq"),
@@ -115,7 +114,7 @@ def test_texts_that_do_not_go_together(texts):
 
 
 def test_the_command_line_lists_and_takes_them(tmp_path):
-    listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    listed = as_json("methods")
     assert listed["rules"]["k-seq"].startswith("exact")
     assert listed["rules"]["typical"].startswith("relaxed")
     pictures = {"block", "eagle", "jacobi", "prompt-lookup", "self"}
@@ -125,11 +124,10 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
     assert "draft" not in listed["drafters of answers and texts"] and "``" not in json.dumps(listed)
     for tree in listed["trees"]:
         assert tree.startswith("sequoia") or make_tree(tree)
-    assert "delayed(trunk=2" in CliRunner().invoke(app, ["methods"]).stdout
+    assert "delayed(trunk=2" in run("methods").stdout
     command = ["generate", "pocket/llamagen", "--class", "heart", "--method", "draft"]
     options = ["-o", "tree=delayed(1, 2, 2)", "-o", "rule=k-seq", "--out", str(tmp_path), "--json"]
-    result = CliRunner().invoke(app, [*command, *options])
-    assert result.exit_code == 0, result.output
+    result = succeed(*command, *options)
     assert "exact" in json.dumps(json.loads(result.stdout)["certificate"])
 
 

@@ -15,11 +15,9 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 from specmm import zoo
 from specmm.checkpoints import fingerprint
-from specmm.cli import app
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
@@ -35,6 +33,8 @@ from specmm.randomness import Uniforms
 from specmm.runs.export import export
 from specmm.stats import Clock
 from specmm.text.pipeline import TextPipeline
+from tests.commands import as_json, refused, run, succeed
+from tests.tiny.parts import SIZES, shaken
 
 PARITY = Path(__file__).parents[1] / "parity"
 ZOO = Path(zoo.__file__).parent / "pocket"
@@ -60,13 +60,6 @@ POCKET = {
     "smollm2": "language model in a Python package",
     "var": "picture model of this library",
 }
-
-
-def told(*arguments: object) -> Any:
-    """What a command says as JSON."""
-    done = CliRunner().invoke(app, [*map(str, arguments), "--json"])
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -104,7 +97,7 @@ def test_no_weight_is_read(tmp_path, monkeypatch):
 
 
 def test_a_model_and_the_drafters_beside_it():
-    found = told("inspect", "pocket/coder", "--target", "pocket/coder")
+    found = as_json("inspect", "pocket/coder", "--target", "pocket/coder")
     assert {one["format"] for one in found["drafters"]} == {
         "DFlash drafter as of z-lab or SpecForge",
         "DEER drafter",
@@ -133,7 +126,7 @@ def test_a_model_and_the_drafters_beside_it():
 )
 def test_whether_it_fits_a_target(drafter, target, why, tmp_path):
     place = shutil.copytree(PARITY / target, tmp_path / "target")
-    found = told("inspect", PARITY / drafter, "--target", place)
+    found = as_json("inspect", PARITY / drafter, "--target", place)
     assert len(found["misfits"]) == len(why)
     assert all(part in said for part, said in zip(why, found["misfits"], strict=True))
 
@@ -156,7 +149,7 @@ def test_layers_for_multi_token_prediction_are_named(tmp_path):
 def test_folders_that_hold_nothing_known(facts, message, tmp_path):
     if facts is not None:
         (tmp_path / "config.json").write_text(json.dumps(facts))
-    done = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    done = run("inspect", tmp_path)
     if message:
         assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
     else:
@@ -187,21 +180,11 @@ def model_folder(folder: Path) -> Any:
 def own_drafter(folder: Path, model: Any, tokens=(), markov=0, recurrent=0, layers=(0, 1)) -> Any:
     """A drafter of ours beside the ``model``'s other files."""
     torch.manual_seed(2)
-    sizes = tf.Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        attn_implementation="sdpa",
-    )
-    made = DFlash(DFlashConfig(sizes, 5, 63, layers, len(tokens), markov, recurrent)).eval()
-    for weight in made.parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(0, 0.4)
+    sizes = SIZES | dict(vocab_size=64, intermediate_size=24, num_hidden_layers=1, head_dim=8)
+    sizes |= dict(num_key_value_heads=2, max_position_embeddings=64)
+    sizes = tf.Qwen3Config(**sizes, attn_implementation="sdpa")
+    config = DFlashConfig(sizes, 5, 63, layers, len(tokens), markov, recurrent)
+    made = shaken(DFlash(config), std=0.4)
     if tokens:
         made.set_ids(torch.tensor(tokens))
     embeddings = model.get_input_embeddings().weight
@@ -234,7 +217,7 @@ def drafted(folder: Path, model: Any, temperature: float) -> Any:
 def test_an_exported_drafter_drafts_the_same(layout, options, algorithm, temperature, tmp_path):
     model = model_folder(tmp_path / "model")
     place = own_drafter(tmp_path / "model", model, **options)
-    made = told("export", place, "--format", layout, "--out", tmp_path / "out")
+    made = as_json("export", place, "--format", layout, "--out", tmp_path / "out")
     assert made["layout"] == layout
     facts = json.loads((tmp_path / "out/config.json").read_text())
     assert facts.get("speculators_model_type") == algorithm
@@ -280,8 +263,7 @@ def test_what_a_layout_cannot_describe(layout, options, message, tmp_path):
     model = model_folder(tmp_path / "model")
     place = own_drafter(tmp_path / "model", model, **options)
     command = ["export", str(place), "--format", layout, "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert message in refused(*command)
     assert not (tmp_path / "out").exists()
 
 
@@ -323,8 +305,7 @@ def test_a_drafter_says_its_method(tmp_path):
     options = {"max_new_tokens": 8, "stop": ()}
     assert pipe("w3 w9", **options).texts == pipe("w3 w9", method="ar", **options).texts
     command = ["complete", str(tmp_path / "model"), "-p", "w3 w9", "--drafter", str(loose)]
-    done = CliRunner().invoke(app, [*command, "--max-new-tokens", "4", "--json"])
-    assert done.exit_code == 0, done.stderr
+    done = succeed(*command, "--max-new-tokens", "4", "--json")
     assert json.loads(done.stdout)["method"] == "block"
     vae = shutil.copytree(ZOO / "llamagen/drafters/block", tmp_path / "vae")
     with pytest.raises(ValueError, match="for method speculative; give one of"):

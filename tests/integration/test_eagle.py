@@ -23,19 +23,12 @@ from specmm.recipes.training.llamagen_drafters import seen_by, train_eagle
 from specmm.shape.eagle2 import Dynamic
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
+from tests.tiny.parts import random_weights
 
 CONFIG = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=4, multiple_of=8
 )
 TREE = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])
-
-
-def random_weights(module, seed):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.35, generator=generator)
-    return module.eval()
 
 
 @pytest.fixture
@@ -73,9 +66,8 @@ def naive_probs(target, head, classes, committed, path):
     model = target.model
     tokens = torch.tensor([committed + path]).expand(2, -1)
     classes = torch.tensor([classes, CONFIG.num_classes])
-    hidden = model(model.embed(classes, tokens[:, : len(committed) - 1]))[
-        1
-    ]  # position i precedes token i
+    # position i precedes token i
+    hidden = model(model.embed(classes, tokens[:, : len(committed) - 1]))[1]
     for depth in range(len(path) + 1):
         embedded = head.embed_tokens(tokens[:, : len(committed) + depth])
         predicted = head(embedded, hidden)
@@ -87,16 +79,8 @@ def naive_probs(target, head, classes, committed, path):
 def test_every_distribution_of_a_ragged_run_is_the_naive_one(model, head):
     target = LlamaGenTarget(model, Guidance(1.7), Processor(1.0, top_k=9))
     recorder, classes = Recorder(EagleDrafter(head, target, TREE)), [1, 3, 0]
-    runs = list(
-        decode(
-            target,
-            recorder,
-            Recursive(),
-            Prompt(torch.tensor(classes)),
-            16,
-            Uniforms.from_seeds([1, 2, 3]),
-        )
-    )
+    prompt, uniforms = Prompt(torch.tensor(classes)), Uniforms.from_seeds([1, 2, 3])
+    runs = list(decode(target, recorder, Recursive(), prompt, 16, uniforms))
     committed = [[int(recorder.seen[0][0].token[b])] for b in range(3)]
     lengths = []
     for feedback, tree in recorder.seen:
@@ -120,11 +104,8 @@ def test_every_distribution_of_a_ragged_run_is_the_naive_one(model, head):
 def test_siblings_are_drawn_without_replacement_from_recorded_distributions(model, head):
     target = LlamaGenTarget(model, Guidance(1.7), Processor(1.0, top_k=9))
     recorder = Recorder(EagleDrafter(head, target, TREE))
-    list(
-        decode(
-            target, recorder, Recursive(), Prompt(torch.tensor([1])), 16, Uniforms.from_seeds([1])
-        )
-    )
+    prompt, uniforms = Prompt(torch.tensor([1])), Uniforms.from_seeds([1])
+    list(decode(target, recorder, Recursive(), prompt, 16, uniforms))
     for _, tree in recorder.seen:
         for earlier, younger in ((1, 2), (2, 4), (3, 5)):
             token = int(tree.tokens[0, earlier])
@@ -143,9 +124,8 @@ def test_chosen_siblings_are_the_most_likely(model, head):
     feedback, tree = recorder.seen[0]
     soft = LlamaGenTarget(model, target.guidance, Processor())
     probs = naive_probs(soft, head, 1, [int(feedback.token)], [])
-    assert (
-        tree.probs is None and tree.tokens[0, [1, 2, 4]].tolist() == probs.topk(3).indices.tolist()
-    )
+    assert tree.probs is None
+    assert tree.tokens[0, [1, 2, 4]].tolist() == probs.topk(3).indices.tolist()
 
 
 def test_files_round_trip(model, head, tmp_path):
@@ -158,11 +138,8 @@ def test_files_round_trip(model, head, tmp_path):
         for a, b in zip(again.state_dict().values(), head.state_dict().values(), strict=True)
     )
     facts = json.loads((tmp_path / "config.json").read_text())
-    assert (
-        facts["hidden_size"] == 32
-        and facts["intermediate_size"] == 24
-        and facts["num_hidden_layers"] == 1
-    )
+    assert facts["hidden_size"] == 32 and facts["intermediate_size"] == 24
+    assert facts["num_hidden_layers"] == 1
     save_drafter(head, tmp_path, dtype=torch.bfloat16)
     assert (
         load_eagle(tmp_path, CONFIG, fingerprint="of another", dtype=torch.bfloat16).fc.weight.dtype
@@ -184,19 +161,15 @@ def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path)
     with pytest.raises(ValueError, match=message):
         load_eagle(tmp_path, replace(CONFIG, **change))
     with pytest.raises(ValueError, match="head must be made for"):
-        EagleDrafter(
-            head,
-            LlamaGenTarget(Transformer(replace(CONFIG, **change)), Guidance(), Processor()),
-            TREE,
-        )
+        other = LlamaGenTarget(Transformer(replace(CONFIG, **change)), Guidance(), Processor())
+        EagleDrafter(head, other, TREE)
 
 
 def test_a_drafter_of_other_weights_is_refused(model, head, tmp_path):
     save_drafter(head, tmp_path, fingerprint=target_fingerprint(model))
     other = target_fingerprint(random_weights(Transformer(CONFIG), 5))
-    with pytest.raises(
-        ValueError, match=rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"
-    ):
+    said = rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"
+    with pytest.raises(ValueError, match=said):
         load_eagle(tmp_path, CONFIG, fingerprint=other)
 
 

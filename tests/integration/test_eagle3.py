@@ -10,11 +10,9 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
-from specmm.cli import app
 from specmm.hf.drafters.eagle3 import load_for
 from specmm.hf.drafters.eagle3_files import is_eagle3, load_eagle3, save_eagle3
 from specmm.hf.drafters.features import FeatureDrafter
@@ -24,14 +22,16 @@ from specmm.processors import Processor
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some
+from tests.commands import succeed
 from tests.noisy import noisy
+from tests.tiny import parts
+from tests.tiny.processors import PROCESSORS
+from tests.tiny.vlms import random_model
 from tests.unit.vlm.test_eagle3 import head_for
-from tests.unit.vlm.tiny_processors import PROCESSORS
-from tests.unit.vlm.tiny_vlms import random_model
 
 PARITY = Path(__file__).parents[1] / "parity" / "eagle3"
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4)
+SIZES = parts.SIZES | dict(num_hidden_layers=7)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=256)
 
 TARGETS = {
@@ -49,10 +49,7 @@ def folders(tmp_path_factory, text_folder):
     def make(name):
         folder = tmp_path_factory.mktemp(name)
         torch.manual_seed(0)
-        model = TARGETS[name](len(words)).eval()
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                weight.data.normal_(0, 0.3)
+        model = parts.shaken(TARGETS[name](len(words)), std=0.3)
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = 0, 1
         model.save_pretrained(folder / "model")
         words.save_pretrained(folder / "model")
@@ -141,8 +138,7 @@ def test_the_command_line_takes_the_method(folders):
     folder = folders("llama")
     given = ["complete", str(folder / "model"), "-p", "def add(", "--method", "eagle3", "--drafter"]
     given += [str(folder / "specforge"), "-o", "depth=1", "--max-new-tokens", "6"]
-    result = CliRunner().invoke(app, given)
-    assert result.exit_code == 0, result.output
+    succeed(*given)
 
 
 @pytest.mark.parametrize("name", ["llava-onevision", "qwen3-vl"])

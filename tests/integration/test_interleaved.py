@@ -3,17 +3,14 @@ once its pictures are not hidden and a plain grammar says what may come.
 """
 
 import itertools
-import json
 
 import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
-from specmm.cli import app
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
 from specmm.hf import choosing_drawn
@@ -31,13 +28,14 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests import sampling
-from tests.integration import tiny_chameleon
-from tests.integration.tiny_chameleon import IDS, PICTURE, SIDE
+from tests.commands import as_json
 from tests.noisy import noisy
+from tests.tiny import chameleon, parts
+from tests.tiny.chameleon import IDS, PICTURE, SIDE
 
 T = SIDE**2
 END = IDS["<eoss>"]
-BEGIN = IDS[tiny_chameleon.BEGIN]
+BEGIN = IDS[chameleon.BEGIN]
 COUNT = 70
 ASKED = ["blue tree", "tree on a hill", "a red barn"]
 METHODS = {"ar": "ar", "prompt-lookup": "prompt-lookup", "sjd": methods.AnswerSJD(window=5)}
@@ -46,7 +44,7 @@ METHODS = {"ar": "ar", "prompt-lookup": "prompt-lookup", "sjd": methods.AnswerSJ
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("anole")
-    tiny_chameleon.save_writer(place)
+    chameleon.save_writer(place)
     return place
 
 
@@ -65,7 +63,7 @@ def may_follow(ids, left, sizes):
     return list(pictures) if len(ids) - opened - 1 < length else [end]
 
 
-SIZES = (BEGIN, END, T, PICTURE, tiny_chameleon.SIZES["vocab_size"])
+SIZES = (BEGIN, END, T, PICTURE, chameleon.TEXT["vocab_size"])
 
 
 def own_answer(pipe, monkeypatch, text, picture=None, count=COUNT):
@@ -120,7 +118,7 @@ def test_pictures_are_those_of_their_tokens_and_have_a_place_in_the_text(pipe):
         assert len(shown) == text.count("<image>") == len(begins) > 0
         for place, picture in zip(begins, shown, strict=True):
             grid = torch.searchsorted(codes, ids[place + 1 : place + 1 + T])
-            vq = tiny_chameleon.vq()
+            vq = chameleon.vq()
             with torch.no_grad():
                 latents = vq.quantize.get_codebook_entry(grid, (1, SIDE, SIDE, 8))
                 pixels = vq.decode(latents, force_not_quantize=True).sample[0]
@@ -135,9 +133,7 @@ def test_pictures_are_those_of_their_tokens_and_have_a_place_in_the_text(pipe):
 
 def test_the_command_line_saves_pictures(folder, pipe, tmp_path):
     words = ["ask", folder, "-q", ASKED[0], "--max-new-tokens", COUNT, "--method", "sjd"]
-    found = CliRunner().invoke(app, [*map(str, words), "--draw", str(tmp_path), "--json"])
-    assert found.exit_code == 0, found.output
-    record = json.loads(found.stdout)
+    record = as_json(*words, "--draw", tmp_path)
     out = pipe(None, ASKED[0], max_new_tokens=COUNT, method="sjd", draw=True)
     assert record["outputs"] == out.answers and len(record["pictures"]) == len(out.pictures[0]) > 0
     for file, picture in zip(record["pictures"], out.pictures[0], strict=True):
@@ -226,16 +222,15 @@ def test_models_that_write_text_alone_are_refused(pipe):
         words_pipe("a red barn", draw=True, max_new_tokens=4)
     with pytest.raises(ValueError, match="needs a model that writes text and pictures in turn"):
         InterleavedTarget(words, Processor(0))
-    lumina = tiny_chameleon.model(**tiny_chameleon.TRAINING)
+    lumina = chameleon.model(**chameleon.TRAINING)
     with pytest.raises(ValueError, match="got Lumina-mGPT, which draws alone"):
         InterleavedTarget(lumina, Processor(0))
 
 
-TINY = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
-TINY |= dict(vocab_size=64)
+TINY = parts.SIZES | dict(num_hidden_layers=1, vocab_size=64)
 
 # a model of eight tokens, two of them of pictures of 2 x 2
-MARKS = {"<image>": 0, tiny_chameleon.BEGIN: 2, "<eoss>": 3}
+MARKS = {"<image>": 0, chameleon.BEGIN: 2, "<eoss>": 3}
 SMALL = (2, 3, 4, [6, 7], 8)
 V = 8
 ROWS = 3000
@@ -244,11 +239,11 @@ LENGTH = 7  # a picture, its end and a word
 
 
 def small_model(dtype=torch.float32):
-    names = {tiny_chameleon.image_name(i): id_ for i, id_ in enumerate(SMALL[3])}
-    vq = tiny_chameleon.VQ | dict(resolution=8, num_embeddings=2)
-    sizes = tiny_chameleon.SIZES | dict(vocab_size=V, eos_token_id=1, pad_token_id=0)
+    names = {chameleon.image_name(i): id_ for i, id_ in enumerate(SMALL[3])}
+    vq = chameleon.VQ | dict(resolution=8, num_embeddings=2)
+    sizes = chameleon.TEXT | dict(vocab_size=V, eos_token_id=1, pad_token_id=0)
     config = tf.ChameleonConfig(vocabulary_map=MARKS | names, vq_config=vq, **sizes)
-    return tiny_chameleon.loud(config).to(dtype)
+    return chameleon.loud(config).to(dtype)
 
 
 PROMPTS = {"in a picture": [1, 4, 5, 4, 5, 2], "in text": [4, 5, 4, 4, 5, 4]}

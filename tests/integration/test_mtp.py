@@ -29,9 +29,9 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from tests.cases import some
-from tests.integration.mtp_models import save
 from tests.integration.mtp_rounds import LENGTH, PROMPTS, Watched, greedy
 from tests.noisy import noisy
+from tests.tiny.mtp_models import save
 
 KINDS = [("deepseek", 1), ("deepseek", 3), ("glm", 1), ("mellum", 1)]
 WAYS = {
@@ -125,14 +125,8 @@ def test_one_round_of_a_tree_is_that_of_each_of_its_paths(model_of):
     drafter = Watched(layers_of(model), target, tree)
     end, _ = greedy(model, MtpDrafter, tree, PROMPTS)
     assert len(end.stats.kept) > 3
-    *_, _ = decode(
-        target,
-        drafter,
-        Recursive(),
-        VLMPrompt(padded(PROMPTS[:1]), 12),
-        12,
-        Uniforms.from_seeds([0]),
-    )
+    prompt, uniforms = VLMPrompt(padded(PROMPTS[:1]), 12), Uniforms.from_seeds([0])
+    *_, _ = decode(target, drafter, Recursive(), prompt, 12, uniforms)
     _, watched = greedy(model, Watched, TreeShape.chain(5), PROMPTS[:1], 12)
     first = next(iter(drafter.found))
     spine = [0]  # the first child of every node

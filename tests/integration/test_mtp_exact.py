@@ -16,7 +16,6 @@ from specmm.hf.drafting import assemble
 from specmm.hf.pretrained import load_model
 from specmm.hf.target import VLMTarget
 from tests.cases import some
-from tests.integration.mtp_models import save
 from tests.integration.two_drafts import (
     EVERY,
     PROCESSOR,
@@ -28,6 +27,7 @@ from tests.integration.two_drafts import (
     follows,
     recorded_tables,
 )
+from tests.tiny.mtp_models import save
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from specmm.hf.drafters.mtp_layouts import has_mtp_layers
 from specmm.hf.inspection import inspect
 from specmm.hf.pretrained import load_model
 from specmm.tree import TreeShape
-from tests.integration.mtp_models import save
 from tests.integration.mtp_rounds import PROMPTS, Watched, greedy
+from tests.tiny.mtp_models import save
 
 RELEASED = [("ernie", 1), ("ernie", 2), ("mimo", 1), ("mimo", 3)]
 

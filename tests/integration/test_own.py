@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.stats import chisquare
-from typer.testing import CliRunner
 
 import specmm
 from specmm import extension, methods
-from specmm.cli import app
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.hf.options import Options
@@ -30,6 +28,7 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.claims import claim, enumerated
 from specmm.verify.exact import strict_step, top_down
+from tests.commands import as_json, run
 
 FILES = Path(__file__).parents[2] / "demos" / "own"
 PROMPT = "def add(a, b):\n"
@@ -338,7 +337,7 @@ def test_an_installed_package_brings_its_own_by_entry_points(tmp_path, monkeypat
     shutil.move(facts, tmp_path / "twigs-1.1.dist-info")  # as a package that is installed again
     text = text.replace("\nlost = twigs.drafter:Nothing", "")
     (tmp_path / "twigs-1.1.dist-info" / "entry_points.txt").write_text(text)
-    listed = json.loads(CliRunner().invoke(app, ["methods", "--json"]).stdout)
+    listed = as_json("methods")
     assert "murmur" in listed["drafters of image tokens"]
     assert "lost" not in listed["drafters of image tokens"]
     assert "murmur" in listed["drafters of answers and texts"]
@@ -442,7 +441,7 @@ def test_options_and_trees_that_others_do_not_take(own, make_tiny):
 
 
 def test_files_are_loaded_by_the_command_line(tmp_path):
-    listed = CliRunner().invoke(app, ["--load", str(FILES / "tree.py"), "methods"])
+    listed = run("--load", FILES / "tree.py", "methods")
     assert "comb(teeth, length)" in listed.stdout
     broken = tmp_path / "broken.py"
     broken.write_text("def (")

@@ -6,10 +6,9 @@ import shutil
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import specmm
-from specmm.cli import app
+from tests.commands import run
 
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
 LONGEST = 12
@@ -59,7 +58,7 @@ def test_questions_take_the_checkpoints_penalty():
 def test_the_command_says_which_penalty_it_took(penalised):
     command = ["complete", str(penalised), "-p", "x", "--max-new-tokens", "3", "--json"]
     for given, wanted in (([], 1.6), (["--repetition-penalty", "1"], 1.0)):
-        record = json.loads(CliRunner().invoke(app, [*command, *given]).stdout)
+        record = json.loads(run(*command, *given).stdout)
         assert record["sampling"]["repetition_penalty"] == wanted
 
 

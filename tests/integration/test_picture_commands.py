@@ -10,10 +10,8 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import specmm
-from specmm.cli import app
 from specmm.drafter import Feedback
 from specmm.hf.picture_tokens import picture_prompt
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
@@ -28,7 +26,8 @@ from specmm.stats import Clock
 from specmm.tree import TreeShape
 from specmm.verify.rule import VerifyResult
 from tests.cases import some
-from tests.integration.picture_kinds import KINDS, PROMPTS, reference, saved, sized
+from tests.commands import as_json, refused, run, succeed
+from tests.tiny.picture_kinds import KINDS, PROMPTS, reference, saved, sized
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])
@@ -48,10 +47,6 @@ def eager(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
 
 
-def run(*words):
-    return CliRunner().invoke(app, [*map(str, words)])
-
-
 DRAFTED = {"block": "speculative", "eagle": "eagle"}
 
 
@@ -69,27 +64,22 @@ def test_a_drafter_is_trained_and_drafts(kind, folder, trained, tmp_path, eager)
     settings = dict(prompts=tmp_path / "prompts.txt", steps=3, batch=2, levels=3, layers=1)
     settings |= dict(kind=trained, drawn=5, aux_layers="1", inner=32, **sized(kind))
     sets = [f"--set={name}={value}" for name, value in settings.items()]
-    made = run(*train, *sets)
-    assert made.exit_code == 0, made.output
+    succeed(*train, *sets)
     pipe = specmm.ImagePipeline.from_pretrained(model)
     assert set(pipe.parts.drafters) == {trained}
     assert len(pipe.settings.acceptance) == (3 if trained == "block" else 0)
     assert pipe.settings.cfg == pipe.facts.cfg
     out = tmp_path / "out"
     words = ["generate", model, "--prompt", "a tree", "--method", DRAFTED[trained], "--out", out]
-    drawn = run(*words, *sizes(kind), "--seed", 0, "--json")
-    assert drawn.exit_code == 0, drawn.output
-    found = json.loads(drawn.stdout)
+    found = as_json(*words, *sizes(kind), "--seed", 0)
     assert found["certificate"]["kind"] == "exact" and found["tau"] > 1
     assert Image.open(found["outputs"][0]).size == kind.size[::-1]
     alone = shutil.move(model / "drafters" / trained, tmp_path / "alone")
     given = run(*words, *sizes(kind), "--seed", 0, "--json", "--drafter", alone)
     assert json.loads(given.stdout)["tau"] == found["tau"]
-    refused = run(*words, *sizes(kind))
-    assert refused.exit_code == 2 and f"no '{trained}' drafter" in refused.output
+    assert f"no '{trained}' drafter" in refused(*words, *sizes(kind))
     shutil.move(alone, model / "drafters" / trained)
-    again = run(*train, *sets)
-    assert again.exit_code == 2 and "replace=true" in again.output
+    assert "replace=true" in refused(*train, *sets)
 
 
 def test_what_training_lacks_is_told(kind, folder, tmp_path):
@@ -105,8 +95,8 @@ def test_what_training_lacks_is_told(kind, folder, tmp_path):
         (["--set=drawn=2", "--set=only_drawn=true"], "only_drawn is of models that draw classes"),
         ([f"--set=prompts={tmp_path / 'empty'}", "--set=aux_layers=0"], "layers from 1 to 1"),
     ):
-        refused = run(*train, *settings)
-        assert refused.exit_code == 2 and message in refused.output.replace("\n", " ")
+        said = refused(*train, *settings)
+        assert message in said.replace("\n", " ")
 
 
 def test_a_drafter_learns_from_pictures_of_ones_own(kind, folder, tmp_path, eager):
@@ -122,8 +112,7 @@ def test_a_drafter_learns_from_pictures_of_ones_own(kind, folder, tmp_path, eage
     (data / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = dict(data=data, steps=2, batch=2, levels=2, layers=1, **sized(kind))
     sets = [f"--set={name}={value}" for name, value in settings.items()]
-    made = run("train", "drafter", model, "--out", tmp_path / "run", *sets)
-    assert made.exit_code == 0, made.output
+    succeed("train", "drafter", model, "--out", tmp_path / "run", *sets)
     pipe = specmm.ImagePipeline.from_pretrained(model, torch_dtype=torch.float32)
     assert set(pipe.parts.drafters) == {"block"}
     layout = pipe._layout(*kind.size)
@@ -223,8 +212,7 @@ def sizes(kind):
 
 
 def drawn(folder, out, *words):
-    found = run("generate", folder, "--prompt", "a tree", "--seed", 0, "--out", out, *words)
-    assert found.exit_code == 0, found.output
+    succeed("generate", folder, "--prompt", "a tree", "--seed", 0, "--out", out, *words)
     return next(out.glob("*.png")).read_bytes()
 
 
@@ -242,9 +230,8 @@ def test_what_others_do_not_take_is_told(tmp_path):
     tokens, scales = "pocket/llamagen", "pocket/var"
     wrong = [(tokens, "--height", 48), (tokens, "--steps", 3), (scales, "--drafter", tmp_path)]
     for model, *option in wrong:
-        refused = run("generate", model, *words, *option)
-        said = refused.output
-        assert refused.exit_code == 2 and "leave" in said and option[0] in said
+        said = refused("generate", model, *words, *option)
+        assert "leave" in said and option[0] in said
 
 
 @pytest.fixture(scope="module")
@@ -257,21 +244,18 @@ def squares(tmp_path_factory):
 
 def test_methods_are_compared_on_prompts(squares):
     words = ["bench", squares, "--methods", "sjd,prompt-lookup", "-n", 1, "--json"]
-    found = run(*words, "--prompt", "a tree", "--prompt", "blue hill")
-    assert found.exit_code == 0, found.output
+    found = succeed(*words, "--prompt", "a tree", "--prompt", "blue hill")
     assert [row["method"] for row in json.loads(found.stdout)] == ["ar", "sjd", "prompt-lookup"]
-    refused = run(*words)
-    assert refused.exit_code == 2 and "give --prompt" in refused.output
-    planned = run("plan", squares, "--json")
-    assert planned.exit_code == 0 and json.loads(planned.stdout)["reason"], planned.output
+    assert "give --prompt" in refused(*words)
+    planned = succeed("plan", squares, "--json")
+    assert json.loads(planned.stdout)["reason"]
 
 
 def test_jobs_of_prompts(squares, tmp_path):
     rows = [{"id": str(i), "prompt": text} for i, text in enumerate(("a tree", "red barn"))]
     (tmp_path / "job.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["batch", tmp_path / "job.jsonl", "--model", squares, "--out", tmp_path / "out"]
-    found = run(*words, "--method", "sjd", "--seed", 0)
-    assert found.exit_code == 0, found.output
+    succeed(*words, "--method", "sjd", "--seed", 0)
     pictures = sorted((tmp_path / "out").rglob("*.png"))
     assert len(pictures) == 2 and Image.open(pictures[0]).size == (12, 12)
 
@@ -279,7 +263,7 @@ def test_jobs_of_prompts(squares, tmp_path):
 @pytest.mark.parametrize("name", KINDS)
 def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
     KINDS[name].save(tmp_path)
-    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    found = as_json("inspect", tmp_path)
     assert found["format"] == "picture model of transformers"
     assert {"sjd", "speculative", "eagle", "gsd", "self"} <= set(found["takes"]["draws"])
     assert ("zipar" in found["takes"]["draws"]) == (name != "glm_image")
@@ -292,11 +276,11 @@ def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
 def test_inspect_says_that_it_answers_and_when_it_only_writes(tmp_path):
     KINDS["janus"].save(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")
-    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    found = as_json("inspect", tmp_path)
     assert list(found["takes"]) == ["draws", "answers"] and "msd" in found["takes"]["answers"]
     file = tmp_path / "model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if "generation" not in k}, file)
-    found = json.loads(run("inspect", tmp_path, "--json").stdout)
+    found = as_json("inspect", tmp_path)
     assert list(found["takes"]) == ["answers"] and "specmm ask" in found["use"]
     assert "it does not draw" in found["notes"][0]
 
@@ -305,17 +289,15 @@ def test_inspect_says_that_it_answers_and_when_it_only_writes(tmp_path):
 def test_bench_and_plan_of_a_size_and_of_a_prompt(tmp_path):
     KINDS["emu3"].save(tmp_path)
     layout = ("--prompt", "a tree", "--height", 16, "--width", 32, "--json")
-    rows = run("bench", tmp_path, "--methods", "sjd", "-n", 1, *layout)
-    assert rows.exit_code == 0, rows.output
+    rows = succeed("bench", tmp_path, "--methods", "sjd", "-n", 1, *layout)
     rows = json.loads(rows.stdout)
     assert rows[0]["height"] == 16 and rows[0]["kind"] == "images"
     half = run("bench", tmp_path, "--methods", "sjd", "-n", 1, *layout, "--width", 16)
     assert rows[0]["tokens"] > json.loads(half.stdout)[0]["tokens"]
-    planned = run("plan", tmp_path, *layout)
-    assert planned.exit_code == 0 and json.loads(planned.stdout)["reason"], planned.output
+    planned = succeed("plan", tmp_path, *layout)
+    assert json.loads(planned.stdout)["reason"]
     for words, said in (
         (("plan", tmp_path, "--height", 16), "give both height and width"),
         (("plan", tmp_path, "--prompt", "a", "--prompt", "b"), "of one --prompt, got 2"),
     ):
-        refused = run(*words)
-        assert refused.exit_code == 2 and said in refused.output
+        assert said in refused(*words)

@@ -26,8 +26,10 @@ from specmm.shape.trees import branching
 from specmm.stats import Clock
 from tests import sampling
 from tests.cases import some
-from tests.integration import tiny_glm_image, two_drafts
-from tests.integration.picture_kinds import (
+from tests.integration import two_drafts
+from tests.sampling import Stream
+from tests.tiny import glm_image
+from tests.tiny.picture_kinds import (
     KINDS,
     PROMPTS,
     SCALE,
@@ -38,7 +40,6 @@ from tests.integration.picture_kinds import (
     sized,
     target_of,
 )
-from tests.sampling import Stream
 
 
 def save(kind, place):
@@ -128,7 +129,7 @@ def test_pictures_of_other_kinds_are_plain_decodings(name, tmp_path):
 @pytest.mark.parametrize("size", [(96, 64), (1024, 1024)])
 def test_rows_after_a_preview_are_the_pictures_own(size):
     """Of a square one, too, whose preview has as many tokens for each of its rows."""
-    model = tiny_glm_image.model()
+    model = glm_image.model()
     layout = GLM_IMAGE.layout(model, size)
     target = PictureTarget(model, GLM_IMAGE, WARM, Guidance(), layout=layout)
     assert target.line == target.columns == target.sizes.columns == size[1] // 32

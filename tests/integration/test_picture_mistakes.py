@@ -2,7 +2,6 @@
 on the command line, which draws with it otherwise.
 """
 
-import json
 import pickle
 from pathlib import Path
 
@@ -10,14 +9,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
-from specmm.cli import app
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
-from tests.integration import picture_kinds, tiny_chameleon, tiny_glm_image
-from tests.integration.picture_kinds import KINDS, STEPS, opened, saved, sized
+from tests.commands import as_json, refused, run
+from tests.tiny import chameleon, glm_image, picture_kinds
+from tests.tiny.picture_kinds import KINDS, STEPS, opened, saved, sized
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -53,9 +51,7 @@ def test_the_command_line_draws(kind, folder, tmp_path):
     sides += flags(steps=2) if kind is KINDS["glm_image"] else []
     sides += [] if kind.tested == 1 else ["--negative-prompt", "blue"]
     words = ["generate", str(folder), "--prompt", "a red barn", "--method", "sjd", "--seed", "3"]
-    done = CliRunner().invoke(app, [*words, *sides, "--out", str(tmp_path), "--json"])
-    assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = as_json(*words, *sides, "--out", tmp_path)
     assert told["certificate"]["kind"] == "exact" and told["height"] == kind.size[0]
     assert Image.open(told["outputs"][0]).size == kind.size[::-1]
 
@@ -91,7 +87,7 @@ AS_FLAGS = {"num_inference_steps": "steps", "negative_prompt": "negative-prompt"
 def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
     """By the pipeline and, in the same words, by the command line, which says nothing else."""
     words = ["generate", str(folder), "--prompt", "tree", "--out", str(tmp_path), *flags(cfg=-1)]
-    assert CliRunner().invoke(app, words).stderr.startswith("error: cfg must be at least 1")
+    assert run(*words).stderr.startswith("error: cfg must be at least 1")
     monkeypatch.setattr(specmm.runs.run, "open_model", lambda *_, **__: pipe)
     for wrong, said in MISTAKES:
         given = dict(prompt="tree", output_type="latent") | sized(kind) | wrong
@@ -101,9 +97,8 @@ def test_mistakes_are_told(kind, pipe, folder, tmp_path, monkeypatch):
             pipe(**given)
         del given["output_type"]
         options = flags(**{AS_FLAGS.get(name, name): value for name, value in given.items()})
-        done = CliRunner().invoke(app, ["generate", str(folder), *options, "--out", str(tmp_path)])
-        assert done.exit_code == 2 and done.stderr == f"error: {told.value}\n"
-        assert "\n" not in str(told.value)
+        line = refused("generate", folder, *options, "--out", tmp_path)
+        assert line == f"error: {told.value}\n"
     for wrong, said in OF_CALLS:
         with pytest.raises(ValueError, match=said):
             pipe(**dict(prompt="tree", output_type="latent") | sized(kind) | wrong)
@@ -156,7 +151,7 @@ def rewritten(folder, change):
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
 
 
-def refused(folder):
+def error(folder):
     with pytest.raises(ValueError) as told:
         specmm.ImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
     assert "\n" not in str(told.value)
@@ -173,12 +168,12 @@ class Runs:
 def test_a_pickle_that_would_run_code_and_weights_that_are_not_there(tmp_path, capsys):
     KINDS["janus"].save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    assert "must hold readable weights, got: Error no file named model.safet" in refused(tmp_path)
+    assert "must hold readable weights, got: Error no file named model.safet" in error(tmp_path)
     file = tmp_path / "pytorch_model.bin"
     torch.save({"model": Runs()}, file)
-    assert "tensors only, got a pickle that asks for print, convert" in refused(tmp_path)
+    assert "tensors only, got a pickle that asks for print, convert" in error(tmp_path)
     file.write_bytes(pickle.dumps(Runs(), protocol=4))
-    assert "must hold tensors only, got a pickle of other things; fetch" in refused(tmp_path)
+    assert "must hold tensors only, got a pickle of other things; fetch" in error(tmp_path)
     assert "ran" not in capsys.readouterr().out
 
 
@@ -227,33 +222,29 @@ def test_what_makes_pixels_is_damaged(name, file, damage, said, tmp_path):
 def test_a_janus_that_only_writes(tmp_path):
     KINDS["janus"].save(tmp_path)
     rewritten(tmp_path, lambda state: {k: v for k, v in state.items() if "generation_" not in k})
-    assert "must hold weights that score pictures (generation_head.…), got none" in refused(
-        tmp_path
-    )
+    assert "must hold weights that score pictures (generation_head.…), got none" in error(tmp_path)
 
 
 def test_a_chameleon_whose_pictures_are_masked(tmp_path):
-    model = tiny_chameleon.model(mask_image_logits=True, z_loss_weight=0.0)
-    tiny_chameleon.tokenizer().save_pretrained(tmp_path)
+    model = chameleon.model(mask_image_logits=True, z_loss_weight=0.0)
+    chameleon.tokenizer().save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
-    assert "learned to draw picture tokens, but its config has mask_image_logits" in refused(
-        tmp_path
-    )
-    model = tiny_chameleon.model()
+    assert "learned to draw picture tokens, but its config has mask_image_logits" in error(tmp_path)
+    model = chameleon.model()
     with torch.no_grad():
-        model.lm_head.weight[tiny_chameleon.PICTURE] = 0
+        model.lm_head.weight[chameleon.PICTURE] = 0
     model.save_pretrained(tmp_path)
-    assert "but its head scores all of them alike" in refused(tmp_path)
-    model = tiny_chameleon.model()
-    model.config.vocabulary_map = tiny_chameleon.SPECIAL
+    assert "but its head scores all of them alike" in error(tmp_path)
+    model = chameleon.model()
+    model.config.vocabulary_map = chameleon.SPECIAL
     model.save_pretrained(tmp_path)
-    assert "but its vocabulary has none" in refused(tmp_path)
+    assert "but its vocabulary has none" in error(tmp_path)
 
 
 def test_tokenizers_that_do_not_name_what_pictures_need(tmp_path):
     """And a GLM-Image without its diffusion part draws tokens."""
-    picture_kinds.loud(tiny_glm_image.model()).save_pretrained(tmp_path)
-    words = tiny_glm_image.tokenizer()
+    picture_kinds.loud(glm_image.model()).save_pretrained(tmp_path)
+    words = glm_image.tokenizer()
     words.save_pretrained(tmp_path)
     bare = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     given = dict(height=96, width=64)

@@ -19,7 +19,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from tests import sampling
-from tests.integration.picture_kinds import (
+from tests.tiny.picture_kinds import (
     KINDS,
     PROMPTS,
     STEPS,
@@ -226,14 +226,8 @@ def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
     seed = torch.Generator().manual_seed(0)
     seeds = [further(one) for one in sample_generators(seed, 2, pipe.device)]
     given = STEPS if pipe.facts.paints else {}
-    out = pipe(
-        PROMPTS,
-        method="sjd",
-        generator=torch.Generator().manual_seed(0),
-        output_type="uint8",
-        **sized(kind),
-        **given,
-    )
+    options = dict(method="sjd", generator=torch.Generator().manual_seed(0), output_type="uint8")
+    out = pipe(PROMPTS, **sized(kind), **given, **options)
     assert out.images.shape == (2, *kind.size, 3)
     with torch.no_grad():
         wanted = kind.pixels(pipe, out, kind.size, seeds)

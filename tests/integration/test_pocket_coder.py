@@ -1,14 +1,11 @@
 """The shipped coder: transformers loads it, every method says what it says, its drafters draft."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from specmm import TextPipeline, methods, zoo
-from specmm.cli import app
+from tests.commands import as_json
 
 POCKET = zoo.POCKET / "coder"
 PROMPT = (
@@ -29,9 +26,8 @@ def test_every_method_says_what_transformers_says(pipe):
     tokenizer = AutoTokenizer.from_pretrained(POCKET)
     model = AutoModelForCausalLM.from_pretrained(POCKET, dtype=torch.float32)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[
-        0, inputs.input_ids.shape[1] :
-    ]
+    [said] = model.generate(**inputs, do_sample=False, max_new_tokens=48)
+    said = said[inputs.input_ids.shape[1] :]
     for method in ("ar", *DRAFTED, "prompt-lookup", methods.Block(tree=8)):
         out = pipe(PROMPT, method=method, max_new_tokens=48)
         assert out.tokens[0].tolist() == said.tolist(), method
@@ -45,20 +41,7 @@ def test_the_drafters_draft(pipe, method):
 
 
 def test_the_command_line():
-    told = [
-        "complete",
-        "pocket/coder",
-        "-p",
-        PROMPT,
-        "--method",
-        "block",
-        "--max-new-tokens",
-        "24",
-        "--json",
-    ]
-    found = json.loads(CliRunner().invoke(app, told).stdout)
-    assert (
-        found["outputs"][0]
-        and found["certificate"]["kind"] == "exact"
-        and found["drafted_by_round"]
-    )
+    words = "complete pocket/coder --method block --max-new-tokens 24"
+    found = as_json(words, "-p", PROMPT)
+    assert found["outputs"][0] and found["drafted_by_round"]
+    assert found["certificate"]["kind"] == "exact"

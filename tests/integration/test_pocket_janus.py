@@ -6,11 +6,10 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from typer.testing import CliRunner
 
 import specmm
 from specmm import zoo
-from specmm.cli import app
+from tests.commands import run, succeed
 
 NAME = "pocket/janus"
 FOLDER = zoo.POCKET / "janus"
@@ -75,13 +74,10 @@ def test_it_says_what_it_drew(pipe):
 
 
 def test_the_command_line_draws_and_lists_it(tmp_path):
-    command = ["generate", NAME, "--prompt", PROMPTS[0], "--seed", "0", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0, done.output
+    succeed(f"generate {NAME} --seed 0 --prompt", PROMPTS[0], "--out", tmp_path)
     [file] = tmp_path.glob("*.png")
     assert Image.open(file).size == (96, 96)
-    listed = CliRunner().invoke(app, ["zoo"])
-    assert NAME in listed.output
+    assert NAME in run("zoo").output
 
 
 def test_it_fits_the_limit_and_has_a_card():

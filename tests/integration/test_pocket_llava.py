@@ -2,17 +2,14 @@
 promises.
 """
 
-import json
-
 import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from typer.testing import CliRunner
 
 from specmm import methods, zoo
-from specmm.cli import app
 from specmm.vlm.pipeline import VQAPipeline
+from tests.commands import as_json, succeed
 
 POCKET = zoo.POCKET / "llava"
 DESCRIBE = "Describe the picture."
@@ -41,19 +38,15 @@ def test_it_sees(pipe, rectangle):
 
 @torch.no_grad()
 def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
-    model, processor = (
-        AutoModelForImageTextToText.from_pretrained(POCKET, dtype=torch.float32),
-        AutoProcessor,
-    )
-    processor = processor.from_pretrained(POCKET)
+    model = AutoModelForImageTextToText.from_pretrained(POCKET, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(POCKET)
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": DESCRIBE}]}]
     prompt = processor.apply_chat_template(chat, add_generation_prompt=True)
     inputs = processor(
         images=[rectangle], text=prompt, return_tensors="pt", add_special_tokens=False
     )
-    said = model.generate(**inputs, do_sample=False, max_new_tokens=48)[
-        0, inputs.input_ids.shape[1] :
-    ]
+    [said] = model.generate(**inputs, do_sample=False, max_new_tokens=48)
+    said = said[inputs.input_ids.shape[1] :]
     sampled = methods.MSD(sampled=True, tree=(2, 1, 1, 1))
     for method in ("ar", "msd", "text-draft", "vlm-draft", "prompt-lookup", sampled):
         out = pipe(rectangle, DESCRIBE, method=method, max_new_tokens=48)
@@ -72,40 +65,15 @@ def test_msd_drafts_well_and_the_picture_helps(pipe, rectangle):
 @pytest.mark.slow
 def test_auto_and_the_command_line(rectangle, tmp_path):
     rectangle.save(tmp_path / "red.png")
-    result = CliRunner().invoke(
-        app,
-        [
-            "ask",
-            "pocket/llava",
-            str(tmp_path / "red.png"),
-            "-q",
-            DESCRIBE,
-            "--method",
-            "auto",
-            "--json",
-        ],
-    )
-    found = json.loads(result.stdout)
-    assert (
-        found["outputs"][0]
-        and found["certificate"]["kind"] == "exact"
-        and found["method"].startswith("auto")
-    )
+    found = as_json("ask pocket/llava --method auto -q", DESCRIBE, tmp_path / "red.png")
+    assert found["outputs"][0] and found["method"].startswith("auto")
+    assert found["certificate"]["kind"] == "exact"
 
 
 def test_the_experts_are_heard(rectangle, tmp_path):
     rectangle.save(tmp_path / "red.png")
-    question = "what shape is in the image?"
-    asked = [
-        "ask",
-        "pocket/llava",
-        str(tmp_path / "red.png"),
-        "-q",
-        question,
-        "--method",
-        "verdict",
-    ]
-    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    asked = ("what shape is in the image?", tmp_path / "red.png")
+    found = as_json("ask pocket/llava --method verdict -q", *asked)
     assert found["outputs"] == ["rectangle"] and found["certificate"]["kind"] == "heuristic"
-    said = CliRunner().invoke(app, asked)
-    assert said.exit_code == 0 and said.stderr.count("read as number") >= 1
+    said = succeed("ask pocket/llava --method verdict -q", *asked)
+    assert said.stderr.count("read as number") >= 1

@@ -7,12 +7,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from specmm import methods
-from specmm.cli import app
 from specmm.cli.generate import generate
 from specmm.image_ar.pipeline import ImagePipeline
+from tests.commands import refused, succeed
 
 
 def opened(name):
@@ -41,20 +40,13 @@ def draw(pipe, method, classes=("heart", 3), seed=0, **options):
 def test_batch_invariant_pictures_do_not_depend_on_the_batch(tmp_path):
     """Sixteen, of which rounding would tell one or two apart."""
     words = "generate pocket/var --class heart -n 16 --seed 3 --dtype float32 --batch-invariant"
-    arguments = words.split()
     made = []
     for batch in ("1", "5", "16"):
-        run = CliRunner().invoke(
-            app, [*arguments, "--batch-size", batch, "--out", str(tmp_path / batch)]
-        )
-        assert run.exit_code == 0, run.output
+        succeed(words, "--batch-size", batch, "--out", tmp_path / batch)
         made.append([file.read_bytes() for file in sorted((tmp_path / batch).glob("*.png"))])
     assert len(made[0]) == 16 and made[0] == made[1] == made[2]
-    refused = CliRunner().invoke(app, [*arguments, "--compile", "--out", str(tmp_path)])
-    assert (
-        refused.exit_code == 2
-        and "--batch-invariant needs float32 on a CPU, uncompiled" in refused.output
-    )
+    line = refused(words, "--compile", "--out", tmp_path)
+    assert "--batch-invariant needs float32 on a CPU, uncompiled" in line
 
 
 @pytest.mark.parametrize("method", ["ar", methods.CoDe(5), "speculative"], ids=str)
@@ -100,13 +92,8 @@ def test_a_number_of_head_steps_is_spaced_as_the_models_own(mar):
 def test_a_continuous_picture_depends_on_its_seed_only(mar):
     def images(*pictures):
         generators = [torch.Generator().manual_seed(seed) for _, seed in pictures]
-        return mar(
-            [c for c, _ in pictures],
-            generator=generators,
-            method="cspd",
-            num_iter=3,
-            output_type="uint8",
-        ).images
+        options = dict(generator=generators, method="cspd", num_iter=3, output_type="uint8")
+        return mar([c for c, _ in pictures], **options).images
 
     both, alone = images(("heart", 7), (3, 8)), [images(one) for one in (("heart", 7), (3, 8))]
     assert np.abs(both.astype(int) - np.concatenate(alone).astype(int)).max() <= 1

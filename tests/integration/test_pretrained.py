@@ -7,9 +7,7 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-from specmm.cli import app
 from specmm.hf.drafting import load_drafter
 from specmm.hf.pretrained import (
     load_config,
@@ -20,6 +18,7 @@ from specmm.hf.pretrained import (
 )
 from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.vlm.verdict import Experts
+from tests.commands import run
 
 MATRICES = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
 
@@ -48,11 +47,7 @@ def merge(file, **facts):
 
 
 def complete(folder, *options, **given):
-    return CliRunner().invoke(
-        app,
-        ["complete", str(folder), "--prompt", "def f", "--max-new-tokens", "4", *options],
-        **given,
-    )
+    return run("complete", folder, "--prompt", "def f", "--max-new-tokens", "4", *options, **given)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +72,8 @@ def test_a_config_that_counts_fewer_layers_is_refused(text_folder, tmp_path):
         text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
     )
     merge(copy / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-    with pytest.raises(
-        ValueError, match=r"12 unexpected: model\.layers\.1\.input_layernorm\.weight"
-    ):
+    said = r"12 unexpected: model\.layers\.1\.input_layernorm\.weight"
+    with pytest.raises(ValueError, match=said):
         load_target(copy)
 
 
@@ -111,20 +105,13 @@ def test_drafters_that_lack_a_weight_are_refused(text_folder, text_pipe, tmp_pat
 @pytest.fixture
 def llava_folder(text_folder, tmp_path):
     """A tiny LLaVA with a processor, to be changed at will."""
-    folder, sizes = (
-        tmp_path / "llava",
-        dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2),
-    )
+    folder = tmp_path / "llava"
+    sizes = dict(hidden_size=32, num_attention_heads=2, num_hidden_layers=2)
     vision = dict(
         model_type="clip_vision_model", intermediate_size=24, image_size=8, patch_size=4, **sizes
     )
-    text = dict(
-        model_type="llama",
-        vocab_size=300,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        **sizes,
-    )
+    text = sizes | dict(model_type="llama", vocab_size=300, intermediate_size=48)
+    text["max_position_embeddings"] = 64
     config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=299)
     tf.LlavaForConditionalGeneration(config).save_pretrained(folder)
     words = load_tokenizer(text_folder)
@@ -144,7 +131,7 @@ def lacking(folder):
 @pytest.mark.parametrize("change", [None, renamed])
 def test_ask_refuses_a_llava_whose_language_model_is_not_there(llava_folder, tmp_path, change):
     folder = lacking(llava_folder) if change is None else rewritten(llava_folder, change)
-    result = CliRunner().invoke(app, ["ask", str(folder), "--question", "def"])
+    result = run("ask", folder, "--question", "def")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
     assert "must hold exactly the weights of the LlavaForConditionalGeneration" in result.stderr
     assert "missing: model.language_model.layers.0." in result.stderr
@@ -230,10 +217,8 @@ def test_a_tokenizer_that_only_its_code_reads_is_refused(dream):
     merge(drafter / "tokenizer_config.json", tokenizer_class="OtherTokenizer")
     result = complete(folder, "--method", "diffuspec", input="y\ny\ny\n")
     assert result.exit_code == 2 and not marker.exists() and result.stderr.count("\n") == 1
-    assert (
-        "got OtherTokenizer in Python files, which never run here; put a tokenizer.json"
-        in result.stderr
-    )
+    told = "got OtherTokenizer in Python files, which never run here; put a tokenizer.json"
+    assert told in result.stderr
 
 
 def test_a_model_that_only_its_code_knows_is_refused(text_folder, tmp_path):
@@ -256,9 +241,8 @@ def test_a_processor_s_code_does_not_run(llava_folder, monkeypatch):
         llava_folder, file.name, "AutoProcessor", "LlavaProcessor", "BroughtProcessor"
     )
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(
-        ValueError, match=r"got BroughtProcessor with Python files .* never run here"
-    ):
+    said = r"got BroughtProcessor with Python files .* never run here"
+    with pytest.raises(ValueError, match=said):
         load_processor(llava_folder)
     assert not marker.exists()
 

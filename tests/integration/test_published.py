@@ -14,28 +14,21 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import specmm
 from specmm import zoo
-from specmm.cli import app
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import to_lantern
 from specmm.zoo import POCKET, hub, published
 from tests.cases import some
+from tests.commands import as_json, refused, run, succeed
 from tests.hub_server import Hub, attached
 from tests.unit.test_captions import save_t5
 
-LLAMAGEN, VAR, CODE, MAR = (
-    "FoundationVision/LlamaGen",
-    "FoundationVision/var",
-    "Zigeng/VAR_CoDe",
-    "jadechoghari/mar",
-)
-
-
+LLAMAGEN, VAR = "FoundationVision/LlamaGen", "FoundationVision/var"
+CODE, MAR = "Zigeng/VAR_CoDe", "jadechoghari/mar"
 T2I = GPTConfig(32, 2, 2, 64, 16, model_type="t2i", cls_token_num=6, caption_dim=16, multiple_of=32)
 
 
@@ -190,10 +183,8 @@ def test_a_file_of_a_repository_is_a_model(server):
 
 
 def test_the_command_line_draws_by_name(server, tmp_path):
-    given = ["generate", "var-d30", "--class", "7", "--cfg", "1.5", "--dtype", "float32", "--json"]
-    run = CliRunner().invoke(app, [*given, "--seed", "1", "--out", str(tmp_path / "out")])
-    assert run.exit_code == 0, run.output
-    assert json.loads(run.stdout)["pictures"] == 1
+    words = "generate var-d30 --class 7 --cfg 1.5 --dtype float32 --seed 1"
+    assert as_json(words, "--out", tmp_path / "out")["pictures"] == 1
 
 
 @pytest.mark.slow
@@ -296,14 +287,13 @@ def test_names_and_places_that_are_not_there(server):
 
 
 def test_the_registry_is_shown_and_whole():
-    run = CliRunner().invoke(app, ["zoo", "--published", "--json"])
-    models = {one["name"]: one for one in json.loads(run.stdout)}
+    models = {one["name"]: one for one in as_json("zoo --published")}
     assert len(models) > 40
     for one in models.values():
         assert one["licence"] and one["repositories"] and one["what"]
         assert set(one["with"]) <= set(models)
         assert all(models[other]["name"] for other in one["with"])
-    table = CliRunner().invoke(app, ["zoo", "--published"]).stdout
+    table = run("zoo --published").stdout
     assert all(f"{name} " in table for name in models)
 
 
@@ -312,9 +302,7 @@ def test_files_become_a_folder_of_ours(server, releases, tmp_path):
     source = tmp_path / "mine.pth"
     shutil.copy(releases[VAR] / "var_d16.pth", source)
     other = f"vae={releases[VAR] / 'vae_ch160v4096z32.pth'}"
-    given = ["convert", str(source), str(out), "--like", "var-d16", "--with", other, "--json"]
-    run = CliRunner().invoke(app, given)
-    assert run.exit_code == 0, run.output
+    succeed(f"convert {source} {out} --like var-d16 --with {other} --json")
     assert not server.fetched
     pipe = specmm.ImagePipeline.from_pretrained(out, torch_dtype=torch.float32)
     zoo.LOCATED.clear()
@@ -334,23 +322,22 @@ def test_mistakes_in_files_are_told_by_their_own_names(server, releases, tmp_pat
     vae = releases[VAR] / "vae_ch160v4096z32.pth"
     pairs = ((cut, vae, cut), (other, vae, other), (whole, other, other))
     for file, beside, at_fault in (*pairs, (counts, vae, counts), (whole, unknown, unknown)):
-        given = ["--like", "var-d16", "--with", f"vae={beside}"]
-        run = CliRunner().invoke(app, ["convert", str(file), str(tmp_path / "out"), *given])
-        assert run.exit_code == 2 and run.stderr.startswith(f"error: {at_fault} must "), run.output
-        assert "specmm-" not in run.stderr and not (tmp_path / "out").exists()
+        words = f"convert {file} {tmp_path / 'out'} --like var-d16 --with vae={beside}"
+        line = refused(words)
+        assert line.startswith(f"error: {at_fault} must ") and "specmm-" not in line
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_published_name_becomes_a_folder_with_its_drafter(server, tmp_path):
     out = tmp_path / "out"
     name = "llamagen-t2i-xl-256-lantern"
-    given = ["convert", name, str(out), "--dtype", "bfloat16", "--json"]
-    run = CliRunner().invoke(app, given)
-    assert run.exit_code == 0, run.output
+    words = f"convert {name} {out} --dtype bfloat16 --json"
+    succeed(words)
     pipe = specmm.ImagePipeline.from_pretrained(out, torch_dtype=torch.float32)
     own = specmm.ImagePipeline.from_pretrained(name, torch_dtype=torch.bfloat16)
     assert pipe.parts.drafters.keys() == own.parts.drafters.keys() == {"eagle"}
     theirs = own.transformer.float().state_dict()
     for key, value in pipe.transformer.state_dict().items():
         assert torch.equal(value, theirs[key]), key
-    again = CliRunner().invoke(app, given)
+    again = run(words)
     assert again.exit_code == 2 or "must be a new folder" in str(again.exception)

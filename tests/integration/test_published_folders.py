@@ -18,16 +18,12 @@ from specmm.image_ar.pipeline import family_of
 from specmm.zoo import POCKET
 from specmm.zoo.published import published_models
 from tests.hub_server import Hub, attached
-from tests.integration.picture_kinds import KINDS
+from tests.tiny.picture_kinds import KINDS
 
 PARITY = Path(__file__).parents[1] / "parity"
 DIFFUSION = {"dream-7b": "dream", "llada-8b": "llada", "mdlm-owt": "mdlm", "bd3lm-owt": "bd3lm"}
-PICTURES = {
-    "janus-pro-1b": "janus",
-    "emu3-gen": "emu3",
-    "anole-7b": "anole",
-    "glm-image": "glm_image",
-}
+PICTURES = {"janus-pro-1b": "janus", "emu3-gen": "emu3", "anole-7b": "anole"}
+PICTURES["glm-image"] = "glm_image"
 LLAVA = POCKET / "llava"
 
 

@@ -4,41 +4,23 @@ rows, and of the class's own generate.
 
 import pytest
 import torch
-import transformers as tf
 
 from specmm import methods
 from specmm.hf import restricted_head
 from specmm.hf.restricted_head import RestrictedHead, restricted
-from tests.integration import picture_kinds
-from tests.integration.picture_kinds import IDS, KINDS, PROMPTS, TEXT, VQ, opened, sized
+from tests.tiny import picture_kinds
+from tests.tiny.picture_kinds import IDS, KINDS, PROMPTS, opened, sized
 
 V = 5000
 MAY_COME = [IDS[name] for name in ("<|extra_200|>", *picture_kinds.VISUAL)]
 METHODS = {"ar": "ar", "sjd": methods.SJD(window=4), "compiled": "ar"}
 
 
-def model():
-    """As ``picture_kinds`` has it, with rows after those of its words."""
-    torch.manual_seed(0)
-    config = tf.Emu3Config(
-        vq_config=VQ
-        | dict(
-            codebook_size=picture_kinds.CODES,
-            attn_resolutions=[],
-            temporal_downsample_factor=1,
-            hidden_size=32,
-        ),
-        text_config=TEXT | dict(model_type="emu3_text_model", vocab_size=V),
-        vocabulary_map=IDS,
-        image_token_id=IDS["<image>"],
-    )
-    return picture_kinds.loud(tf.Emu3ForConditionalGeneration(config))
-
-
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emu3")
-    model().save_pretrained(folder)
+    torch.manual_seed(0)
+    picture_kinds.emu3(vocab_size=V).save_pretrained(folder)  # with rows after those of its words
     picture_kinds.tokenizer().save_pretrained(folder)
     return opened(folder)
 

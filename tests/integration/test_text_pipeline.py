@@ -10,16 +10,15 @@ import pytest
 import torch
 import transformers as tf
 from tokenizers.processors import TemplateProcessing
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
-from specmm.cli import app
 from specmm.cli.language import Echo, complete
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.training.dflash import build_block
+from tests.commands import run, succeed
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
@@ -27,16 +26,11 @@ PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
 
 @pytest.mark.parametrize("method", DRAFTING)
 def test_greedy_texts_are_those_of_generate(text_pipe, method):
-    out, plain = (
-        text_pipe(PROMPTS, method=method, max_new_tokens=14),
-        text_pipe(PROMPTS, max_new_tokens=14),
-    )
+    out = text_pipe(PROMPTS, method=method, max_new_tokens=14)
+    plain = text_pipe(PROMPTS, max_new_tokens=14)
     assert out.texts == plain.texts and out.certificate.kind == plain.certificate.kind == "exact"
-    assert (
-        out.stats.tau >= 1
-        and len(out.stats.depths) == out.stats.batch_rounds
-        and out.method == method
-    )
+    assert out.stats.tau >= 1 and len(out.stats.depths) == out.stats.batch_rounds
+    assert out.method == method
     one = text_pipe.tokenizer(PROMPTS[0], return_tensors="pt")
     wanted = text_pipe.model.generate(**one, max_new_tokens=14, do_sample=False)[
         0, one["input_ids"].shape[1] :
@@ -66,10 +60,8 @@ def test_a_row_has_its_own_uniforms_whatever_its_batch(text_pipe, method):
     ids=str,
 )
 def test_options_of_methods_keep_greedy_texts(text_pipe, method):
-    assert (
-        text_pipe(PROMPTS, method=method, max_new_tokens=12).texts
-        == text_pipe(PROMPTS, max_new_tokens=12).texts
-    )
+    found = text_pipe(PROMPTS, method=method, max_new_tokens=12).texts
+    assert found == text_pipe(PROMPTS, max_new_tokens=12).texts
 
 
 def test_streams_join_to_the_texts_and_stops_end_them(text_pipe):
@@ -118,9 +110,8 @@ def test_texts_that_cannot_end_generate(text_pipe):
 
 def test_auto_plans_once_a_batch_size(text_pipe):
     out = text_pipe(PROMPTS, method="auto", max_new_tokens=12)
-    assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts and out.method.startswith(
-        "auto: "
-    )
+    assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts
+    assert out.method.startswith("auto: ")
     planned = dict(text_pipe.plans)
     text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert text_pipe.plans == planned
@@ -133,9 +124,8 @@ def test_auto_plans_once_a_batch_size(text_pipe):
 
 def test_the_controller_leaves_a_trace(text_pipe):
     out = text_pipe(PROMPTS, method=methods.DiffuSpec(least=2, most=4, step=1), max_new_tokens=12)
-    assert len(out.trace) == 3 and all(
-        kept <= drafted for row in out.trace for drafted, kept in row
-    )
+    assert len(out.trace) == 3
+    assert all(kept <= drafted for row in out.trace for drafted, kept in row)
     assert max(out.stats.depths) <= 5 and len(out.stats.accepted_by_position) >= 4
 
 
@@ -182,41 +172,28 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
 
 
 def test_complete_prints_and_plots_how_drafting_went(text_folder, tmp_path):
-    one = [
-        "-p",
-        PROMPTS[0],
-        "--method",
-        "diffuspec",
-        "--json",
-        "--plot",
-        str(tmp_path / "a" / "course.png"),
-    ]
-    run = CliRunner().invoke(app, ["complete", str(text_folder), *one])
+    one = ["-p", PROMPTS[0], "--method", "diffuspec", "--json"]
+    one += ["--plot", tmp_path / "a" / "course.png"]
+    done = run("complete", text_folder, *one)
     assert (tmp_path / "a" / "course.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads(run.stdout)
+    found = json.loads(done.stdout)
     wanted = "model method seed seconds tokens rounds tau certificate outputs accepted_by_position"
     wanted += " controller"
     wanted += " drafted_by_round draft_seconds search_seconds verify_seconds"
-    assert (
-        run.exit_code == 0
-        and set(wanted.split()) <= set(found)
-        and found["certificate"]["kind"] == "exact"
+    assert done.exit_code == 0 and set(wanted.split()) <= set(found)
+    assert found["certificate"]["kind"] == "exact"
+    done = succeed(
+        "complete", text_folder, "-p", "a", "-p", "b", "--method", "deer", "-o", "tree=5"
     )
-    run = CliRunner().invoke(
-        app,
-        ["complete", str(text_folder), "-p", "a", "-p", "b", "--method", "deer", "-o", "tree=5"],
-    )
-    assert run.exit_code == 0 and "accepted by position" in run.stderr and "draft " in run.stderr
+    assert "accepted by position" in done.stderr and "draft " in done.stderr
 
 
 @pytest.mark.parametrize("count", [1, 2])  # no round at all, and one whose controller is not told
 def test_texts_of_a_token_or_two_are_drawn_too(text_folder, tmp_path, count):
     how = ["-p", PROMPTS[0], "-p", PROMPTS[1]]
     how += f"--method diffuspec --max-new-tokens {count}".split()
-    run = CliRunner().invoke(
-        app, ["complete", str(text_folder), *how, "--plot", str(tmp_path / "a.svg")]
-    )
-    assert run.exit_code == 0 and (tmp_path / "a.svg").stat().st_size > 0
+    succeed("complete", text_folder, *how, "--plot", tmp_path / "a.svg")
+    assert (tmp_path / "a.svg").stat().st_size > 0
 
 
 @pytest.mark.parametrize(
@@ -238,13 +215,8 @@ def test_a_text_is_not_lost_with_its_picture(text_folder, tmp_path, capsys):
     place = tmp_path / "course.png"
     place.with_suffix(".svg").symlink_to(tmp_path / "gone" / "a.svg")
     with pytest.raises(FileNotFoundError):
-        complete(
-            str(text_folder),
-            [PROMPTS[0]],
-            max_new_tokens=4,
-            plot=place.with_suffix(".svg"),
-            as_json=True,
-        )
+        options = dict(max_new_tokens=4, plot=place.with_suffix(".svg"), as_json=True)
+        complete(str(text_folder), [PROMPTS[0]], **options)
     assert len(json.loads(capsys.readouterr().out)["outputs"]) == 1
 
 
@@ -291,10 +263,8 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
 def test_rounds_tell_what_was_gained_and_drafted(text_pipe, method):
     """Of a run itself: as many tokens as were asked for, and each round's drafts, to the letter."""
     options = dict(method=method, max_new_tokens=24)
-    out, rounds = (
-        text_pipe("def add(", **options),
-        [said for (said,) in text_pipe.rounds("def add(", **options)],
-    )
+    out = text_pipe("def add(", **options)
+    rounds = [said for (said,) in text_pipe.rounds("def add(", **options)]
     assert sum(said.tokens for said in rounds) == len(out.tokens[0]) == 24
     assert "".join(said.text for said in rounds) == out.texts[0]
     assert "".join(text for (text,) in text_pipe.stream("def add(", **options)) == out.texts[0]

@@ -8,15 +8,14 @@ import pytest
 import torch
 import torch._dynamo.config
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import specmm
-from specmm.cli import app
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.recipes.recipe import train
 from specmm.recipes.training import drawn_rows as chats
 from specmm.recipes.training import texts as code
+from tests.commands import as_json
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
 DRAFTERS = {
@@ -25,12 +24,6 @@ DRAFTERS = {
     "diffusion": dict(layers=1, dim=16, heads=2, batch=2),
     "proxy": dict(least=1),
 }
-
-
-def run(*args):
-    done = CliRunner().invoke(app, [*map(str, args), "--json"])
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +68,8 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
     old, new = load_dflash(begun, torch.float32), load_dflash(before, torch.float32)
     weights = new.state_dict()
     assert all(torch.equal(weights[name], weight) for name, weight in old.state_dict().items())
-    assert (
-        new.config.recurrent == 4
-        and torch.equal(new.t2d, old.t2d)
-        and new.config.layers == old.config.layers
-    )
+    assert new.config.recurrent == 4 and torch.equal(new.t2d, old.t2d)
+    assert new.config.layers == old.config.layers
     for added, message in (
         ({"inner": 24}, "start brings the drafter's own sizes, leave out inner"),
         ({"recurrent": 5, "start": before}, "recurrent must be the drafter's own 4 or 0, got 5"),
@@ -87,28 +77,20 @@ def test_a_drafter_begins_with_another(folder, tmp_path):
         with pytest.raises(ValueError, match=message):
             train("dflash", **common | added, out=tmp_path / "other")
     pipe = specmm.TextPipeline.from_pretrained(place)
-    assert (
-        pipe("def a", method="block", max_new_tokens=8).texts
-        == pipe("def a", max_new_tokens=8).texts
-    )
+    found = pipe("def a", method="block", max_new_tokens=8).texts
+    assert found == pipe("def a", max_new_tokens=8).texts
 
 
 @pytest.fixture
 def packaged(text_folder, tmp_path, monkeypatch):
     """A folder that names a package in place of weights, which lie unpacked already."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    unpacked, place = (
-        tmp_path / ".cache" / "specmm" / "unpacked" / "tiny.gguf",
-        tmp_path / "packaged",
-    )
+    unpacked = tmp_path / ".cache" / "specmm" / "unpacked" / "tiny.gguf"
+    place = tmp_path / "packaged"
     shutil.copytree(text_folder, unpacked, ignore=shutil.ignore_patterns("drafters"))
     place.mkdir()
-    facts = {
-        "package": "no_such_package",
-        "file": unpacked.name,
-        "mask_token": "<|mask|>",
-        "install": "",
-    }
+    facts = {"package": "no_such_package", "file": unpacked.name, "install": ""}
+    facts["mask_token"] = "<|mask|>"
     (place / "package.json").write_text(json.dumps(facts))
     return place
 
@@ -119,18 +101,12 @@ def test_packaged_targets_get_proxies_and_diffusion_drafters(packaged, tmp_path)
     text.write_text(TEXT)
     with torch._dynamo.config.patch(disable=True):
         kept = train("proxy", model=packaged, **DRAFTERS["proxy"], text=text, out=tmp_path / "a")
-        train(
-            "diffusion",
-            model=packaged,
-            **DRAFTERS["diffusion"],
-            steps=1,
-            text=text,
-            out=tmp_path / "b",
-        )
+        options = dict(model=packaged, steps=1, text=text, out=tmp_path / "b")
+        train("diffusion", **DRAFTERS["diffusion"], **options)
     file = packaged / "drafters" / "diffusion" / "ngram.safetensors"
     assert kept["outputs"] == [str(file)] and len(NGram.load(file).counts) > 20
     plain, drafted = (
-        run("complete", packaged, "-p", "def", "--method", m) for m in ("ar", "diffuspec")
+        as_json("complete", packaged, "-p", "def", "--method", m) for m in ("ar", "diffuspec")
     )
     assert drafted["outputs"] == plain["outputs"] and drafted["rounds"] > 0
 
@@ -177,9 +153,8 @@ def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
     pipe.tokenizer.chat_template = "Q {{ messages[0]['content'] }}"
     monkeypatch.setattr(chats, "QUESTION", 1)
     monkeypatch.setattr(pipe, "text", lambda ids: "")
-    with pytest.raises(
-        ValueError, match=f"must ask questions of its own, got none in {chats.CHATS_AT_ONCE}"
-    ):
+    said = f"must ask questions of its own, got none in {chats.CHATS_AT_ONCE}"
+    with pytest.raises(ValueError, match=said):
         chats.drawn_chats(pipe, 1, 8, tmp_path)
 
 
@@ -189,10 +164,8 @@ def test_a_drafter_learns_from_conversations(talker, tmp_path):
         sizes = dict(layers=1, block=3, rows=2, batch=2, read=1, steps=1)
         train("dflash", model=talker, chats=True, **sizes, out=tmp_path / "run")
     pipe = specmm.TextPipeline.from_pretrained(talker)
-    assert (
-        pipe("x", chat=True, method="block", max_new_tokens=6).texts
-        == pipe("x", chat=True, max_new_tokens=6).texts
-    )
+    found = pipe("x", chat=True, method="block", max_new_tokens=6).texts
+    assert found == pipe("x", chat=True, max_new_tokens=6).texts
 
 
 @pytest.mark.parametrize(

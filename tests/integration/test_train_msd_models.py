@@ -32,8 +32,8 @@ from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import load_model
 from specmm.vlm.msd import MSDHead, load_for, save_msd
-from tests.integration.vlm_models import END, save
 from tests.noisy import noisy
+from tests.tiny.vlm_folders import END, save
 
 KINDS_OF_MODELS = ("qwen2.5-vl", "qwen3.5", "gemma3")  # M-RoPE, states, scaled tokens
 LENGTH = 20

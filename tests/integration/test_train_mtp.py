@@ -19,7 +19,7 @@ from specmm.recipes.recipe import train
 from specmm.recipes.training.rollout import RolledMtp
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
-from tests.integration.mtp_models import save
+from tests.tiny.mtp_models import save
 
 PROMPT = [9, 20, 31, 12, 25, 8, 17]
 DRAFTS = 3

@@ -30,8 +30,8 @@ from specmm.recipes.training.rollout import build_eagle3
 from specmm.stats import MEASURE_EVERY
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
-from tests.integration import tiny_chameleon
-from tests.integration.mtp_models import save
+from tests.tiny import chameleon
+from tests.tiny.mtp_models import save
 
 CODE, QUESTION = "def add(a, b):", "How many?"
 KERNELS = {  # columns of the table
@@ -254,7 +254,7 @@ def test_mtp_layers(tmp_path, launches, no_dense_masks):
 
 
 def test_answers_with_pictures(tmp_path, launches, no_dense_masks):
-    tiny_chameleon.save_writer(tmp_path)
+    chameleon.save_writer(tmp_path)
     pipe = specmm.VQAPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     assert pipe.model.config._attn_implementation == interface.NAME
     given = dict(max_new_tokens=18, draw=True)  # a picture and its ends

@@ -2,107 +2,54 @@
 beside it.
 """
 
-import json
 import shutil
 
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
 
 import specmm
 from specmm import methods
 from specmm.vlm.loading import load_model
+from tests.commands import as_json, refused, succeed
 from tests.noisy import noisy
+from tests.tiny import processors
+from tests.tiny.parts import CLIP, IDS, SIZES, ending, shaken
+from tests.tiny.processors import word_tokenizer
 
-TALK = (
-    "what is this where how many colour red blue green a the one two three dog cat box and are "
-    "in it"
-)
-WORDS = TALK.split()
+WORDS = [*processors.WORDS, *["and", "are", "in", "it"]]
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<image>"]
 TEMPLATE = (
     "<s>{% for m in messages %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<image> {% else %}"
     "{{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
 )
-TEXT = dict(
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-)
-CLIP = dict(
-    model_type="clip_vision_model",
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    image_size=8,
-    patch_size=4,
-)
-
-
-def tokenizer(words):
-    vocabulary = {word: i for i, word in enumerate(SPECIAL + words)}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        additional_special_tokens=["<image>"],
-    )
-
-
-def random_weights(model, seed, std=0.25):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, std, generator=generator)
-    return model
+TEXT = SIZES | dict(max_position_embeddings=64)
 
 
 def llava(seed, vocabulary):
-    ids = dict(vocab_size=vocabulary, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     config = tf.LlavaConfig(
         vision_config=CLIP,
-        text_config=dict(model_type="llama", **TEXT, **ids),
+        text_config=TEXT | IDS | dict(model_type="llama", vocab_size=vocabulary),
         image_token_index=4,
         image_seq_length=4,
     )
-    model = random_weights(tf.LlavaForConditionalGeneration(config), seed)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
-    return model
+    return ending(shaken(tf.LlavaForConditionalGeneration(config), seed), 2)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The model, its processor, and drafters: a text model of other words, a small VLM."""
     folder = tmp_path_factory.mktemp("llava")
-    words = tokenizer(WORDS)
-    pictures = tf.CLIPImageProcessor(
-        size={"height": 8, "width": 8}, crop_size={"height": 8, "width": 8}
-    )
-    processor = tf.LlavaProcessor(
-        pictures,
-        words,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        chat_template=TEMPLATE,
-        num_additional_image_tokens=1,
-    )
+    words = word_tokenizer(SPECIAL, WORDS)
+    pictures = tf.CLIPImageProcessor(**processors.CROPPED)
+    processor = tf.LlavaProcessor(pictures, words, chat_template=TEMPLATE, **processors.CLIP)
     for place, seed in ((folder, 0), (folder / "drafters" / "vlm", 1)):
         llava(seed, len(words)).save_pretrained(place)
         processor.save_pretrained(place)
-    others = tokenizer([*sorted(WORDS)[3:], "else", "other"])
+    others = word_tokenizer(SPECIAL, [*sorted(WORDS)[3:], "else", "other"])
     config = tf.LlamaConfig(vocab_size=len(others), **TEXT)
-    random_weights(tf.LlamaForCausalLM(config), 2).save_pretrained(folder / "drafters" / "text")
+    shaken(tf.LlamaForCausalLM(config), 2).save_pretrained(folder / "drafters" / "text")
     others.save_pretrained(folder / "drafters" / "text")
     return folder
 
@@ -133,22 +80,15 @@ SPECULATIVE = ["prompt-lookup", "text-draft", "vlm-draft"]
 
 @pytest.mark.parametrize("method", SPECULATIVE)
 def test_greedy_answers_are_those_of_generate(pipe, pictures, method):
-    images, questions = (
-        [pictures[0], pictures[1:], None],
-        ["what is this", "how many red dog", "where is it"],
-    )
+    images = [pictures[0], pictures[1:], None]
+    questions = ["what is this", "how many red dog", "where is it"]
     out = pipe(images, questions, max_new_tokens=12, method=method)
     plain = pipe(images, questions, max_new_tokens=12)
-    assert (
-        out.answers == plain.answers and out.certificate.kind == plain.certificate.kind == "exact"
-    )
+    assert out.answers == plain.answers
+    assert out.certificate.kind == plain.certificate.kind == "exact"
     assert out.stats.tau >= 1 and out.method == method
-    one = pipe.processor(
-        text="<s><image> what is this ",
-        images=pictures[:1],
-        return_tensors="pt",
-        add_special_tokens=False,
-    )
+    text, how = "<s><image> what is this ", dict(return_tensors="pt", add_special_tokens=False)
+    one = pipe.processor(text=text, images=pictures[:1], **how)
     wanted = pipe.model.generate(**one, max_new_tokens=12, do_sample=False)[
         0, one["input_ids"].shape[1] :
     ]
@@ -162,12 +102,8 @@ def test_an_answer_depends_on_its_own_stream(pipe, pictures, method):
     )
     seeds = [3, 4]
     made = lambda s: torch.Generator().manual_seed(s)  # noqa: E731
-    both = pipe(
-        [pictures[0], None],
-        ["what is this", "how many"],
-        generator=[made(s) for s in seeds],
-        **options,
-    )
+    shown, asked = [pictures[0], None], ["what is this", "how many"]
+    both = pipe(shown, asked, generator=[made(s) for s in seeds], **options)
     for i, (image, question) in enumerate(
         zip([pictures[0], None], ["what is this", "how many"], strict=True)
     ):
@@ -188,9 +124,8 @@ def test_a_raw_prompt(pipe, pictures):
     raw = pipe(pictures[0], "<s><image> what is this ", max_new_tokens=8, chat=False)
     assert chat.answers == raw.answers
     for text in ("<s> what is this", "<s><image><image> what is this"):
-        with pytest.raises(
-            ValueError, match="a raw prompt must hold one <image> for each of its 1 pictures"
-        ):
+        said = "a raw prompt must hold one <image> for each of its 1 pictures"
+        with pytest.raises(ValueError, match=said):
             pipe(pictures[0], text, chat=False)
 
 
@@ -223,66 +158,45 @@ def test_mistakes_are_explained(pipe, pictures, call, says):
 
 
 def test_a_drafter_of_another_vocabulary_is_refused(folder, pipe, pictures):
-    strange = random_weights(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=4000, **TEXT)), 0)
+    strange = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=4000, **TEXT)), 0)
     other = specmm.VQAPipeline(pipe.model, pipe.processor, "text-draft", strange)
-    with pytest.raises(
-        ValueError, match="drafter must share the target's vocabulary of 27 tokens, got 4000"
-    ):
+    said = "drafter must share the target's vocabulary of 27 tokens, got 4000"
+    with pytest.raises(ValueError, match=said):
         other(pictures[0], "what is this", max_new_tokens=4)
 
 
 @pytest.fixture
 def asked(folder, pictures, tmp_path):
-    """``specmm ask`` on the tiny model."""
-    from specmm.cli import app
-
+    """Words of ``specmm ask`` on the tiny model."""
     pictures[0].save(tmp_path / "a.png")
-
-    def run(*args):
-        return CliRunner().invoke(app, ["ask", str(folder), str(tmp_path / "a.png"), *args])
-
-    return run
+    return "ask", folder, tmp_path / "a.png", "--question"
 
 
 def test_ask_prints_one_json_object(asked, pipe, pictures):
-    words = "--method prompt-lookup --max-new-tokens 9 --seed 3 --json"
-    ran = asked("--question", "what is this", *words.split())
-    assert ran.exit_code == 0, ran.output
-    report = json.loads(ran.stdout)
+    words = "--method prompt-lookup --max-new-tokens 9 --seed 3"
+    report = as_json(*asked, "what is this", *words.split())
     assert report["outputs"] == pipe(pictures[0], "what is this", max_new_tokens=9).answers
-    assert (
-        report["method"] == "prompt-lookup"
-        and report["seed"] == 3
-        and report["certificate"]["kind"] == "exact"
-    )
+    assert report["method"] == "prompt-lookup" and report["seed"] == 3
+    assert report["certificate"]["kind"] == "exact"
     assert {"model", "seconds", "tokens", "rounds", "tau"} <= report.keys()
 
 
 def test_ask_takes_options_of_the_method(asked):
     words = "--method text-draft -o tree=2,1 --max-new-tokens 9"
-    ran = asked("--question", "what is this", *words.split())
-    assert ran.exit_code == 0, ran.output
-    assert "certificate  exact" in ran.stderr
+    assert "certificate  exact" in succeed(*asked, "what is this", *words.split()).stderr
 
 
 def test_a_users_mistake_is_one_line(asked, folder, tmp_path):
     (tmp_path / "text.png").write_text("hello")
-    from specmm.cli import app
-
-    ran = CliRunner().invoke(
-        app, ["ask", str(folder), str(tmp_path / "text.png"), "--question", "what"]
-    )
-    assert ran.exit_code == 2 and "must be a picture" in ran.stderr and ran.stderr.count("\n") == 1
-    ran = asked("--question", " ")
-    assert ran.exit_code == 2 and "question must not be empty" in ran.stderr
+    assert "must be a picture" in refused("ask", folder, tmp_path / "text.png", "-q", "what")
+    assert "question must not be empty" in refused(*asked, " ")
 
 
 def test_folders_that_hold_something_else(folder, tmp_path):
     with pytest.raises(ValueError, match=r"must hold a config\.json"):
         specmm.VQAPipeline.from_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match="must hold a vision-language model, got model type 'llama'"
-    ):
+    said = "must hold a vision-language model, got model type 'llama'"
+    with pytest.raises(ValueError, match=said):
         specmm.VQAPipeline.from_pretrained(folder / "drafters" / "text")
     shutil.copy(folder / "config.json", tmp_path / "config.json")
     with pytest.raises((ValueError, OSError)):

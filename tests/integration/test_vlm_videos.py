@@ -9,74 +9,43 @@ import pytest
 import torch
 import transformers as tf
 from PIL import Image
-from typer.testing import CliRunner
 
 import specmm
-from specmm.cli import app
 from specmm.hf.drafters.small_model import SmallModel
+from tests.commands import as_json, succeed
 from tests.noisy import noisy
-from tests.unit.vlm.tiny_processors import word_tokenizer
+from tests.tiny import parts
+from tests.tiny.processors import SMALL, WORDS, word_tokenizer
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<|image_pad|>", "<|video_pad|>", "<v>", "</v>"]
-TALK = "what is this where how many colour red blue green a the one two three dog cat box"
-WORDS = TALK.split()
 TEMPLATE = (
     "<s>{% for m in messages %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}<v><|image_pad|></v>"
     "{% elif c['type'] == 'video' %}<v><|video_pad|></v>"
     "{% else %} {{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
 )
-SIZES = dict(size={"shortest_edge": 64, "longest_edge": 4096}, patch_size=4, merge_size=2)
-ROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+VOCABULARY = len(SPECIAL) + len(WORDS)
 
 
 def processor():
     made = word_tokenizer(SPECIAL, WORDS)
-    films = tf.Qwen2VLVideoProcessor(**SIZES, cap_pixels_per_frame=False)
-    pictures = tf.Qwen2VLImageProcessor(**SIZES)
+    films = tf.Qwen2VLVideoProcessor(**SMALL, cap_pixels_per_frame=False)
+    pictures = tf.Qwen2VLImageProcessor(**SMALL)
     return tf.Qwen2_5_VLProcessor(pictures, made, films, chat_template=TEMPLATE)
 
 
 def model(seed=0):
     config = tf.Qwen2_5_VLConfig(
-        vision_config=dict(
-            patch_size=4,
-            spatial_merge_size=2,
-            temporal_patch_size=2,
-            num_heads=2,
-            depth=2,
-            hidden_size=16,
-            intermediate_size=24,
-            out_hidden_size=32,
-            window_size=16,
-            fullatt_block_indexes=[1],
-        ),
-        text_config=dict(
-            vocab_size=len(SPECIAL) + len(WORDS),
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            rope_parameters=ROPE,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
+        vision_config=parts.WINDOWED,
+        text_config=parts.TEXT | dict(vocab_size=VOCABULARY, rope_parameters=parts.MROPE),
         image_token_id=4,
         video_token_id=5,
         vision_start_token_id=6,
         vision_end_token_id=7,
     )
     torch.manual_seed(seed)
-    made = tf.Qwen2_5_VLForConditionalGeneration(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.25, generator=generator)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
-    return made
+    made = tf.Qwen2_5_VLForConditionalGeneration(config)
+    return parts.ending(parts.shaken(made, seed), 2)
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +140,7 @@ def test_a_stream_sees_the_video(pipe, frames):
 
 def test_ask_takes_a_video(folder, pipe, frames, gif):
     args = ["ask", str(folder), "--video", str(gif), "-q", "what is", "--max-new-tokens", "6"]
-    ran = CliRunner().invoke(app, [*args, "--dtype", "float32", "--json"])
-    assert ran.exit_code == 0, ran.output
-    report = json.loads(ran.stdout)
+    report = as_json(*args, "--dtype", "float32")
     assert report["videos"] == [str(gif)] and report["images"] == []
     assert report["outputs"] == pipe(None, "what is", videos=gif, max_new_tokens=6).answers
     assert report["outputs"] != pipe(None, "what is", max_new_tokens=6).answers
@@ -190,8 +157,7 @@ def test_a_job_of_pictures_and_videos(folder, pipe, frames, gif, tmp_path):
     jobs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
     args = ["batch", str(jobs), "--out", str(out), "--model", str(folder), "--dtype", "float32"]
-    ran = CliRunner().invoke(app, [*args, "--max-new-tokens", "6", "--temperature", "0"])
-    assert ran.exit_code == 0, ran.output
+    succeed(*args, "--max-new-tokens", "6", "--temperature", "0")
     lines = [json.loads(line) for f in out.rglob("*.jsonl") for line in f.read_text().splitlines()]
     said = {line["id"]: line["answer"] for line in lines if "answer" in line}
     wanted = {
@@ -208,8 +174,7 @@ def test_small_models_draft_for_questions_about_videos(pipe, frames, method):
     if method == "vlm-draft":
         drafter = SmallModel(model(1), processor())
     else:
-        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1)
-        sizes |= dict(num_attention_heads=4, vocab_size=len(SPECIAL) + len(WORDS))
+        sizes = parts.SIZES | dict(num_hidden_layers=1, vocab_size=VOCABULARY)
         torch.manual_seed(0)
         drafter = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).eval()
     drafted = specmm.VQAPipeline(pipe.model, pipe.processor, method, drafter)

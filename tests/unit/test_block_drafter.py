@@ -26,6 +26,7 @@ from specmm.recipes.training.block_drafter import block_loss, go_on_from
 from specmm.recipes.training.llamagen_drafters import seen_by
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
+from tests.tiny.parts import random_weights
 
 GPT = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=20, block_size=16, num_classes=3, multiple_of=16
@@ -40,10 +41,8 @@ def head(inner: int = 0, seed: int = 0) -> BlockHead:
 def states(drafter: BlockHead) -> torch.Tensor:
     """[R, T, C] of fixed inputs, every position seeing those before it."""
     uniforms = torch.Generator().manual_seed(0)
-    x, bias = (
-        torch.randn(2, 5, 32, generator=uniforms),
-        torch.full((5, 5), float("-inf")).triu(1)[None, None],
-    )
+    x = torch.randn(2, 5, 32, generator=uniforms)
+    bias = torch.full((5, 5), float("-inf")).triu(1)[None, None]
     return drafter.read(drafter(x, torch.arange(5)[None], bias), torch.arange(10).view(2, 5))
 
 
@@ -87,15 +86,6 @@ def test_the_width_is_kept_on_disk(tmp_path: Path) -> None:
         load_block(tmp_path, target)
 
 
-def randomly(module: torch.nn.Module) -> torch.nn.Module:
-    """``module`` with weights of some size everywhere."""
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return module.eval()
-
-
 CHAIN = TreeShape.chain(3), (0, 1, 2, 3)
 TREE = TreeShape.from_parents([-1, 0, 0, 0, 1, 3, 5]), (0, 3, 5, 6)  # and a path of it
 
@@ -106,9 +96,9 @@ def test_what_is_drafted_is_what_was_learnt(shape: TreeShape, path: tuple[int, .
     """In every round of a picture: the recorded distribution of each draft that has no earlier
     sibling is that which training compares with the target's, after the same tokens.
     """
-    model = randomly(Transformer(GPT))
+    model = random_weights(Transformer(GPT), 4, 0.3)
     target = LlamaGenTarget(model, Guidance(), Processor())
-    head = randomly(BlockHead(BlockConfig(3, 2, GPT, (1,))))
+    head = random_weights(BlockHead(BlockConfig(3, 2, GPT, (1,))), 4, 0.3)
     drafter = BlockDrafter(head, target, shape)
     alone = [int(shape.ranks[0, node]) == 0 for node in path[1:]]
     trees = []

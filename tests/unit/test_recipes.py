@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from specmm.cli import app
 from specmm.recipes import recipe as recipes
 from specmm.recipes.pictures import pictures
 from specmm.recipes.recipe import Count, Open, Share, load, train
+from tests.commands import as_json, refused, run, succeed
 
 
 def learn(
@@ -68,22 +67,15 @@ def test_every_recipe_sets_what_its_function_takes(name):
     }
     assert set(found.settings) <= set(kinds) and missing <= {"model", "data"}
     text = recipes.recipes()[name].read_text()
-    assert "\nrecipe = " in text or all(
-        f"{setting} = " in text for setting in kinds
-    )  # what may be left out, too
+    # what may be left out, too
+    assert "\nrecipe = " in text or all(f"{setting} = " in text for setting in kinds)
 
 
 def test_settings_are_read_as_they_are_annotated(own):
     found = train("some", model=Path("m"), steps="5", lr="1e-3", text="a", replace="True")
     assert found["kind"] == "m" and found["steps"] == 5
-    assert found["all"] == (
-        1.0,
-        1e-3,
-        [Path("a")],
-        True,
-        "dx",
-        ["lr", "model", "replace", "steps", "text"],
-    )
+    wanted = (1.0, 1e-3, [Path("a")], True, "dx", ["lr", "model", "replace", "steps", "text"])
+    assert found["all"] == wanted
 
 
 @pytest.mark.parametrize(
@@ -107,11 +99,10 @@ def test_a_config_file_of_ones_own_stands_on_a_recipe(own):
     file = own / "mine" / "m.toml"
     file.parent.mkdir()
     file.write_text('recipe = "some"\n[settings]\nmodel = "mine"\nsteps = 9\n')
-    done = CliRunner().invoke(app, ["train", str(file), "--set", "steps=7", "share=0.5", "--json"])
+    done = succeed("train", file, "--set", "steps=7", "share=0.5", "--json")
     found = json.loads(done.stdout)
     assert found["steps"] == 7 and found["all"][0] == 0.5 and done.stderr == ""
-    twice = CliRunner().invoke(app, ["train", "some", "m", "--set", "text=a", "text=b", "--json"])
-    assert json.loads(twice.stdout)["all"][2] == ["a", "b"]
+    assert as_json("train some m --set text=a text=b")["all"][2] == ["a", "b"]
     assert train(str(file))["all"][-1] == ["model", "steps"]
     for text, message in (
         ("[", "must be TOML"),
@@ -124,12 +115,10 @@ def test_a_config_file_of_ones_own_stands_on_a_recipe(own):
 
 
 def test_recipes_are_listed_and_shown(own):
-    listed = CliRunner().invoke(app, ["train"]).stdout
+    listed = run("train").stdout
     assert "some" in listed and "so\n" in listed
-    shown = CliRunner().invoke(app, ["train", "some", "--show"]).stdout
-    assert shown == (own / "some.toml").read_text()
-    wrong = CliRunner().invoke(app, ["train", "some", "--set", "steps"])
-    assert wrong.exit_code == 2 and "KEY=VALUE, got 'steps'" in wrong.stderr
+    assert run("train some --show").stdout == (own / "some.toml").read_text()
+    assert "KEY=VALUE, got 'steps'" in refused("train some --set steps")
 
 
 def test_without_a_checkout_its_recipes_are_not_there(tmp_path, monkeypatch):
@@ -161,11 +150,8 @@ def test_pictures_in_folders_of_their_class(tmp_path):
         Image.new("RGB", sides, (value,) * 3).save(tmp_path / name / "a.png")
     (tmp_path / "cat" / "notes.txt").write_text("no picture")
     found = pictures(str(tmp_path), ("dog", "bird", "cat"), 3, 4)
-    assert (
-        found.labels.tolist() == [1, 2]
-        and found.images.shape == (2, 4, 4, 3)
-        and found.images.dtype == np.uint8
-    )
+    assert found.labels.tolist() == [1, 2] and found.images.shape == (2, 4, 4, 3)
+    assert found.images.dtype == np.uint8
     assert found.images[:, 0, 0, 0].tolist() == [200, 10]
     alone = pictures("", (), 3, 4)
     assert alone.images is None and alone.labels.tolist() == [0, 1, 2]

@@ -10,28 +10,10 @@ from recipes.training.mar import Averaged, mar_loss, mask_share, train_mar
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.kl import KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
+from tests.tiny.parts import mar_sides
 
-KL = KLConfig(
-    ch=32,
-    ch_mult=(1, 1),
-    num_res_blocks=1,
-    z_channels=3,
-    resolution=8,
-    attn_resolutions=(4,),
-    scale=1.0,
-)
-SIZES = dict(
-    encoder_embed_dim=16,
-    encoder_depth=1,
-    encoder_num_heads=2,
-    decoder_embed_dim=16,
-    decoder_depth=1,
-    decoder_num_heads=2,
-    class_num=2,
-    buffer_size=2,
-    diffloss_d=1,
-    diffloss_w=16,
-)
+KL = KLConfig(32, (1, 1), 1, z_channels=3, resolution=8, attn_resolutions=(4,), scale=1.0)
+SIZES = mar_sides(16, 1) | dict(class_num=2, buffer_size=2, diffloss_d=1, diffloss_w=16)
 CONFIG = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, **SIZES)
 
 
@@ -63,11 +45,8 @@ def test_a_mar_trains_and_its_average_is_kept_with_it(tmp_path):
     model = train_mar(moments, torch.arange(12) % 2, 0.5, CONFIG, tmp_path, steps=6, batch=4)
     assert model.head.final_layer.linear.weight.abs().sum() > 0  # it starts at zero
     kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert (
-        kept["step"] == 6
-        and "average.mask_token" in kept["model"]
-        and "model.mask_token" in kept["model"]
-    )
+    assert kept["step"] == 6 and "average.mask_token" in kept["model"]
+    assert "model.mask_token" in kept["model"]
 
 
 def test_the_loss_of_a_fresh_model_is_that_of_predicting_no_noise():

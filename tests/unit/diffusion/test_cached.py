@@ -15,26 +15,18 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.verify import Recursive
+from tests.tiny.parts import shaken
 
 V, K, LENGTH = 12, 3, 14
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
 
 
 def model(vocabulary, layers, seed):
-    config = tf.Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=layers)
+    sizes |= dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64)
     torch.manual_seed(seed)
-    made = tf.Qwen2ForCausalLM(config)
-    for weight in made.parameters():
-        torch.nn.init.normal_(weight, 0, 0.4) if weight.ndim > 1 else None
-    return made
+    made = tf.Qwen2ForCausalLM(tf.Qwen2Config(vocab_size=vocabulary, **sizes))
+    return shaken(made, std=0.4)
 
 
 class Anew:

@@ -19,36 +19,18 @@ from specmm.recipes.training.blocks import Anchors, fading, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows, drawn_rows, frequent
 from specmm.recipes.training.masked_diffusion import denoising_loss, hide, train_diffusion
 from specmm.recipes.training.texts import windows
+from tests.tiny.parts import shaken
 
 V, MASK, L, K = 23, 22, 20, 4
 
 
 def model(layers=3, seed=0):
-    config = tf.Qwen2Config(
-        vocab_size=V,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    generator = torch.Generator().manual_seed(seed)
-    made = tf.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, 0.3, generator=generator)
-    return made
+    config = tf.Qwen2Config(**GATED | dict(num_hidden_layers=layers))
+    return shaken(tf.Qwen2ForCausalLM(config), seed, 0.3)
 
 
-SIZES = dict(
-    vocab_size=V,
-    hidden_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    max_position_embeddings=64,
-)
+SIZES = dict(hidden_size=16, num_hidden_layers=3, num_attention_heads=2)
+SIZES |= dict(vocab_size=V, max_position_embeddings=64)
 GATED = SIZES | dict(intermediate_size=24, num_key_value_heads=1)
 
 
@@ -126,9 +108,8 @@ def test_deer_refuses_targets_of_other_layers(name, config, what):
 )
 def test_block_drafters_of_targets_that_name_their_parts_otherwise(name, config, tokens):
     target = other(name, **config)
-    assert len(target.family.layers) == 3 and target.family.inner == config.get(
-        "intermediate_size", 64
-    )
+    assert len(target.family.layers) == 3
+    assert target.family.inner == config.get("intermediate_size", 64)
     test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, 7)
 
 
@@ -215,27 +196,21 @@ def test_stages_hide_and_weigh():
     assert bool(hidden.all())
     for row in weights.flatten(0, 1):
         reach = int((row > 0).sum())
-        assert reach >= 1 and row[:reach].tolist() == pytest.approx(
-            [1.5 ** (reach - 1 - i) for i in range(reach)]
-        )
+        assert reach >= 1
+        assert row[:reach].tolist() == pytest.approx([1.5 ** (reach - 1 - i) for i in range(reach)])
     hidden, weights = deer._hide(3, 5, 6, uniforms, True, 1.5)
-    assert torch.equal(weights[..., :-1] > 0, hidden[..., 1:]) and bool(
-        (weights[..., -1] > 0).all()
-    )
+    assert torch.equal(weights[..., :-1] > 0, hidden[..., 1:])
+    assert bool((weights[..., -1] > 0).all())
 
 
 def test_the_distribution_itself_is_the_least_loss():
-    states, head = (
-        torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0)),
-        torch.nn.Linear(8, V),
-    )
+    states = torch.randn(2, 3, 4, 8, generator=torch.Generator().manual_seed(0))
+    head = torch.nn.Linear(8, V)
     best = probs_loss(states, states, fading(4, 2.0), head, torch.zeros(V))
     worse = probs_loss(states, states, fading(4, 2.0), head, torch.arange(V) / V)
     assert best["loss"] < worse["loss"]
-    assert (
-        best["loss"]
-        < probs_loss(states + 0.5 * states.sign(), states, fading(4, 2.0), head)["loss"]
-    )
+    wanted = probs_loss(states + 0.5 * states.sign(), states, fading(4, 2.0), head)["loss"]
+    assert best["loss"] < wanted
     assert float(best["first"]) == pytest.approx(1) == float(best["last"])
 
 
@@ -272,21 +247,16 @@ def test_rows_drawn_by_the_target(target, tmp_path, tokens):
     greedy = VLMTarget(target.model, Processor(0))
     *_, end = decode_plain(greedy, prompt, 6, Uniforms.from_seeds([0, 1]))
     assert torch.equal(rows.long(), torch.cat([prompts, end.tokens[:, :6]], dim=1))
-    assert (
-        torch.equal(rows, drawn_rows(target, prompts, 10, (0.0,), tmp_path))
-        and len(list(tmp_path.iterdir())) == 1
-    )
+    assert torch.equal(rows, drawn_rows(target, prompts, 10, (0.0,), tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_is_hidden_from_a_diffusion_model():
     hidden, weights = hide(64, 32, 0)
     assert not bool(hidden[:, 0].any()) and torch.equal(weights > 0, hidden)
     ends = hidden[::2]
-    assert (
-        bool((ends.long().diff(dim=1) >= 0).all())
-        and int(ends.sum(1).max()) <= 16
-        and int(ends.sum(1).min()) >= 1
-    )
+    assert bool((ends.long().diff(dim=1) >= 0).all()) and int(ends.sum(1).max()) <= 16
+    assert int(ends.sum(1).min()) >= 1
 
 
 def test_a_diffusion_model_learns(tmp_path):

@@ -11,7 +11,7 @@ import transformers as tf
 from specmm.vlm import wording
 from specmm.vlm.asking import Questions
 from tests.noisy import noisy
-from tests.unit.vlm.tiny_processors import (
+from tests.tiny.processors import (
     CROPPED,
     FILMS,
     NESTED,
@@ -152,9 +152,8 @@ def test_without_a_template_placeholders_come_before_the_question():
     ],
 )
 def test_a_template_that_shows_no_picture_is_refused(bad):
-    with pytest.raises(
-        ValueError, match="chat template of this LlavaProcessor must hold the quest"
-    ):
+    said = "chat template of this LlavaProcessor must hold the quest"
+    with pytest.raises(ValueError, match=said):
         ids(llava(chat_template=bad), PICTURE, "what is")
 
 

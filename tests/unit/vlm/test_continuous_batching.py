@@ -23,7 +23,7 @@ from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.verify import Recursive
 from specmm.vlm.msd import MSDHead
-from tests.unit.vlm.conftest import MODELS
+from tests.tiny.families import MODELS
 
 LENGTH = 12
 STOP = EndTokens([3, 8, 13, 21, 30])
@@ -102,10 +102,8 @@ def test_plain_rows_draw_what_the_plain_loop_draws(zoo, family):
 
 
 def test_a_first_token_may_end_its_sample(zoo):
-    target, prompts = (
-        VLMTarget(zoo.model("llava"), Processor(1.0)),
-        prompts_of(zoo, "llava", ASKED * 4),
-    )
+    target = VLMTarget(zoo.model("llava"), Processor(1.0))
+    prompts = prompts_of(zoo, "llava", ASKED * 4)
     found, _ = answered(target, NoDrafts(), prompts, list(range(24)), 2)
     assert min(map(len, found)) == 1 and all(len(tokens) for tokens in found)
 

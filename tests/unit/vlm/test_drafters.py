@@ -19,6 +19,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from tests.sampling import Stream, fits, last
+from tests.tiny.parts import shaken
 
 LENGTH = 12
 METHODS = {
@@ -30,20 +31,9 @@ METHODS = {
 
 def text_model(vocabulary, seed=5):
     torch.manual_seed(seed)
-    config = tf.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=256,
-    )
-    model = tf.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(0, 0.3)
-    return model
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = tf.LlamaConfig(vocab_size=vocabulary, max_position_embeddings=256, **sizes)
+    return shaken(tf.LlamaForCausalLM(config), std=0.3)
 
 
 def drafter_of(zoo, name, method):
@@ -92,12 +82,8 @@ def test_a_drafter_that_sees_the_picture_agrees_with_its_twin(zoo, family):
     drafter.inner.translation.ban([36, 37])
     prompt = VLMPrompt(zoo.batch(family, zoo.rows), 14)
     end = last(decode(target, drafter, rule, prompt, 14, Uniforms.from_seeds([0, 1, 2])))
-    assert end.stats.kept == [
-        3,
-        0,
-        0,
-        9,
-    ]  # an identical copy: all drafts kept in every round but the first, of none
+    # an identical copy: all drafts kept in every round but the first, of none
+    assert end.stats.kept == [3, 0, 0, 9]
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)

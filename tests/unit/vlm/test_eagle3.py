@@ -30,7 +30,8 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests.sampling import fits
-from tests.unit.vlm.conftest import WITH_STATES
+from tests.tiny.families import WITH_STATES
+from tests.tiny.parts import shaken
 from tests.unit.vlm.test_continuous_batching import ASKED, SEEDS, answered, prompts_of
 
 LENGTH = 10
@@ -54,26 +55,16 @@ def head_for(target, kind=LlamaConfig, deep=1, tokens=20, layers=(0, 1), width=0
     config = target.family.config
     width = width or config.hidden_size
     vocabulary = target.family.vocabulary
-    sizes = kind(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=24,
-        num_hidden_layers=deep,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attn_implementation="sdpa",
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
+    sizes = dict(hidden_size=width, intermediate_size=24, num_hidden_layers=deep, head_dim=8)
+    sizes |= dict(vocab_size=vocabulary, num_attention_heads=4, num_key_value_heads=2)
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = kind(**sizes, attn_implementation="sdpa", rope_parameters=rope)
     few = min(tokens, vocabulary)
     torch.manual_seed(1)
-    head = Eagle3Head(Eagle3Config(sizes, layers, few, **changes))
-    for weight in head.parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(0, 0.25)
+    head = shaken(Eagle3Head(Eagle3Config(sizes, layers, few, **changes)))
     if few < vocabulary:
         head.set_ids(torch.randperm(vocabulary)[:few])
-    return head.eval()
+    return head
 
 
 def prompt_of(zoo, name, rows=ROWS, length=LENGTH):

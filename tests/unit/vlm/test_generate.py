@@ -17,6 +17,7 @@ from specmm.recipes.training.dflash import build_block
 from specmm.recipes.training.msd import msd_config
 from specmm.tree import TreeShape
 from specmm.vlm.msd import MSDHead
+from tests.tiny.parts import SIZES, ending
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
@@ -32,14 +33,8 @@ def test_greedy_is_that_of_generate(zoo, family, method):
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
 def test_videos(zoo, family):
     video = [38, *[37] * 6, 39]
-    row = [
-        1,
-        5,
-        *(video * 2 if family == "qwen3-vl" else [38, *[37] * 12, 39]),
-        6,
-        7,
-        8,
-    ]  # Qwen3 marks each frame
+    # Qwen3 marks each frame
+    row = [1, 5, *(video * 2 if family == "qwen3-vl" else [38, *[37] * 12, 39]), 6, 7, 8]
     ids = torch.tensor([row])
     pixels = torch.randn(48, 96, generator=torch.Generator().manual_seed(0))
     grid = torch.tensor([[2, 4, 6]])
@@ -89,9 +84,7 @@ def block_of(model):
 
 
 def test_msd_drafts_for_a_model_without_pictures():
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=40, **sizes)).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    model = ending(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=40, **SIZES)).eval())
     ids = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 7]])
     given = dict(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=12, do_sample=False)
     fn = specmm.custom_generate(msd_of(model), "msd")

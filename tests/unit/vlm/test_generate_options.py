@@ -16,21 +16,11 @@ from specmm.hf.generate import PathProcessor
 from specmm.vlm.asking import Questions
 from tests.cases import some
 from tests.noisy import noisy
-from tests.unit.vlm.tiny_processors import PROCESSORS
-from tests.unit.vlm.tiny_vlms import random_model
+from tests.tiny import parts
+from tests.tiny.processors import PROCESSORS
+from tests.tiny.vlms import random_model
 
-SIZES = dict(
-    vocab_size=40,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SIZES = parts.TEXT | dict(vocab_size=40)
 GPT2 = dict(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=256)
 TEXTS = {
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)),
@@ -55,14 +45,7 @@ def texts():
     @functools.cache
     def made(name):
         torch.manual_seed(0)
-        model = TEXTS[name]().eval()
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0, 0.25, generator=generator)
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-        return model
+        return parts.ending(parts.shaken(TEXTS[name](), 0))
 
     return made
 
@@ -80,8 +63,7 @@ def made(request, zoo, texts):
 
 
 def asked(name):
-    model = random_model(name)
-    model.generation_config.eos_token_id = None
+    model = parts.ending(random_model(name))
     picture = noisy((20, 12), 60).convert("RGB")
     questions = Questions.of([picture, None], ["what is this", "how many red dog"])
     return model, questions.inputs(PROCESSORS[name]())
@@ -230,14 +212,8 @@ def test_a_streamer_hears_one_end_of_what_fails(made, stop):
     heard, fn = Heard(), specmm.custom_generate()
     options = dict(guidance_scale=2.0) if stop else dict(num_beams=1, use_mtp=True)
     with pytest.raises(ValueError, match="must be"):
-        model.generate(
-            **inputs,
-            streamer=heard,
-            max_new_tokens=8,
-            custom_generate=fn,
-            do_sample=False,
-            **options,
-        )
+        given = dict(streamer=heard, max_new_tokens=8, custom_generate=fn, do_sample=False)
+        model.generate(**inputs, **options, **given)
     assert heard.said.count("end") == 1 and heard.said[-1] == "end"
 
 

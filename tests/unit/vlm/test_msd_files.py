@@ -9,26 +9,16 @@ import pytest
 import torch
 
 from specmm.vlm.msd import MSDConfig, MSDHead, drafted_embeddings, load_msd, save_msd
+from tests.tiny.parts import same_weights
 
-SIZES = dict(
-    vocab_size=20,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    bias=False,
-)
+SIZES = dict(vocab_size=20, hidden_size=16, intermediate_size=24, bias=False)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.fixture(params=[False, True], ids=["llava", "qwen"])
 def head(request):
     torch.manual_seed(0)
     return MSDHead(MSDConfig(**SIZES, qwen=request.param))
-
-
-def same(a, b):
-    pairs = zip(a.state_dict().items(), b.state_dict().items(), strict=True)
-    return all(m == n and torch.equal(v, w) for (m, v), (n, w) in pairs)
 
 
 def released(head, folder, **changes):
@@ -43,10 +33,10 @@ def released(head, folder, **changes):
 
 
 def test_released_and_own_files_load(head, tmp_path):
-    assert same(load_msd(released(head, tmp_path / "released")), head)
+    assert same_weights(load_msd(released(head, tmp_path / "released")), head)
     save_msd(head, tmp_path / "own")
     loaded = load_msd(tmp_path / "own", head.embed_tokens.weight)
-    assert same(loaded, head) and loaded.config == head.config and not loaded.training
+    assert same_weights(loaded, head) and loaded.config == head.config and not loaded.training
 
 
 def test_a_padded_target_lends_its_rows(head, tmp_path):

@@ -19,7 +19,7 @@ from specmm.recipes.training.msd import (
     train_msd,
     visual_share,
 )
-from tests.unit.vlm.conftest import llava, random_model
+from tests.tiny.families import llava, random_model
 
 
 @pytest.fixture(scope="module")
@@ -196,10 +196,8 @@ def test_later_passes_read_the_head_s_own_states_on_answers(target):
             return slots.wanted if len(read) == 1 else slots.wanted + 1.0
 
     losses = msd_loss(Oracle(), target.head, slots, passes=3)
-    assert (
-        losses["overlap"] == pytest.approx(1.0, abs=1e-5)
-        and losses["overlap_last"] < losses["overlap"]
-    )
+    assert losses["overlap"] == pytest.approx(1.0, abs=1e-5)
+    assert losses["overlap_last"] < losses["overlap"]
     torch.testing.assert_close(read[1], slots.hidden)  # what is predicted rightly changes nothing
     changed = (read[2] != slots.hidden).any(-1)
     assert torch.equal(changed, torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))), (

@@ -10,30 +10,17 @@ from specmm.hf.families import AfterHead, after_head
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from tests.tiny import parts
 
-SIZES = dict(
-    vocab_size=60, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48
-)
-SHORT = dict(
-    max_position_embeddings=64,
-    num_key_value_heads=2,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SIZES = parts.SIZES | dict(vocab_size=60)
+SHORT = parts.IDS | dict(max_position_embeddings=64, num_key_value_heads=2)
 IDS = torch.tensor([[7, 8, 9, 12, 14, 9]])
 
 
 def made(name, model="ForCausalLM", **config):
     torch.manual_seed(0)
-    found = getattr(tf, f"{name}{model}")(getattr(tf, f"{name}Config")(**config)).eval()
-    with torch.no_grad():
-        for parameter in found.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.25)
-    found.generation_config.eos_token_id = None
-    found.generation_config.pad_token_id = 0
-    return found
+    found = getattr(tf, f"{name}{model}")(getattr(tf, f"{name}Config")(**config))
+    return parts.ending(parts.shaken(found))
 
 
 @pytest.mark.parametrize(
@@ -180,9 +167,8 @@ class Apart(tf.LlavaForConditionalGeneration):
     ],
 )
 def test_a_vision_model_that_does_otherwise_is_refused(kind, fault):
-    with pytest.raises(
-        ValueError, match=rf"model type 'llava' cannot be accelerated here: .*{fault}.*own generate"
-    ):
+    said = rf"model type 'llava' cannot be accelerated here: .*{fault}.*own generate"
+    with pytest.raises(ValueError, match=said):
         target = VLMTarget(seeing("llama", kind), Processor())
         target.prefill(VLMPrompt({"input_ids": IDS}, 4), 2)  # pictures may be read otherwise
 

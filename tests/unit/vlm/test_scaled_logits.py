@@ -8,20 +8,11 @@ import transformers as tf
 
 import specmm
 from specmm.hf.generate import PathProcessor
+from tests.tiny import parts
+from tests.tiny.parts import CLIP, PIXELS
 
 IMAGE = 59
-TEXT = dict(
-    vocab_size=60,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+TEXT = parts.TEXT | dict(vocab_size=60)
 TEXTS = {  # numbers far from 1, or caps that are reached
     "granite": dict(logits_scaling=8.0),
     "granitemoe": dict(logits_scaling=8.0, num_local_experts=4, num_experts_per_tok=2),
@@ -29,9 +20,7 @@ TEXTS = {  # numbers far from 1, or caps that are reached
     "cohere2": dict(logit_scale=0.25),
     "gemma2": dict(head_dim=8, final_logit_softcapping=2.0),
 }
-TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-CLIP = dict(model_type="clip_vision_model", image_size=8, patch_size=4, **TOWER)
-SIGLIP = dict(model_type="siglip_vision_model", image_size=16, patch_size=4, **TOWER)
+SIGLIP = PIXELS | dict(model_type="siglip_vision_model")
 ALONE = ("aya_vision", "cohere2_vision")  # kinds with a language model of their own, Cohere 2's
 
 
@@ -77,13 +66,7 @@ def made(request):
     kind, text = request.param
     torch.manual_seed(0)
     model, shown = KINDS[kind](dict(model_type=text, **TEXT, **TEXTS[text]))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.25, generator=generator)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    return model.eval(), shown, TOKENS[kind]
+    return parts.ending(parts.shaken(model, 0)), shown, TOKENS[kind]
 
 
 def rows(shown, count):

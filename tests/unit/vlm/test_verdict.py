@@ -11,6 +11,7 @@ from specmm.hf.drafting import load_drafter
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import SpeculativeVerdict, VerdictPrompts, best, consensus, log_perplexities
 from tests.noisy import noisy
+from tests.tiny.parts import CLIP, SIZES, shaken
 
 WORDS = (
     "question : answer what is it a red green dog cat house expert reasoning think step by the "
@@ -31,20 +32,15 @@ def experts(processor):
 
 def expert(processor, seed):
     vocabulary = len(processor.tokenizer)
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     config = tf.LlavaConfig(
-        vision_config=dict(model_type="clip_vision_model", image_size=8, patch_size=4, **sizes),
-        text_config=dict(
-            model_type="llama", vocab_size=vocabulary, max_position_embeddings=512, **sizes
-        ),
+        vision_config=CLIP | SIZES,
+        text_config=SIZES
+        | dict(model_type="llama", vocab_size=vocabulary, max_position_embeddings=512),
         image_token_index=processor.tokenizer.convert_tokens_to_ids(processor.image_token),
         image_seq_length=4,
     )
     torch.manual_seed(seed)
-    model = tf.LlavaForConditionalGeneration(config)
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(0, 0.2)
+    model = shaken(tf.LlavaForConditionalGeneration(config), std=0.2)
     model.generation_config.eos_token_id = processor.tokenizer.eos_token_id
     return VQAPipeline(model, processor)
 
@@ -114,15 +110,11 @@ def test_the_verdict_model_is_told_what_the_best_said(experts, picture):
         float(s) for i, s in enumerate(ruling.scores) if i not in ruling.heard
     )
     torch.testing.assert_close(ruling.scores, consensus(ruling.log_perplexities))
-    assert all(ruling.answers[i] in told[0] for i in ruling.heard) and all(
-        r in told[0] for r in ruling.reasons
-    )
+    assert all(ruling.answers[i] in told[0] for i in ruling.heard)
+    assert all(r in told[0] for r in ruling.reasons)
     again = rule(picture, QUESTION, max_new_tokens=5, reason_tokens=6, seed=3)
-    assert (again.answer, again.heard, again.answers) == (
-        ruling.answer,
-        ruling.heard,
-        ruling.answers,
-    )
+    wanted = (ruling.answer, ruling.heard, ruling.answers)
+    assert (again.answer, again.heard, again.answers) == wanted
 
 
 def test_equal_answers_are_scored_once(experts, picture, monkeypatch):
@@ -154,10 +146,8 @@ def test_experts_of_a_folder_are_asked_in_their_own_words(experts, picture, tmp_
     VerdictPrompts(**words).save(tmp_path)
     found = SpeculativeVerdict(load(), experts[0])
     assert found.prompts == VerdictPrompts(**words) and not found.prompts.reasoned
-    assert (
-        VerdictPrompts(expert="{answer} {reasoning!s}").reasoned
-        and not VerdictPrompts(expert="{{reasoning}} {answer}").reasoned
-    )
+    assert VerdictPrompts(expert="{answer} {reasoning!s}").reasoned
+    assert not VerdictPrompts(expert="{{reasoning}} {answer}").reasoned
     ruling = found(picture, QUESTION, max_new_tokens=3)
     assert ruling.reasons == [] and len(ruling.heard) == 2, (
         "nobody is asked for reasons that are not passed on"
@@ -173,7 +163,6 @@ def test_mistakes_are_named(experts):
         SpeculativeVerdict(experts[:1], experts[0])
     with pytest.raises(ValueError, match=r"hear must be in \[1, 4\] \(the experts\), got 5"):
         SpeculativeVerdict(experts, experts[0], hear=5)
-    with pytest.raises(
-        ValueError, match=r"prompt 'verdict' must use \['experts', 'question'\], got \['question'\]"
-    ):
+    said = r"prompt 'verdict' must use \['experts', 'question'\], got \['question'\]"
+    with pytest.raises(ValueError, match=said):
         VerdictPrompts(verdict="{question}")

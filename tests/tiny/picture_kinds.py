@@ -13,8 +13,8 @@ import specmm
 from specmm.guidance import Guidance
 from specmm.hf.picture_tokens import PictureTarget, picture_prompt
 from specmm.processors import Processor
-from tests.integration import tiny_chameleon, tiny_glm_image
-from tests.unit.vlm.tiny_processors import word_tokenizer
+from tests.tiny import chameleon, glm_image, parts
+from tests.tiny.processors import word_tokenizer
 
 CODES = 8
 VISUAL = [f"<|visual token {i:06d}|>" for i in range(CODES)]
@@ -23,19 +23,7 @@ NAMED |= dict(image_wrapper_token="<wrap>", eof_token="<|extra_201|>")
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", *NAMED.values(), "<|extra_200|>", *VISUAL]
 WORDS = ["a", "red", "blue", "barn", "tree", "on", "hill", *"*0123456789"]
 IDS = {name: i for i, name in enumerate([*SPECIAL, *WORDS])}
-TEXT = dict(
-    model_type="llama",
-    vocab_size=len(IDS),
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+TEXT = parts.TEXT | dict(model_type="llama", vocab_size=len(IDS), max_position_embeddings=128)
 VQ = dict(embed_dim=4, base_channels=32, channel_multiplier=[1, 1, 1], num_res_blocks=1)
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %} {{ c['text'] }} {% endfor %}{% endfor %}"
@@ -86,13 +74,13 @@ def janus():
     return model
 
 
-def emu3():
+def emu3(**text):
     vq = VQ | dict(
         codebook_size=CODES, attn_resolutions=[], temporal_downsample_factor=1, hidden_size=32
     )
     config = tf.Emu3Config(
         vq_config=vq,
-        text_config=TEXT | dict(model_type="emu3_text_model"),
+        text_config=TEXT | dict(model_type="emu3_text_model") | text,
         vocabulary_map=IDS,
         image_token_id=IDS["<image>"],
     )
@@ -147,12 +135,12 @@ def drawn_by_glm_image(model, words, texts, size, cfg):
     """As diffusers calls it, but greedy, and without what ends pictures, which random weights draw
     anywhere.
     """
-    inputs = tiny_glm_image.inputs(texts, size)
+    inputs = glm_image.inputs(texts, size)
     found = model.generate(
         **inputs,
         do_sample=False,
         max_new_tokens=int(inputs["image_grid_thw"][:2].prod(-1).sum()),
-        suppress_tokens=[tiny_glm_image.BEGIN, tiny_glm_image.END],
+        suppress_tokens=[glm_image.BEGIN, glm_image.END],
         eos_token_id=None,
     )
     return found[:, inputs["input_ids"].shape[1] :]
@@ -160,25 +148,24 @@ def drawn_by_glm_image(model, words, texts, size, cfg):
 
 def drawn_by_chameleon(model, words, texts, size, cfg):
     """By forwards without a cache, from prompts as Anole's release writes them."""
-    ids = tiny_chameleon.IDS
-    begin = [ids[tiny_chameleon.BEGIN]]
-    asked = [[ids["<s>"], *spoken(words, text), ids[tiny_chameleon.TURN], *begin] for text in texts]
-    kinds = [tiny_chameleon.PICTURE] * tiny_chameleon.SIDE**2
+    ids = chameleon.IDS
+    begin = [ids[chameleon.BEGIN]]
+    asked = [[ids["<s>"], *spoken(words, text), ids[chameleon.TURN], *begin] for text in texts]
+    kinds = [chameleon.PICTURE] * chameleon.SIDE**2
     return torch.tensor([guided(model, row, [ids["<s>"], *begin], kinds, cfg) for row in asked])
 
 
 def drawn_by_lumina(model, words, texts, size, cfg):
     """The same, from prompts as Lumina-mGPT's release writes them."""
-    ids = tiny_chameleon.IDS
+    ids = chameleon.IDS
     rows, columns = (pixels // 4 for pixels in size)
-    begin = [ids[tiny_chameleon.BEGIN]]
+    begin = [ids[chameleon.BEGIN]]
     begin += [ids[f"<reserved{8800 + side // 2:05d}>"] for side in (rows, columns)]
     wish = f"Generate an image of {size[1]}x{size[0]} according to the following prompt:\n"
     asked = [
-        [ids["<s>"], *spoken(words, wish + text), ids[tiny_chameleon.TURN], *begin]
-        for text in texts
+        [ids["<s>"], *spoken(words, wish + text), ids[chameleon.TURN], *begin] for text in texts
     ]
-    kinds = ([tiny_chameleon.PICTURE] * columns + [[ids[tiny_chameleon.LINE]]]) * rows
+    kinds = ([chameleon.PICTURE] * columns + [[ids[chameleon.LINE]]]) * rows
     return torch.tensor([guided(model, row, begin, kinds, cfg) for row in asked])
 
 
@@ -227,16 +214,16 @@ def pixels_of_glm_image(pipe, out, size, seeds):
 
 def pixels_of_chameleon(pipe, out, size, seeds):
     """By the tokenizer of diffusers whose weights are in the folder, in whatever form."""
-    vq = tiny_chameleon.vq()
+    vq = chameleon.vq()
     rows, columns = (pixels // 4 for pixels in size)
     grid = out.tokens.view(len(out.tokens), rows, -1)[..., :columns]
-    codes = (grid - tiny_chameleon.FIRST) // 2
+    codes = (grid - chameleon.FIRST) // 2
     latents = vq.quantize.get_codebook_entry(codes.flatten(), (len(grid), rows, columns, 8))
     return vq.decode(latents, force_not_quantize=True).sample.permute(0, 2, 3, 1)
 
 
 def save_glm_image(folder):
-    tiny_glm_image.painter(loud(tiny_glm_image.model())).save_pretrained(folder)
+    glm_image.painter(loud(glm_image.model())).save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -272,15 +259,10 @@ KINDS = {
     "janus": Kind(drawn_by_janus, pixels_of_janus, (12, 12), saves(janus, TEMPLATE)),
     "emu3": Kind(drawn_by_emu3, pixels_of_emu3, (12, 16), saves(emu3)),
     "glm_image": Kind(
-        drawn_by_glm_image,
-        pixels_of_glm_image,
-        (96, 64),
-        save_glm_image,
-        tiny_glm_image.places,
-        (1.0,),
+        drawn_by_glm_image, pixels_of_glm_image, (96, 64), save_glm_image, glm_image.places, (1.0,)
     ),
-    "anole": Kind(drawn_by_chameleon, pixels_of_chameleon, (16, 16), tiny_chameleon.save),
-    "lumina": Kind(drawn_by_lumina, pixels_of_chameleon, (16, 24), tiny_chameleon.save_lumina),
+    "anole": Kind(drawn_by_chameleon, pixels_of_chameleon, (16, 16), chameleon.save),
+    "lumina": Kind(drawn_by_lumina, pixels_of_chameleon, (16, 24), chameleon.save_lumina),
 }
 
 

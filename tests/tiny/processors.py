@@ -3,24 +3,14 @@
 import transformers as tf
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-NAMED = {  # attributes of tokenizers that some processors read
-    "image_token": "<image>",
-    "boi_token": "<boi>",
-    "eoi_token": "<eoi>",
-    "video_token": "<video>",
-    "audio_token": "<audio>",
-    "boa_token": "<boa>",
-    "eoa_token": "<eoa>",
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "img_line_break_token": "<line>",
-    "image_wrapper_token": "<wrap>",
-    "eof_token": "<eof>",
-    "image_start_token": "<image_start>",
-    "image_end_token": "<image_end>",
-    "image_break_token": "[IMG_BREAK]",
-}
+from tests.tiny.parts import square
+
+# attributes of tokenizers that some processors read
+PLAIN = ["image", "boi", "eoi", "video", "audio", "boa", "eoa", "eof", "image_start", "image_end"]
+NAMED = {f"{name}_token": f"<{name}>" for name in PLAIN}
+NAMED |= dict(start_image_token="<img>", end_image_token="</img>", image_wrapper_token="<wrap>")
+NAMED |= dict(context_image_token="<IMG_CONTEXT>", img_line_break_token="<line>")
+NAMED |= dict(image_break_token="[IMG_BREAK]")
 MORE = (
     "<|image|> <|video|> [IMG] [IMG_END] <fake_token_around_image> <global-img> "
     "<|begin_of_video|> <|end_of_video|> <|vision_start|> <|vision_end|> <IMG_START> <IMG_ATOM> "
@@ -38,16 +28,14 @@ def word_tokenizer(special, words, splits=None, named=None, template=None):
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
     made.pre_tokenizer = splits or pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        padding_side="left",
-        extra_special_tokens=named or {},
-        chat_template=template,
-    )
+    return wrapped(made, named, template)
+
+
+def wrapped(made, named=None, template=None):
+    """transformers' tokenizer around one of ``tokenizers``."""
+    marks = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    more = dict(padding_side="left", extra_special_tokens=named or {}, chat_template=template)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=made, **marks, **more)
 
 
 def tokenizer():
@@ -60,10 +48,6 @@ def template(image="<image>", video="<video>"):
         f"{{% if c['type'] == 'image' %}}{image}{{% elif c['type'] == 'video' %}}{video}"
         "{% else %} {{ c['text'] }} {% endif %}{% endfor %}{% endfor %}"
     )
-
-
-def square(side):
-    return {"height": side, "width": side}
 
 
 SMALL = dict(size={"shortest_edge": 64, "longest_edge": 4096}, patch_size=4, merge_size=2)
@@ -111,6 +95,7 @@ def smolvlm():
     )
 
 
+LFM2 = dict(encoder_patch_size=4, min_image_tokens=1, max_image_tokens=8, max_num_patches=64)
 PROCESSORS = {
     "llava": llava,
     "llava-next": lambda: of("LlavaNext", tf.LlavaNextImageProcessor(**CROPPED, **TILES), **CLIP),
@@ -173,15 +158,7 @@ PROCESSORS = {
     ),
     "smolvlm": smolvlm,
     "lfm2-vl": lambda: of(
-        "Lfm2Vl",
-        tf.Lfm2VlImageProcessor(
-            tile_size=16,
-            encoder_patch_size=4,
-            downsample_factor=2,
-            min_image_tokens=1,
-            max_image_tokens=8,
-            max_num_patches=64,
-        ),
+        "Lfm2Vl", tf.Lfm2VlImageProcessor(tile_size=16, downsample_factor=2, **LFM2)
     ),
     "kimi": lambda: tf.Kimi_K25Processor(
         tf.Kimi_K25ImageProcessor(),

@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tests.tiny.parts import SIZES, shaken
+
 CODES, SIDE, FIRST = 8, 4, 20
 PICTURE = [FIRST + 2 * i for i in range(CODES)]  # their ids, not those of words
 BEGIN, TURN, LINE = "<racm3:break>", "<reserved08706>", "<reserved08799>"
@@ -26,8 +28,7 @@ WORDS += ["2", "4", "1", "6", "x"]
 IDS = SPECIAL | {word: 40 + i for i, word in enumerate(WORDS)}
 VQ = dict(embed_dim=8, num_embeddings=CODES, latent_channels=8, num_res_blocks=1)
 VQ |= dict(resolution=4 * SIDE, base_channels=32, channel_multiplier=[1, 1, 1])
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, vocab_size=64)
-SIZES |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96)
+TEXT = SIZES | dict(vocab_size=64, num_key_value_heads=2, max_position_embeddings=96)
 TRAINING = dict(mask_image_logits=False, z_loss_weight=1e-5)  # what Lumina-mGPT's leaves
 
 
@@ -38,17 +39,15 @@ def image_name(code):
 
 def model(**more):
     names = {image_name(code): id_ for code, id_ in enumerate(PICTURE)}
-    return loud(ChameleonConfig(vocabulary_map=SPECIAL | names, vq_config=VQ, **SIZES, **more))
+    return loud(ChameleonConfig(vocabulary_map=SPECIAL | names, vq_config=VQ, **TEXT, **more))
 
 
 def loud(config):
     """Random weights whose next tokens depend on the text."""
     torch.manual_seed(0)
     made = ChameleonForConditionalGeneration(config).eval()
+    shaken(made.model.layers)
     with torch.no_grad():
-        for parameter in made.model.layers.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.25)
         made.lm_head.weight.normal_(0, 0.25)
         made.model.embed_tokens.weight.normal_(0, 0.5)
     return made

@@ -13,30 +13,10 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from benchmarks.models.tiny import tiny_config
-from tests.integration import vlm_models
+from tests.tiny import parts, vlm_folders
+from tests.tiny.parts import EXPERTS, LINEAR, MROPE, spread
 
-SIZES = dict(
-    vocab_size=37,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=256,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
-EXPERTS = dict(
-    first_k_dense_replace=1,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    moe_intermediate_size=16,
-    n_shared_experts=1,
-)
+SIZES = parts.TEXT | dict(vocab_size=37, head_dim=8)
 
 
 @dataclass(frozen=True)
@@ -80,18 +60,13 @@ MIMO = replace(
 )
 
 
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, v_head_dim=12)
+LATENT |= dict(qk_rope_head_dim=8, qk_nope_head_dim=8)
+
+
 def deepseek(count, **more):
     """Latent attention, whose keys and values differ in width."""
-    config = tf.DeepseekV3Config(
-        **SIZES | dict(num_key_value_heads=4),
-        **EXPERTS,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        num_mtp_layers=count,
-    )
+    config = tf.DeepseekV3Config(**SIZES | EXPERTS | LATENT, num_mtp_layers=count)
     return config, FURTHER
 
 
@@ -118,17 +93,8 @@ def mellum(count):
 def qwen3_5_text(count):
     """Linear attention in every other layer; the config counts by another name."""
     config = tf.Qwen3_5TextConfig(
-        **SIZES | dict(head_dim=16),
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        rope_parameters={
-            "rope_type": "default",
-            "mrope_section": [1, 1, 2],
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
+        **SIZES | LINEAR | dict(head_dim=16),
+        rope_parameters=MROPE | dict(partial_rotary_factor=0.5),
         layer_types=["linear_attention", "full_attention"],
         mtp_num_hidden_layers=count,
     )
@@ -137,7 +103,7 @@ def qwen3_5_text(count):
 
 def qwen3_5(count):
     """Pictures, M-RoPE and linear attention."""
-    model, _ = vlm_models.qwen3_5()
+    model, _ = vlm_folders.qwen3_5()
     config = model.config
     config.text_config.mtp_num_hidden_layers = count
     return config, QWEN
@@ -230,9 +196,9 @@ def save(name, folder, count=1, **sizes):
     pictures = config.get_text_config() is not config
     made = tf.AutoModelForImageTextToText if pictures else tf.AutoModelForCausalLM
     model = made.from_config(deeper(config, count, names.kinds))
-    spread(model)
-    (vlm_models.qwen3_5()[1] if pictures else vlm_models.tokenizer()).save_pretrained(folder)
-    model.generation_config.eos_token_id = [2, vlm_models.END]
+    louder(model)
+    (vlm_folders.qwen3_5()[1] if pictures else vlm_folders.tokenizer()).save_pretrained(folder)
+    model.generation_config.eos_token_id = [2, vlm_folders.END]
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
     text = config.get_text_config()
@@ -267,15 +233,10 @@ def save(name, folder, count=1, **sizes):
     return folder
 
 
-def spread(model, by=4.0):
-    """Larger weights, for those of a fresh model say nearly the same whatever they read.
-
-    The latest token counts most, so that layers which pass on its embedding draft well.
-    """
+def louder(model):
+    """The latest token counts most, so that layers which pass on its embedding draft well."""
+    spread(model, 4.0)
     with torch.no_grad():
-        for x in model.parameters():
-            if x.ndim > 1:
-                x.mul_(by)
         model.get_input_embeddings().weight.mul_(8)
-        if model.get_output_embeddings().out_features > len(vlm_models.MARKS):
-            model.get_output_embeddings().weight[: len(vlm_models.MARKS)] = 0  # answers hold few
+        if model.get_output_embeddings().out_features > len(vlm_folders.MARKS):
+            model.get_output_embeddings().weight[: len(vlm_folders.MARKS)] = 0  # answers hold few

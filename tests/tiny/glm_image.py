@@ -5,21 +5,14 @@ import torch
 import transformers as tf
 from tokenizers import pre_tokenizers
 
-from tests.unit.vlm.tiny_processors import word_tokenizer
+from tests.tiny.parts import SIZES
+from tests.tiny.processors import word_tokenizer
 
 CODES = 8
 BEGIN, END = CODES, CODES + 1  # of a picture
 NAMED = dict(image_token="<image>", grid_bos_token="<sop>", grid_eos_token="<eop>")
-SPECIAL = [
-    *(f"<code {i}>" for i in range(CODES)),
-    "<boi>",
-    "<eoi>",
-    "<pad>",
-    "<s>",
-    "</s>",
-    "<unk>",
-]
-SPECIAL += NAMED.values()
+MARKS = ("<boi>", "<eoi>", "<pad>", "<s>", "</s>", "<unk>", *NAMED.values())
+SPECIAL = [*(f"<code {i}>" for i in range(CODES)), *MARKS]
 WORDS = ["a", "red", "blue", "barn", "tree", "on", "hill", "draw", *"0123456789"]
 IDS = {name: i for i, name in enumerate([*SPECIAL, *WORDS])}
 TEMPLATE = (
@@ -28,12 +21,9 @@ TEMPLATE = (
 TEXT = dict(
     vocab_size=len(IDS),
     vision_vocab_size=CODES + 2,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=512,
+    **SIZES,
     pad_token_id=IDS["<pad>"],
     eos_token_id=END,
     rope_parameters=dict(rope_type="default", rope_theta=100.0, mrope_section=[1, 2, 1]),
@@ -41,17 +31,9 @@ TEXT = dict(
 VISION = dict(
     depth=1, hidden_size=16, num_heads=2, intermediate_size=16, patch_size=4, image_size=16
 )
-PAINTER = dict(
-    in_channels=4,
-    out_channels=4,
-    num_layers=1,
-    attention_head_dim=8,
-    num_attention_heads=2,
-    text_embed_dim=8,
-    time_embed_dim=8,
-    condition_dim=8,
-    prior_vq_quantizer_codebook_size=CODES,
-)
+PAINTER = dict(in_channels=4, out_channels=4, num_layers=1, num_attention_heads=2)
+PAINTER |= dict(attention_head_dim=8, text_embed_dim=8, time_embed_dim=8, condition_dim=8)
+PAINTER |= dict(prior_vq_quantizer_codebook_size=CODES)
 
 
 def tokenizer():

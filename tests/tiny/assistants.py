@@ -3,31 +3,20 @@
 import torch
 import transformers as tf
 
+from tests.tiny.parts import TEXT, ending, spread
+
 SHARING = dict(  # as Gemma 4 E2B
     num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=37
 )
-SIZES = dict(
-    vocab_size=37,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    global_head_dim=16,
-    sliding_window=6,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+ALONE = dict(hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
+KINDS = ["sliding_attention", "full_attention"]
+SIZES = TEXT | dict(vocab_size=37, num_hidden_layers=4, layer_types=KINDS * 2)
+SIZES |= dict(head_dim=8, global_head_dim=16, sliding_window=6)
 
 
 def buildable():
     """Whether this transformers can build an assistant, all of whose layers share keys."""
-    kinds = ["sliding_attention", "full_attention"]
-    config = tf.Gemma4TextConfig(num_hidden_layers=2, num_kv_shared_layers=2, layer_types=kinds)
+    config = tf.Gemma4TextConfig(num_hidden_layers=2, num_kv_shared_layers=2, layer_types=KINDS)
     try:
         return len(config.kv_sharing_modes) == 2
     except ValueError:  # 5.23
@@ -37,30 +26,18 @@ def buildable():
 def target(seed=0, **changes):
     """A language model; by default no layers share keys and values with others."""
     torch.manual_seed(seed)
-    text = SIZES | dict(
-        num_kv_shared_layers=0,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
-        tie_word_embeddings=False,
-    )
-    model = tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**text | changes)).eval()
+    text = SIZES | ALONE | dict(num_kv_shared_layers=0, tie_word_embeddings=False) | changes
+    model = tf.Gemma4ForCausalLM(tf.Gemma4TextConfig(**text)).eval()
     spread(model, 3.0)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(15)
-    model.generation_config.eos_token_id = None
-    return model
+    return ending(model)
 
 
 def assistant_of(model, seed=1, sizes=SIZES, **changes):
     """An assistant that passes on the embedding of the latest token, as its target mostly does."""
     torch.manual_seed(seed)
-    given = sizes | dict(
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=0,
-        vocab_size_per_layer_input=0,
-    )
+    given = sizes | ALONE | dict(num_kv_shared_layers=2, num_hidden_layers=2, layer_types=KINDS)
     width = model.config.get_text_config().hidden_size
     options = dict(backbone_hidden_size=width) | changes
     config = tf.Gemma4AssistantConfig(text_config=tf.Gemma4TextConfig(**given), **options)
@@ -79,11 +56,3 @@ def assistant_of(model, seed=1, sizes=SIZES, **changes):
             members = made.lm_head.weight[order].unflatten(0, (made.config.num_centroids, -1))
             made.masked_embedding.centroids.weight.copy_(members.mean(1))
     return made
-
-
-def spread(model, by):
-    """Larger weights, for those of a fresh model say nearly the same whatever they read."""
-    with torch.no_grad():
-        for x in model.parameters():
-            if x.ndim > 1:
-                x.mul_(by)

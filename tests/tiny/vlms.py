@@ -1,35 +1,32 @@
-"""Tiny random models for what the processors of ``tiny_processors`` give."""
+"""Tiny random models for what ``processors`` give."""
 
 import torch
 import transformers as tf
 
-from tests.unit.vlm.tiny_processors import SPECIAL, TILES, WORDS, tokenizer
+from tests.tiny import parts
+from tests.tiny.parts import DEEPSTACK, EXPERTS, MROPE, PIXELS, QWEN_TOWER, TOWER
+from tests.tiny.processors import SPECIAL, TILES, WORDS, tokenizer
 
 ids = tokenizer().convert_tokens_to_ids
-TEXT = dict(
-    vocab_size=len(SPECIAL) + len(WORDS),
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=2048,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-TOWER |= dict(image_size=16, patch_size=4)
-QWEN = dict(patch_size=4, spatial_merge_size=2, temporal_patch_size=2, num_heads=2, depth=2)
-QWEN |= dict(hidden_size=16, intermediate_size=24, out_hidden_size=32)
-MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+TEXT = parts.TEXT | dict(vocab_size=len(SPECIAL) + len(WORDS), max_position_embeddings=2048)
 IN_PARTS = TEXT | dict(rope_parameters=MROPE, head_dim=8)
-MARKS = dict(
-    image_token_id=ids("<image>"),
-    video_token_id=ids("<video>"),
-    vision_start_token_id=ids("<|vision_start|>"),
-    vision_end_token_id=ids("<|vision_end|>"),
-)
+SEEN = dict(image_token_id=ids("<image>"), video_token_id=ids("<video>"))
+MARKS = {f"vision_{side}_token_id": ids(f"<|vision_{side}|>") for side in ("start", "end")}
+WINDOWS = ["sliding_attention", "full_attention"]
+DEEPSEEK = EXPERTS | dict(num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16)
+DEEPSEEK |= dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+LLAMA4 = dict(intermediate_size=64, vision_output_dim=32, projector_input_dim=32)
+LLAMA4 |= dict(projector_output_dim=32, pixel_shuffle_ratio=0.5)
+GEMMA4 = dict(num_key_value_heads=2, head_dim=8, patch_size=16, pooling_kernel_size=3)
+JANUS = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4)
+JANUS |= dict(projection_dim=32, mlp_ratio=2, depth=2, num_image_tokens=4)
+JANUS_VQ = dict(embed_dim=4, num_embeddings=8, base_channels=32, channel_multiplier=[1, 1])
+JANUS_VQ |= dict(num_res_blocks=1, latent_channels=4, num_hidden_layers=1)
+JANUS_VQ |= dict(projection_dim=32, image_token_embed_dim=32)
+RATIOS = [[w, h] for w in range(1, 5) for h in range(1, 4 // w + 1)]
+MLLAMA = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=2, attention_heads=2)
+MLLAMA |= dict(image_size=16, patch_size=4, num_global_layers=1, vision_output_dim=48)
+MLLAMA |= dict(intermediate_layers_indices=[0, 1], max_num_tiles=4, supported_aspect_ratios=RATIOS)
 VISUAL = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 
 
@@ -38,12 +35,12 @@ def text(kind, **changes):
 
 
 def siglip(side=16, **changes):
-    return dict(model_type="siglip_vision_model", **(TOWER | dict(image_size=side) | changes))
+    return dict(model_type="siglip_vision_model", **(PIXELS | dict(image_size=side) | changes))
 
 
 CONFIGS = {
     "internvl": lambda: tf.InternVLConfig(
-        vision_config=TOWER | dict(image_size=[16, 16], patch_size=[4, 4]),
+        vision_config=PIXELS | dict(image_size=[16, 16], patch_size=[4, 4]),
         text_config=text("qwen2"),
         image_token_id=ids("<IMG_CONTEXT>"),
         image_seq_length=4,
@@ -51,12 +48,7 @@ CONFIGS = {
     "gemma3": lambda: tf.Gemma3Config(
         vision_config=siglip(),
         text_config=TEXT
-        | dict(
-            head_dim=8,
-            sliding_window=8,
-            query_pre_attn_scalar=8,
-            layer_types=["sliding_attention", "full_attention"],
-        ),
+        | dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8, layer_types=WINDOWS),
         mm_tokens_per_image=4,
         image_token_id=ids("<image>"),
         boi_token_index=ids("<boi>"),
@@ -78,7 +70,7 @@ CONFIGS = {
         **TILES,
     ),
     "pixtral": lambda: tf.Mistral3Config(
-        vision_config=dict(model_type="pixtral", head_dim=8, **TOWER),
+        vision_config=dict(model_type="pixtral", head_dim=8, **PIXELS),
         text_config=text("mistral", head_dim=8),
         image_token_index=ids("[IMG]"),
         spatial_merge_size=1,
@@ -90,14 +82,7 @@ CONFIGS = {
         image_token_index=ids("<|IMG_PATCH|>"),
     ),
     "llama4": lambda: tf.Llama4Config(
-        vision_config=TOWER
-        | dict(
-            intermediate_size=64,
-            vision_output_dim=32,
-            projector_input_dim=32,
-            projector_output_dim=32,
-            pixel_shuffle_ratio=0.5,
-        ),
+        vision_config=PIXELS | LLAMA4,
         text_config=TEXT
         | dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=16),
         image_token_index=ids("<|patch|>"),
@@ -105,32 +90,10 @@ CONFIGS = {
         eoi_token_index=ids("<|image_end|>"),
     ),
     "kimi": lambda: tf.Kimi_K25Config(
-        vision_config=dict(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            patch_size=14,
-        ),
+        vision_config=TOWER | dict(patch_size=14),
         projection_hidden_size=16,
-        text_config=text(
-            "deepseek_v3",
-            num_key_value_heads=4,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            moe_intermediate_size=16,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=8,
-            qk_rope_head_dim=8,
-            v_head_dim=8,
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-        ),
-        image_token_id=ids("<image>"),
-        video_token_id=ids("<video>"),
+        text_config=text("deepseek_v3", **DEEPSEEK),
+        **SEEN,
     ),
     "cohere2-vision": lambda: tf.Cohere2VisionConfig(
         vision_config=siglip(),
@@ -140,7 +103,7 @@ CONFIGS = {
         downsample_factor=1,
     ),
     "ovis2": lambda: tf.Ovis2Config(
-        vision_config=TOWER | dict(hidden_stride=2, vocab_size=20, num_visual_indicator_tokens=5),
+        vision_config=PIXELS | dict(hidden_stride=2, vocab_size=20, num_visual_indicator_tokens=5),
         text_config=text("qwen2"),
         image_token_id=ids("<IMG_ATOM>"),
         visual_indicator_token_ids=ids(list(VISUAL)),
@@ -148,12 +111,10 @@ CONFIGS = {
         hidden_size=32,
     ),
     "qwen3-vl": lambda: tf.Qwen3VLConfig(
-        vision_config=QWEN | dict(num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
-        text_config=IN_PARTS,
-        **MARKS,
+        vision_config=DEEPSTACK, text_config=IN_PARTS, **SEEN, **MARKS
     ),
     "glm4v": lambda: tf.Glm4vConfig(
-        vision_config=QWEN | dict(image_size=16),
+        vision_config=QWEN_TOWER | dict(image_size=16),
         text_config=IN_PARTS,
         image_token_id=ids("<image>"),
         video_token_id=ids("<video>"),
@@ -163,17 +124,7 @@ CONFIGS = {
         video_end_token_id=ids("<|end_of_video|>"),
     ),
     "gemma4": lambda: tf.Gemma4Config(
-        vision_config=dict(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            patch_size=16,
-            pooling_kernel_size=3,
-            position_embedding_size=64,
-        ),
+        vision_config=TOWER | GEMMA4 | dict(position_embedding_size=64),
         text_config=TEXT
         | dict(
             head_dim=8,
@@ -183,7 +134,7 @@ CONFIGS = {
             hidden_size_per_layer_input=8,
             vocab_size_per_layer_input=TEXT["vocab_size"],
             tie_word_embeddings=False,
-            layer_types=["sliding_attention", "full_attention"],
+            layer_types=WINDOWS,
         ),
         audio_config=None,
         tie_word_embeddings=False,
@@ -194,11 +145,9 @@ CONFIGS = {
         eoi_token_id=ids("<eoi>"),
     ),
     "lfm2-vl": lambda: tf.Lfm2VlConfig(
-        vision_config=dict(
-            model_type="siglip2_vision_model",
-            num_patches=16,
-            vision_use_head=False,
-            **{k: v for k, v in TOWER.items() if k != "image_size"},
+        vision_config=TOWER
+        | dict(
+            model_type="siglip2_vision_model", patch_size=4, num_patches=16, vision_use_head=False
         ),
         text_config=text("lfm2", layer_types=["conv", "full_attention"]),
         image_token_id=ids("<image>"),
@@ -206,45 +155,13 @@ CONFIGS = {
         downsample_factor=2,
     ),
     "janus": lambda: tf.JanusConfig(
-        vision_config=dict(
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=8,
-            patch_size=4,
-            projection_dim=32,
-            mlp_ratio=2,
-            depth=2,
-            num_image_tokens=4,
-        ),
+        vision_config=JANUS,
         text_config=text("llama"),
-        vq_config=dict(
-            embed_dim=4,
-            num_embeddings=8,
-            base_channels=32,
-            channel_multiplier=[1, 1],
-            num_res_blocks=1,
-            latent_channels=4,
-            num_hidden_layers=1,
-            projection_dim=32,
-            image_token_embed_dim=32,
-        ),
+        vq_config=JANUS_VQ,
         image_token_id=ids("<image>"),
     ),
     "mllama": lambda: tf.MllamaConfig(
-        vision_config=dict(
-            image_size=16,
-            patch_size=4,
-            attention_heads=2,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_global_layers=1,
-            vision_output_dim=48,
-            intermediate_layers_indices=[0, 1],
-            max_num_tiles=4,
-            supported_aspect_ratios=[[w, h] for w in range(1, 5) for h in range(1, 4 // w + 1)],
-        ),
+        vision_config=MLLAMA,
         text_config=TEXT
         | dict(
             num_hidden_layers=3,
@@ -254,7 +171,7 @@ CONFIGS = {
         image_token_index=ids("<image>"),
     ),
     "idefics3": lambda: tf.Idefics3Config(
-        vision_config=TOWER,
+        vision_config=PIXELS,
         text_config=text("llama"),
         image_token_id=ids("<image>"),
         scale_factor=2,
@@ -281,5 +198,4 @@ def random_model(name):
                 parameter.normal_(0, 0.25, generator=generator)
             elif "gate" in key:  # of layers that read pictures, shut until they are trained
                 parameter.fill_(1.0)
-    made.generation_config.eos_token_id, made.generation_config.pad_token_id = 2, 0
-    return made
+    return parts.ending(made, 2)
