@@ -12,36 +12,32 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner
 
-from specmm.cli import app
 from specmm.cli.evaluate.sources import SourceReader, is_file_of_numbers
 from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
+from tests import commands
+from tests.commands import run, succeed
 
 SIDE = 8
 
 
-def evaluate(*arguments: object, status: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["eval", *map(str, arguments)])
-    assert result.exit_code == status, (result.output, result.exception)
-    return result
+def evaluate(command, *words):
+    return succeed(f"eval {command}", *words)
 
 
-def as_json(*arguments: object) -> Any:
-    result = evaluate(*arguments, "--json")
-    assert result.stdout.count("\n") == 1
-    return json.loads(result.stdout)
+def as_json(command, *words):
+    return commands.as_json(f"eval {command}", *words)
 
 
-def refused(*arguments: object) -> str:
-    """The one line of a command that must fail as a user's mistake."""
-    result = evaluate(*arguments, status=2)
-    assert result.stdout == ""
+def refused(command, *words):
+    """The last line of a command that must fail as a user's mistake; others are of its progress."""
+    result = run(f"eval {command}", *words)
+    assert result.exit_code == 2 and result.stdout == "", (result.output, result.exception)
     line = result.stderr.splitlines()[-1]
     assert line.startswith("error: ")
-    return str(line)
+    return line
 
 
 @pytest.fixture(scope="session")
@@ -92,35 +88,29 @@ def tiny_network(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # ---- distances
 
 
-def test_every_distance_of_stored_features(sets: Path) -> None:
+def test_every_distance_of_stored_features(sets):
     one = sets / "a.npz"
     two = sets / "c.npz"
     found = as_json("fid", one, two)
-    assert (
-        found["metric"] == "fid"
-        and found["name"] == "a"
-        and found["protocol"]["counts"] == [96, 96]
-    )
+    assert found["metric"] == "fid" and found["name"] == "a"
+    assert found["protocol"]["counts"] == [96, 96]
     assert as_json("fid", one, one)["value"] == pytest.approx(0, abs=1e-6)
     with_interval = as_json("fid", one, two, "--interval", "--name", "mine")
-    assert (
-        with_interval["value"] == pytest.approx(found["value"]) and with_interval["name"] == "mine"
-    )
+    assert with_interval["value"] == pytest.approx(found["value"])
+    assert with_interval["name"] == "mine"
     assert with_interval["interval"]["low"] < found["value"] < with_interval["interval"]["high"]
     assert as_json("fd", one, two)["metric"] == "fd"
     kid = as_json("kid", one, two, "--subset-size", 32, "--subsets", 5)
     assert kid["protocol"]["subset_size"] == 32 and "subsets_std" in kid["parts"]
     assert [m["metric"] for m in as_json("pr", one, two)["results"]] == ["precision", "recall"]
-    assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == [
-        "density",
-        "coverage",
-    ]
+    wanted = ["density", "coverage"]
+    assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == wanted
     assert as_json("mifid", one, two)["parts"]["fid"] == pytest.approx(found["value"])
     np.savez(sets / "logits.npz", FeatureSet.load(one).values.numpy())
     assert as_json("is", sets / "logits.npz", "--splits", 2)["protocol"]["splits"] == 2
 
 
-def test_the_table_says_what_was_measured(sets: Path, tmp_path: Path) -> None:
+def test_the_table_says_what_was_measured(sets, tmp_path):
     few = FeatureSet.load(sets / "a.npz")
     FeatureSet(few.values[:5], few.protocol).save(tmp_path / "few.npz")
     text = evaluate("fid", tmp_path / "few.npz", sets / "b.npz", "--json").stdout
@@ -131,65 +121,48 @@ def test_the_table_says_what_was_measured(sets: Path, tmp_path: Path) -> None:
     assert "95% bootstrap of 1000" in evaluate("pr", sets / "a.npz", sets / "b.npz").stdout
 
 
-def test_pictures_of_every_kind_are_read_alike(
-    folder: Path, tmp_path: Path, tiny_network: list[str]
-) -> None:
+def test_pictures_of_every_kind_are_read_alike(folder, tmp_path, tiny_network):
     np.savez(tmp_path / "pictures.npz", images=noise())
     with zipfile.ZipFile(tmp_path / "pictures.zip", "w") as archive:
         for file in sorted(folder.iterdir()):
             archive.write(file, file.name)
     for other in (tmp_path / "pictures.npz", tmp_path / "pictures.zip", f"{folder}/*.png"):
         found = as_json("fid", folder, other, "--workers", 0)
-        assert found["value"] == pytest.approx(0, abs=1e-5) and found["protocol"]["counts"] == [
-            12,
-            12,
-        ]
+        assert found["value"] == pytest.approx(0, abs=1e-5)
+        assert found["protocol"]["counts"] == [12, 12]
     assert tiny_network == ["inception"] * 3  # loaded once for both sides
     assert as_json("fd", folder, folder, "--features", "efficientnet-lite0")["metric"] == "fd"
     np.savez(tmp_path / "bare.npz", noise().reshape(12, -1)[:, :4].astype(np.float32))
     assert as_json("fid", folder, tmp_path / "bare.npz")["value"] == pytest.approx(0, abs=1e-5)
 
 
-def test_bad_pictures_are_named_and_left_out_on_request(
-    folder: Path, tiny_network: list[str]
-) -> None:
+def test_bad_pictures_are_named_and_left_out_on_request(folder, tiny_network):
     (folder / "05.png").write_bytes(b"no picture")
     assert "05.png" in refused("fid", folder, folder)
     result = evaluate("fid", folder, folder, "--skip-bad", "--json")
     found = json.loads(result.stdout)
-    assert (
-        found["protocol"]["counts"] == [11, 11] and "could not be read" in found["protocol"]["note"]
-    )
+    assert found["protocol"]["counts"] == [11, 11]
+    assert "could not be read" in found["protocol"]["note"]
     assert "left out" in result.stderr and "05.png" in result.stderr
 
 
-def test_features_and_statistics_are_written(
-    folder: Path, sets: Path, tmp_path: Path, tiny_network: list[str]
-) -> None:
+def test_features_and_statistics_are_written(folder, sets, tmp_path, tiny_network):
     assert as_json("features", folder, "--out", tmp_path / "f.npz")["width"] == 4
     assert as_json("fid", folder, tmp_path / "f.npz")["value"] == pytest.approx(0, abs=1e-5)
     for layout, name in (("ours", "s.npz"), ("clean-fid", "c.npz"), ("torch-fidelity", "t.pt")):
         facts = as_json("stats", sets / "a.npz", "--out", tmp_path / name, "--format", layout)
         assert facts["count"] == 96 and facts["width"] == 6
-        assert as_json("fid", sets / "a.npz", tmp_path / name)["value"] == pytest.approx(
-            0, abs=1e-6
-        )
-    assert (
-        "96 samples of 6 features"
-        in evaluate("stats", sets / "a.npz", "--out", tmp_path / "x.npz").stderr
-    )
-    assert "spatial" in refused(
-        "stats", sets / "a.npz", "--out", tmp_path / "y.npz", "--format", "adm"
-    )
-    assert "did you mean 'clean-fid'" in refused(
-        "stats", folder, "--out", tmp_path / "y.npz", "--format", "cleanfid"
-    )
+        value = as_json("fid", sets / "a.npz", tmp_path / name)["value"]
+        assert value == pytest.approx(0, abs=1e-6)
+    told = evaluate("stats", sets / "a.npz", "--out", tmp_path / "x.npz").stderr
+    assert "96 samples of 6 features" in told
+    out = f"--out {tmp_path}/y.npz --format"
+    assert "spatial" in refused(f"stats {sets}/a.npz {out} adm")
+    assert "did you mean 'clean-fid'" in refused(f"stats {folder} {out} cleanfid")
     assert "written to .npz" in refused("features", folder, "--out", tmp_path / "f.txt")
 
 
-def test_mistakes_about_sources(
-    sets: Path, folder: Path, tmp_path: Path, tiny_network: list[str]
-) -> None:
+def test_mistakes_about_sources(sets, folder, tmp_path, tiny_network):
     told = refused("fid", sets / "a.npz", sets / "other.npz")
     assert "same protocol, got features='inception made up' and 'another'" in told
     assert "same width, got 4 and 6" in refused("kid", folder, sets / "a.npz")
@@ -210,22 +183,18 @@ def test_mistakes_about_sources(
     assert "at least 2 samples" in refused("fid", single, folder)
 
 
-def test_damaged_and_odd_archives_are_named(sets: Path, tmp_path: Path) -> None:
+def test_damaged_and_odd_archives_are_named(sets, tmp_path):
     data = bytearray((sets / "a.npz").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "flipped.npz").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
         odd.writestr("readme.txt", "hello")
-    assert "flipped.npz must be a whole .npz" in refused(
-        "fd", tmp_path / "flipped.npz", sets / "c.npz"
-    )
-    assert "flipped.npz must be a whole .npz" in refused(
-        "fd", sets / "c.npz", tmp_path / "flipped.npz"
-    )
+    for sides in (f"{tmp_path}/flipped.npz {sets}/c.npz", f"{sets}/c.npz {tmp_path}/flipped.npz"):
+        assert "flipped.npz must be a whole .npz" in refused(f"fd {sides}")
     assert "odd.npz must hold an array" in refused("kid", tmp_path / "odd.npz", sets / "c.npz")
 
 
-def test_pictures_in_an_archive_are_not_read_to_see_what_they_are(tmp_path: Path) -> None:
+def test_pictures_in_an_archive_are_not_read_to_see_what_they_are(tmp_path):
     """50,000 samples as ADM saves them are 10 GB, which were read whole four times."""
     np.savez(tmp_path / "samples.npz", np.zeros((64, 256, 256, 3), np.uint8))
     np.savez(tmp_path / "features.npz", np.zeros((512, 2048), np.float32))
@@ -237,34 +206,29 @@ def test_pictures_in_an_archive_are_not_read_to_see_what_they_are(tmp_path: Path
     assert peak < 1e6
 
 
-def test_unknown_networks_are_suggested(folder: Path) -> None:
+def test_unknown_networks_are_suggested(folder):
     assert "did you mean 'inception'" in refused("kid", folder, folder, "--features", "inceptoin")
 
 
 # ---- comparing
 
 
-def test_compare_tests_and_says_it_in_a_sentence(sets: Path) -> None:
+def test_compare_tests_and_says_it_in_a_sentence(sets):
     a, b, c = (sets / f"{n}.npz" for n in "abc")
     same = as_json("compare", a, b)
-    assert (
-        not same["differ"]
-        and same["p_value"] > 0.05
-        and same["verdict"].startswith("No difference beyond")
-    )
+    assert not same["differ"] and same["p_value"] > 0.05
+    assert same["verdict"].startswith("No difference beyond")
     worse = as_json("compare", c, a, "--reference", b, "--permutations", 99)
     assert worse["differ"] and worse["p_value"] == 0.01
-    assert (
-        worse["loss"]["interval"]["low"] > 0 and "B is closer to the reference" in worse["verdict"]
-    )
+    assert worse["loss"]["interval"]["low"] > 0
+    assert "B is closer to the reference" in worse["verdict"]
     text = evaluate("compare", a, c, "--reference", b, "--seed", 1).stdout
-    assert (
-        text.startswith("The two sets differ by more than sampling noise") and "A is closer" in text
-    )
+    assert text.startswith("The two sets differ by more than sampling noise")
+    assert "A is closer" in text
     assert "permute more" in refused("compare", a, b, "--permutations", 5)
 
 
-def test_compare_of_results(sets: Path, tmp_path: Path) -> None:
+def test_compare_of_results(sets, tmp_path):
     def result(name: str, value: float, **protocol: Any) -> Path:
         interval = Interval(value - 1, value + 1, 0.95, "jackknife")
         found = Measurement("fid", value, {"resize": "none", **protocol}, interval=interval)
@@ -286,7 +250,7 @@ def test_compare_of_results(sets: Path, tmp_path: Path) -> None:
 # ---- answers
 
 
-def test_answers(tmp_path: Path) -> None:
+def test_answers(tmp_path):
     given = [
         {"question_id": i, "answers": [{"answer": a} for a in ["two"] * 8 + ["3"] * 2]}
         for i in range(4)
@@ -306,15 +270,13 @@ def test_answers(tmp_path: Path) -> None:
     assert "did you mean 'protocol'" in refused(*common, "--variant", "protocoll")
     (tmp_path / "p.jsonl").write_text('{"question_id": 0, "answer": "2"}\nnot json')
     assert "line 2 must be JSON" in refused(*common)
-    assert "No such file" in refused(
-        "vqa", tmp_path / "none", "--answers", tmp_path / "answers.json"
-    )
+    assert "No such file" in refused(f"vqa {tmp_path}/none --answers {tmp_path}/answers.json")
 
 
 # ---- the rest
 
 
-def test_report_draws_what_bench_and_eval_said(tmp_path: Path) -> None:
+def test_report_draws_what_bench_and_eval_said(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [
         {"method": m, "speedup": s, "certificate": {"kind": k}}
@@ -331,27 +293,24 @@ def test_report_draws_what_bench_and_eval_said(tmp_path: Path) -> None:
     assert "with --name" in refused("report", files[0], "--out", tmp_path / "out")
 
 
-def test_weights_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECMM_WEIGHTS", str(tmp_path))
     text = evaluate("weights").stdout
     assert str(tmp_path) in text and "dinov2" in text and "efficientnet-lite0" in text
     assert {r["name"] for r in as_json("weights")["weights"]} >= {"inception", "clip", "lpips-vgg"}
 
 
-def test_clip_takes_a_prompt_a_picture(folder: Path, tmp_path: Path) -> None:
+def test_clip_takes_a_prompt_a_picture(folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\n\nb\n")
-    assert "line 2 must hold a prompt" in refused(
-        "clip", folder, "--prompts", tmp_path / "prompts.txt"
-    )
+    words = f"clip {folder} --prompts {tmp_path}/prompts.txt"
+    assert "line 2 must hold a prompt" in refused(words)
     (tmp_path / "prompts.txt").write_text("a\nb\n")
-    line = refused("clip", folder, "--prompts", tmp_path / "prompts.txt", "--weights", tmp_path)
+    line = refused(words, "--weights", tmp_path)
     assert "clip" in line and "model.safetensors" in line
-    assert "no other options" in refused(
-        "clip", folder, "--prompts", tmp_path / "prompts.txt", "--skip-bad"
-    )
+    assert "no other options" in refused(words, "--skip-bad")
 
 
-def test_reconstruction_of_pairs(tmp_path: Path, tiny_network: list[str]) -> None:
+def test_reconstruction_of_pairs(tmp_path, tiny_network):
     pictures = np.random.default_rng(1).integers(0, 256, (8, 16, 16, 3), np.uint8)
     for name, images in (("a", pictures), ("b", pictures // 2)):
         np.savez(tmp_path / f"{name}.npz", images=images)
@@ -361,9 +320,8 @@ def test_reconstruction_of_pairs(tmp_path: Path, tiny_network: list[str]) -> Non
     assert "in pairs" in refused(*common, "--skip-bad")
 
 
-def test_fid_and_is_refuse_what_they_are_not_of(sets: Path) -> None:
+def test_fid_and_is_refuse_what_they_are_not_of(sets):
     assert "use specmm eval fd" in refused("fid", sets / "other.npz", sets / "other.npz")
     assert "must hold class logits" in refused("is", sets / "a.npz")
-    assert "would shift the pairs" in refused(
-        "compare", sets / "a.npz", sets / "b.npz", "--paired", "--skip-bad"
-    )
+    line = refused(f"compare {sets}/a.npz {sets}/b.npz --paired --skip-bad")
+    assert "would shift the pairs" in line

@@ -84,25 +84,6 @@ def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts,
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        (methods.SpecDiff(length=0), "length must be at least 1"),
-        (methods.SpecDiff(length=1), "at least 2, a draft of each forward"),
-        (methods.DiffuSpec(least=0), "least"),
-        (methods.DiffuSpec(most=0), "least <= most"),
-        (methods.DEER(length=9), "at most the drafter's 5"),
-        (methods.DEER(length=-1), "at least 1"),
-        (methods.Block(tree=1), "at least 2 nodes"),
-        (methods.Block(tree=4, recall=2), "tree takes no recall, got 4 and 2"),
-    ],
-    ids=str,
-)
-def test_options_out_of_range(text_pipe, method, message):
-    with pytest.raises(ValueError, match=message):
-        text_pipe(PROMPTS[0], method=method, max_new_tokens=4)
-
-
-@pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
         ("", {}, "prompt must not be empty"),
@@ -120,6 +101,14 @@ def test_options_out_of_range(text_pipe, method, message):
         ("a", {"method": 3}, r"such as specmm.methods.AR\(\), got 3"),
         ("a", {"streamer": 64}, "streamer must have put and end, .* got 64; give options by name"),
         ("a" * 200, {}, r"max_new_tokens 64; shorten one of them$"),
+        ("a", {"method": methods.SpecDiff(length=0)}, "length must be at least 1"),
+        ("a", {"method": methods.SpecDiff(length=1)}, "at least 2, a draft of each forward"),
+        ("a", {"method": methods.DiffuSpec(least=0)}, "least"),
+        ("a", {"method": methods.DiffuSpec(most=0)}, "least <= most"),
+        ("a", {"method": methods.DEER(length=9)}, "at most the drafter's 5"),
+        ("a", {"method": methods.DEER(length=-1)}, "at least 1"),
+        ("a", {"method": methods.Block(tree=1)}, "at least 2 nodes"),
+        ("a", {"method": methods.Block(tree=4, recall=2)}, "tree takes no recall, got 4 and 2"),
     ],
 )
 def test_calls_that_cannot_be(text_pipe, prompt, options, message):
@@ -235,9 +224,8 @@ def test_a_proxy_of_other_tokens_is_refused(text_pipe):
     pipe = specmm.TextPipeline(
         text_pipe.model, words, "diffuspec", Diffusion(model, proxy=fit([[1, 2, 3]], 1000))
     )
-    with pytest.raises(
-        ValueError, match=r"of the target's \d+ tokens, got one of 1000; make one with"
-    ):
+    said = r"of the target's \d+ tokens, got one of 1000; make one with"
+    with pytest.raises(ValueError, match=said):
         pipe(PROMPTS)
 
 

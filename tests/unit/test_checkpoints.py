@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from specmm.checkpoints import FileError, load_strict, read_checkpoint
+from tests.tiny.parts import same_weights
 
 SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
 
@@ -24,36 +25,23 @@ def write(path, state):
     return path
 
 
-def same(a, b):
-    return all(
-        torch.equal(x, y)
-        for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    )
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_round_trip(tmp_path, suffix):
     source, target = module(0), module(1)
     load_strict(target, read_checkpoint(write(tmp_path / f"m{suffix}", source.state_dict())))
-    assert same(source, target)
+    assert same_weights(source, target)
 
 
-@pytest.mark.parametrize(
-    "nesting", [["model"], ["module"], ["state_dict"], ["state_dict", "model"]]
-)
+@pytest.mark.parametrize("nesting", ["model", "module", "state_dict", "state_dict model"])
 def test_nested_files(tmp_path, nesting):
     source, target = module(0), module(1)
     tree = source.state_dict()
-    for name in nesting:
-        tree = {
-            name: tree,
-            "steps": 7,
-            "optimizer": {"state": {}},
-            "args": argparse.Namespace(lr=1e-4),
-        }
+    for name in nesting.split():
+        others = {"steps": 7, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=1e-4)}
+        tree = {name: tree, **others}
     torch.save(tree, tmp_path / "m.pt")
     load_strict(target, read_checkpoint(tmp_path / "m.pt"))
-    assert same(source, target)
+    assert same_weights(source, target)
 
 
 def test_folder(tmp_path):
@@ -61,14 +49,11 @@ def test_folder(tmp_path):
     assert set(read_checkpoint(tmp_path)) == set(module().state_dict())
 
 
-def test_absent_files(tmp_path):
+def test_absent_and_unknown_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"looked for model\.safetensors"):
         read_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nothing.pt"):
         read_checkpoint(tmp_path / "nothing.pt")
-
-
-def test_unknown_suffix(tmp_path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"checkpoint must end in \.safetensors or one of \.pt"):
         read_checkpoint(tmp_path / "m.gguf")
@@ -84,9 +69,8 @@ class Trap:
 def test_pickle_with_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": module().state_dict(), "extra": Trap()}, tmp_path / "m.pt")
-    with pytest.raises(
-        ValueError, match=r"must hold tensors only, got a pickle that asks for posix\.system"
-    ):
+    said = r"must hold tensors only, got a pickle that asks for posix\.system"
+    with pytest.raises(ValueError, match=said):
         read_checkpoint(tmp_path / "m.pt")
     assert not (tmp_path / "sprung").exists()
 
@@ -133,47 +117,34 @@ def test_no_tensors(tmp_path, tree):
 
 def test_leftovers_are_ignored_by_name():
     source, target = module(0), module(1)
-    state = source.state_dict() | {
-        "freqs_cis": torch.zeros(3),
-        "layers.0.attention.kv_cache.k_cache": torch.zeros(2),
-    }
-    load_strict(target, state)
-    assert same(source, target)
+    more = ("freqs_cis", "layers.0.attention.kv_cache.k_cache")
+    load_strict(target, source.state_dict() | {name: torch.zeros(3) for name in more})
+    assert same_weights(source, target)
     with pytest.raises(ValueError, match="1 unexpected: freqs_cis_old"):
         load_strict(target, source.state_dict() | {"freqs_cis_old": torch.zeros(3)})
 
 
-def wrong_states():
-    state = module(0).state_dict()
-    yield {k: v for k, v in state.items() if k != "0.bias"}, "1 missing: 0.bias"
-    yield state | {"2.weight": torch.zeros(1)}, "1 unexpected: 2.weight"
-    yield state | {"0.weight": torch.zeros(4, 4)}, r"1 wrong-shaped: 0.weight \[4, 4\] for \[4, 3\]"
-    yield state | {"0.bias": state["0.bias"].int()}, "1 of whole numbers: 0.bias torch.int32"
-    yield (
-        {f"x.{k}": v for k, v in state.items()},
-        "3 missing: .*; 3 unexpected: x.0.weight, x.0.bias, x.1.weight",
-    )
-    yield (
-        state | {f"x.{i}": torch.zeros(1) for i in range(5)},
-        "5 unexpected: x.0, x.1, x.2 and 2 more",
-    )
-    yield (
-        state | {"1.weight": torch.full((2, 4), float("nan"))},
-        "finite weights, got NaN or infinity in 1.weight",
-    )
-    yield (
-        state | {"1.weight": torch.full((2, 4), float("inf")).half()},
-        "NaN or infinity in 1.weight",
-    )
+STATE = module(0).state_dict()
+MATRIX = torch.full((2, 4), float("nan"))
+WRONG = [
+    ({k: v for k, v in STATE.items() if k != "0.bias"}, "1 missing: 0.bias"),
+    (STATE | {"2.weight": torch.zeros(1)}, "1 unexpected: 2.weight"),
+    (STATE | {"0.weight": torch.zeros(4, 4)}, r"1 wrong-shaped: 0.weight \[4, 4\] for \[4, 3\]"),
+    (STATE | {"0.bias": STATE["0.bias"].int()}, "1 of whole numbers: 0.bias torch.int32"),
+    ({f"x.{k}": v for k, v in STATE.items()}, "3 missing: .*; 3 unexpected: x.0.weight, x.0.bias"),
+    (STATE | {f"x.{i}": torch.zeros(1) for i in range(5)}, "unexpected: x.0, x.1, x.2 and 2 more"),
+    (STATE | {"1.weight": MATRIX}, "finite weights, got NaN or infinity in 1.weight"),
+    (STATE | {"1.weight": torch.full((2, 4), torch.inf).half()}, "NaN or infinity in 1.weight"),
+]
 
 
-@pytest.mark.parametrize(("state", "message"), wrong_states())
+@pytest.mark.parametrize(("state", "message"), WRONG)
 def test_wrong_state_is_named_and_nothing_is_loaded(state, message):
     target = module(1)
     with pytest.raises(ValueError, match=message) as caught:
         load_strict(target, state, source="some/file.pt")
     assert str(caught.value).startswith("some/file.pt must hold") and "\n" not in str(caught.value)
-    assert same(target, module(1))
+    assert same_weights(target, module(1))
 
 
 def test_an_error_about_a_file_is_whole_in_another_process():

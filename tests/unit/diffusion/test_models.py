@@ -27,46 +27,23 @@ def altered(folder, name, config=None, state=None):
     return folder
 
 
+ENDING = {"mask_token_id": 5, "eos_token_id": 5}
+NORM = "model.transformer.ln_f.weight"
 WRONG = {
     "unknown kind": ("dream", {"model_type": "drem"}, {}, "did you mean 'dream'"),
     "no mask": ("dream", {"mask_token_id": 160}, {}, "got 160"),
     "a mask by name": ("dream", {"mask_token_id": "<mask>"}, {}, "got '<mask>'; give its id"),
-    "half a mask": (
-        "llada",
-        {"mask_token_id": 3.0},
-        {},
-        r"must be one of the \d+ of the model, got 3\.0",
-    ),
-    "a mask that ends": (
-        "dream",
-        {"mask_token_id": 5, "eos_token_id": 5},
-        {},
-        "must not be the token that ends",
-    ),
+    "half a mask": ("llada", {"mask_token_id": 3.0}, {}, r"one of the \d+ of the model, got 3\.0"),
+    "a mask that ends": ("dream", ENDING, {}, "must not be the token that ends"),
     "no mask of mdlm": ("mdlm", {"mask_index": 100000}, {}, "got 100000"),
-    "a mask that ends mdlm": (
-        "mdlm",
-        {"mask_token_id": 7, "eos_token_id": 7},
-        {},
-        "got 7 for both",
-    ),
+    "a mask that ends mdlm": ("mdlm", ENDING, {}, "got 5 for both"),
     "no size": ("dream", {"hidden_size": None}, {}, "none for hidden_size"),
     "scaled positions": ("dream", {"rope_scaling": {"type": "yarn"}}, {}, "plain rotary"),
     "sliding": ("dream", {"use_sliding_window": True}, {}, "sliding window"),
     "extra": ("dream", {}, {"more": torch.zeros(1)}, "1 unexpected: more"),
     "other layers": ("llada", {"alibi": True}, {}, "Llama's layers, got {'alibi': True}"),
-    "misshapen": (
-        "llada",
-        {},
-        {"model.transformer.ln_f.weight": torch.zeros(3)},
-        "model.norm.weight",
-    ),
-    "not finite": (
-        "llada",
-        {},
-        {"model.transformer.ln_f.weight": torch.full((64,), float("nan"))},
-        "finite",
-    ),
+    "misshapen": ("llada", {}, {NORM: torch.zeros(3)}, "model.norm.weight"),
+    "not finite": ("llada", {}, {NORM: torch.full((64,), float("nan"))}, "finite"),
     "time": ("mdlm", {"time_conditioning": True}, {}, "time conditioning"),
     "no width": ("bd3lm", {"hidden_dim": None}, {}, "hidden_dim or hidden_size"),
     "odd heads": ("bd3lm", {"n_heads": 5}, {}, "even parts"),
@@ -83,10 +60,8 @@ def test_folders_that_are_refused(case, tmp_path):
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm"])
 @pytest.mark.parametrize("key", ["mask_token_id", "mask_index"])
 def test_masks_are_those_of_the_config(tmp_path, name, key):
-    plain, named = (
-        load_diffusion_lm(PARITY / name),
-        load_diffusion_lm(altered(tmp_path, name, {key: 9})),
-    )
+    plain = load_diffusion_lm(PARITY / name)
+    named = load_diffusion_lm(altered(tmp_path, name, {key: 9}))
     assert (plain.mask, named.mask) == (plain.vocabulary - 1, 9)
     logits = block_logits(named, torch.tensor([[3, 4, 5]]), 2)
     assert torch.isneginf(logits[..., 9]).all() and torch.isfinite(logits[..., plain.mask]).all()

@@ -1,39 +1,29 @@
 """``specmm plan``, ``generate`` and ``bench`` of next-scale models."""
 
-import json
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from specmm.autotune import Measured
-from specmm.cli import app
 from specmm.image_ar.scales import var
 from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
 from specmm.watching import watched
+from tests.commands import as_json, refused, succeed
 
 
 def test_plan_on_the_command_line(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
-    result = CliRunner().invoke(
-        app, ["plan", str(tmp_path / "model"), "--batch", "2", "--dtype", "float32", "--json"]
-    )
-    found = json.loads(result.stdout)
+    found = as_json(f"plan {tmp_path}/model --batch 2 --dtype float32")
     scales = len(pipe.transformer.config.schedule)
-    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1)) and found[
-        "choice"
-    ] in range(scales + 1)
+    assert [row["n"] for row in found["by_n"]] == list(range(scales + 1))
+    assert found["choice"] in range(scales + 1)
     assert all(row["seconds"] > 0 for row in found["by_n"])
-    shown = CliRunner().invoke(app, ["plan", str(tmp_path / "model"), "--dtype", "float32"])
-    assert shown.exit_code == 0 and "choice" in shown.stdout
+    assert "choice" in succeed(f"plan {tmp_path}/model --dtype float32").stdout
 
 
 def test_published_sizes_are_planned_without_weights(monkeypatch):
-    monkeypatch.setattr(
-        var, "PUBLISHED_DEPTHS", {256: (1, 2)}
-    )  # as if small ones had been published
-    arguments = ["plan", "d2,d1", "--batch", "2", "--dtype", "float32"]
-    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    # as if small ones had been published
+    monkeypatch.setattr(var, "PUBLISHED_DEPTHS", {256: (1, 2)})
+    found = as_json("plan d2,d1 --batch 2 --dtype float32")
     seconds = [row["seconds"] for row in found["by_n"]]
     assert len(seconds) == 11 and 0 < seconds[0] < seconds[-1], "deeper, wider and slower"
     assert "VAR-d2 and VAR-d1 at 256 px" in found["model"]
@@ -42,64 +32,28 @@ def test_published_sizes_are_planned_without_weights(monkeypatch):
 @pytest.mark.parametrize(
     ("pair", "resolution", "message"),
     [
-        (
-            "d999,d1",
-            "256",
-            "published sizes are d16, d20, d24, d30 at 256; d36 at 512, got d999 at 256",
-        ),
-        ("d17,d16", "256", "got d17 at 256"),
-        ("d16,d30", "256", "the larger model comes first, got d16,d30; give d30,d16"),
-        ("d30,d16", "300", "got d30 at 300"),
+        ("d999,d1", 256, "sizes are d16, d20, d24, d30 at 256; d36 at 512, got d999 at 256"),
+        ("d17,d16", 256, "got d17 at 256"),
+        ("d16,d30", 256, "the larger model comes first, got d16,d30; give d30,d16"),
+        ("d30,d16", 300, "got d30 at 300"),
     ],
 )
 def test_sizes_nobody_published_are_refused(pair, resolution, message):
-    refused = CliRunner().invoke(app, ["plan", pair, "--resolution", resolution])
-    assert refused.exit_code == 2 and message in refused.output
+    assert message in refused("plan", pair, "--resolution", resolution)
 
 
 def test_a_run_tells_what_it_left_to_the_machine(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
-    arguments = [
-        "generate",
-        str(tmp_path / "model"),
-        "--class",
-        "class3",
-        "-n",
-        "3",
-        "--batch-size",
-        "2",
-        "--seed",
-        "1",
-    ]
-    run = CliRunner().invoke(
-        app, [*arguments, "--method", "code", "--out", str(tmp_path / "out"), "--json"]
-    )
-    found = json.loads(run.stdout)
-    assert (
-        found["ran"].startswith("code(n=")
-        and "expected" in found["reason"]
-        and found["method"] == "code"
-    )
-    refused = CliRunner().invoke(
-        app, [*arguments, "--method", "code", "-o", "n=2", "-o", "release=true"]
-    )
-    assert refused.exit_code == 2 and "give --batch-size 3, got 2" in refused.output
+    words = f"generate {tmp_path}/model --class class3 -n 3 --batch-size 2 --seed 1 --method code"
+    found = as_json(words, "--out", tmp_path / "out")
+    assert found["ran"].startswith("code(n=") and "expected" in found["reason"]
+    assert found["method"] == "code"
+    assert "give --batch-size 3, got 2" in refused(words, "-o", "n=2", "-o", "release=true")
 
 
 def test_bench_on_the_command_line(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
-    arguments = [
-        "bench",
-        str(tmp_path / "model"),
-        "--methods",
-        "code(n=2)",
-        "-n",
-        "1",
-        "--dtype",
-        "float32",
-        "--json",
-    ]
-    rows = json.loads(CliRunner().invoke(app, arguments).stdout)
+    rows = as_json(f"bench {tmp_path}/model --methods 'code(n=2)' -n 1 --dtype float32")
     assert [r["label"] for r in rows] == ["ar", "code(n=2)"]
     assert all(r["quality"]["log_likelihood"] < 0 and r["ideal"] > 0 for r in rows)
 
