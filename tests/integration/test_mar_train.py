@@ -20,20 +20,16 @@ def data(tmp_path_factory):
     return folder
 
 
+SIZES = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2)
+
+
 @pytest.mark.slow
 def test_from_pictures_to_a_pipeline(data, tmp_path):
-    sizes = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2, steps=2)
     train("kl", data=data, steps=2, batch=2, channels=4, compile=False, out=tmp_path / "kl")
-    train("mar", tokenizer=tmp_path / "kl", data=data, out=tmp_path / "mar", **sizes)
+    given = dict(tokenizer=tmp_path / "kl", data=data, steps=2)
+    train("mar", out=tmp_path / "mar", **given, **SIZES)
     model = tmp_path / "mar" / "model"
-    train(
-        "mar",
-        tokenizer=tmp_path / "kl",
-        data=data,
-        out=tmp_path / "small",
-        beside=model,
-        **{**sizes, "dim": 8},
-    )
+    train("mar", out=tmp_path / "small", beside=model, **given, **SIZES | dict(dim=8))
     pipe = MARPipeline.from_pretrained(model, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     assert pipe.transformer.config.seq_len == 36 and pipe.small.config.encoder_embed_dim == 8
@@ -45,38 +41,15 @@ def test_from_pictures_to_a_pipeline(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_small_model_needs_the_targets_autoencoder(data, tmp_path):
-    sizes = dict(dim=16, depth=1, heads=2, buffer=1, head_width=16, head_depth=1, batch=2, steps=1)
+    once = dict(data=data, steps=1)
     for name, channels, seed in (("a", 4, 0), ("b", 5, 0), ("c", 4, 1)):
-        train(
-            "kl",
-            data=data,
-            steps=1,
-            batch=1,
-            channels=channels,
-            seed=seed,
-            compile=False,
-            out=tmp_path / name,
-        )
-    train("mar", tokenizer=tmp_path / "a", data=data, out=tmp_path / "mar", **sizes)
-    model = tmp_path / "mar" / "model"
-    with pytest.raises(ValueError, match="drafter's token width must be"):
-        train(
-            "mar",
-            tokenizer=tmp_path / "b",
-            data=data,
-            out=tmp_path / "small",
-            beside=model,
-            **sizes,
-        )
-    with pytest.raises(ValueError, match="drafter's VAE must be"):
-        train(
-            "mar",
-            tokenizer=tmp_path / "c",
-            data=data,
-            out=tmp_path / "other",
-            beside=model,
-            **sizes,
-        )
+        sizes = dict(channels=channels, batch=1, seed=seed, compile=False)
+        train("kl", out=tmp_path / name, **once, **sizes)
+    train("mar", tokenizer=tmp_path / "a", out=tmp_path / "mar", **once, **SIZES)
+    once["beside"] = model = tmp_path / "mar" / "model"
+    for name, said in {"b": "token width must be", "c": "VAE must be"}.items():
+        with pytest.raises(ValueError, match=f"drafter's {said}"):
+            train("mar", tokenizer=tmp_path / name, out=tmp_path / f"by {name}", **once, **SIZES)
     assert not (model / "small").exists()
 
 

@@ -32,6 +32,7 @@ from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
 from tests import sampling
 from tests.sampling import Stream, last
+from tests.tiny.parts import random_weights
 
 SMALL = GPTConfig(
     dim=32, n_layer=2, n_head=2, vocab_size=24, block_size=25, num_classes=5, multiple_of=8
@@ -40,14 +41,6 @@ CAPTIONED = replace(SMALL, model_type="t2i", cls_token_num=4, caption_dim=6)
 TINY = GPTConfig(
     dim=16, n_layer=1, n_head=2, vocab_size=3, block_size=9, num_classes=3, multiple_of=8
 )
-
-
-def random_weights(module, seed=0, std=0.35):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(0, std, generator=generator)
-    return module.eval()
 
 
 def target_of(config, processor, guidance=None):
@@ -66,9 +59,8 @@ def block(target, tree, sampled=False, rejected_weight=0.0):
     return BlockDrafter(head, target, tree, sampled, rejected_weight)
 
 
-LOPSIDED = TreeShape.from_parents(
-    [-1, 0, 0, 1, 0, 1, 3, 2]
-)  # levels are not numbered one after the other
+# levels are not numbered one after the other
+LOPSIDED = TreeShape.from_parents([-1, 0, 0, 1, 0, 1, 3, 2])
 DRAFTERS = {
     "block": lambda target: block(target, branching([2, 2, 1])),
     "block drawn": lambda target: block(target, branching([2, 2, 1]), sampled=True),
@@ -116,47 +108,31 @@ SETTINGS = {
 @every_drafter
 @pytest.mark.parametrize(("config", "guidance"), SETTINGS.values(), ids=SETTINGS)
 def test_greedy_decoding_is_plain_decoding(make, config, guidance):
-    target, prompt, seeds = (
-        target_of(config, Processor(0), guidance),
-        prompt_of(config, [0, 1, 2]),
-        [0, 1, 2],
-    )
-    plain = last(decode_plain(target, prompt, target.length, Uniforms.from_seeds(seeds)))
-    end = last(
-        decode(target, make(target), Recursive(), prompt, target.length, Uniforms.from_seeds(seeds))
-    )
+    target = target_of(config, Processor(0), guidance)
+    prompt = prompt_of(config, [0, 1, 2])
+    seeds = [0, 1, 2]
+    length = target.length
+    plain = last(decode_plain(target, prompt, length, Uniforms.from_seeds(seeds)))
+    uniforms = Uniforms.from_seeds(seeds)
+    end = last(decode(target, make(target), Recursive(), prompt, length, uniforms))
     assert torch.equal(end.tokens[:, : target.length], plain.tokens)
     assert end.counts.tolist() == [target.length] * 3
-    assert (
-        end.stats.tokens
-        == 3 * (target.length - 1)
-        == sum((i + 1) * n for i, n in enumerate(end.stats.kept))
-    )
+    kept = sum((i + 1) * n for i, n in enumerate(end.stats.kept))
+    assert end.stats.tokens == 3 * (target.length - 1) == kept
     assert end.stats.rounds == sum(end.stats.kept) <= 3 * end.stats.batch_rounds
 
 
 @every_drafter
 @pytest.mark.parametrize("config", [SMALL, CAPTIONED], ids=["classes", "captions"])
 def test_a_row_does_not_depend_on_its_batch(make, config):
-    target, rows, seeds = (
-        target_of(config, Processor(1.0, top_k=8), Guidance(2.0)),
-        [3, 1, 4, 1, 2],
-        [7, 8, 9, 10, 11],
-    )
+    target = target_of(config, Processor(1.0, top_k=8), Guidance(2.0))
+    rows = [3, 1, 4, 1, 2]
+    seeds = [7, 8, 9, 10, 11]
     drafter = make(target)
 
     def tokens(rows, seeds):
-        end = last(
-            decode(
-                target,
-                drafter,
-                Recursive(),
-                prompt_of(config, rows),
-                16,
-                Uniforms.from_seeds(seeds),
-            )
-        )
-        return end.tokens[:, :16]
+        prompt, uniforms = prompt_of(config, rows), Uniforms.from_seeds(seeds)
+        return last(decode(target, drafter, Recursive(), prompt, 16, uniforms)).tokens[:, :16]
 
     together = tokens(rows, seeds)
     assert len(together.unique(dim=0)) == 5
@@ -188,9 +164,8 @@ def p_value(target, drafter, rule):
     sequences count as one.
     """
     prompt = Prompt(torch.full((SAMPLES,), 1))
-    tokens = last(decode(target, drafter, rule, prompt, LENGTH, Stream(SAMPLES, 5))).tokens[
-        :, :LENGTH
-    ]
+    tokens = last(decode(target, drafter, rule, prompt, LENGTH, Stream(SAMPLES, 5))).tokens
+    tokens = tokens[:, :LENGTH]
     cell = (tokens * TINY.vocab_size ** torch.arange(LENGTH).flip(0)).sum(1)
     return sampling.p_value(exact_probs(target), cell)
 
@@ -236,9 +211,8 @@ def test_drawn_drafts_keep_the_distribution(make, processor, guidance):
     assert p_value(target, make(target), Recursive()) > 1e-3
 
 
-UNEVEN = TreeShape.from_parents(
-    [-1, 0, 0, 1, 2, 2, 4, 5, 5]
-)  # a later parent has more children than an earlier one
+# a later parent has more children than an earlier one
+UNEVEN = TreeShape.from_parents([-1, 0, 0, 1, 2, 2, 4, 5, 5])
 
 
 @pytest.mark.parametrize("make", [eagle, block], ids=["eagle", "block"])
@@ -253,9 +227,8 @@ def test_every_node_records_the_distribution_it_was_drawn_from(make):
     with torch.inference_mode():
         tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1]))
     torch.testing.assert_close(tree.probs[:, 1:].sum(-1), torch.ones(2, UNEVEN.size - 1))
-    mass = tree.probs.gather(
-        2, tree.tokens[:, None].expand(-1, UNEVEN.size, -1)
-    )  # [B, N, N], of each in each's distribution
+    # [B, N, N], of each in each's distribution
+    mass = tree.probs.gather(2, tree.tokens[:, None].expand(-1, UNEVEN.size, -1))
     assert bool((mass.diagonal(dim1=1, dim2=2)[:, 1:] > 0).all())
     assert float(mass[UNEVEN.earlier_siblings.expand(2, -1, -1)].sum()) == 0
 
@@ -306,14 +279,8 @@ def test_coupled_drafts_and_rules_that_look_ahead_are_refused(rule, outside):
 
 def test_rejected_weight_keeps_the_distribution_under_a_rule_that_looks_at_every_draft():
     target = target_of(TINY, Processor())
-    assert (
-        p_value(
-            target,
-            block(target, branching([2, 1, 1]), sampled=True, rejected_weight=0.5),
-            Traversal(),
-        )
-        > 1e-3
-    )
+    drafter = block(target, branching([2, 1, 1]), sampled=True, rejected_weight=0.5)
+    assert p_value(target, drafter, Traversal()) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -327,14 +294,9 @@ def test_chosen_drafts_keep_the_distribution(make):
 def test_the_first_token_obeys_the_rule():
     probs = torch.tensor([[[0.2, 0.5, 0.3]]])
     greedy = Lantern(neighbour_table(torch.randn(3, 2), 2), 1, 0.1, greedy=True)
-    drawn = [
-        int(first_token(Recursive(), probs, Uniforms.from_seeds([s]).draw(1)[:, 0]))
-        for s in range(20)
-    ]
-    assert set(drawn) == {0, 1, 2}
-    assert {
-        int(first_token(greedy, probs, Uniforms.from_seeds([s]).draw(1)[:, 0])) for s in range(20)
-    } == {1}
+    for rule, wanted in ((Recursive(), {0, 1, 2}), (greedy, {1})):
+        numbers = [Uniforms.from_seeds([seed]).draw(1)[:, 0] for seed in range(20)]
+        assert {int(first_token(rule, probs, number)) for number in numbers} == wanted
 
 
 def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
@@ -354,10 +316,8 @@ def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
             seen.append(found.excess)
             return found
 
-    prompt, drafter = (
-        Prompt(torch.full((200,), 1)),
-        block(target, branching([1, 1, 1]), sampled=True),
-    )
+    prompt = Prompt(torch.full((200,), 1))
+    drafter = block(target, branching([1, 1, 1]), sampled=True)
     end = last(decode(target, drafter, Watched(), prompt, 2, Stream(200, 0)))
     measured = [excess for excess in seen if excess is not None]
     assert end.stats.rounds == 200 == float(end.measured) and len(measured) == 1
@@ -365,18 +325,14 @@ def test_a_round_cut_short_counts_the_excess_of_what_it_kept():
     assert measured[0][:, 1:].sum() > 0
 
 
+def drafted_by_jacobi(target, length):
+    prompt, drafter = Prompt(torch.tensor([1])), JacobiDrafter(target, 3)
+    return last(decode(target, drafter, Recursive(), prompt, length, Stream(1, 0)))
+
+
 def test_one_token_needs_no_round():
     target = target_of(SMALL, Processor())
-    end = last(
-        decode(
-            target,
-            JacobiDrafter(target, 3),
-            Recursive(),
-            Prompt(torch.tensor([1])),
-            1,
-            Stream(1, 0),
-        )
-    )
+    end = drafted_by_jacobi(target, 1)
     assert end.counts.tolist() == [1] and end.stats.rounds == end.stats.tokens == 0
 
 
@@ -387,16 +343,7 @@ def test_broken_weights_name_round_and_model(name, number):
     target = target_of(SMALL, Processor())
     nn.init.constant_(target.model.get_parameter(name), float("nan"))
     with pytest.raises(ValueError, match=rf"NaN or infinity from llamagen in round {number}"):
-        last(
-            decode(
-                target,
-                JacobiDrafter(target, 3),
-                Recursive(),
-                Prompt(torch.tensor([1])),
-                9,
-                Stream(1, 0),
-            )
-        )
+        drafted_by_jacobi(target, 9)
 
 
 @pytest.mark.parametrize("tree", [TreeShape.chain(3), branching([2, 2, 1])])
@@ -405,9 +352,8 @@ def test_a_broken_drafter_stops_the_run_instead_of_spoiling_it(tree, rejected_we
     target = target_of(SMALL, Processor())
     drafter = block(target, tree, sampled=True, rejected_weight=rejected_weight)
     nn.init.constant_(drafter.head.previous.weight, float("nan"))
-    with pytest.raises(
-        ValueError, match="NaN or infinity from the drafter in round 0, check its weights"
-    ):
+    said = "NaN or infinity from the drafter in round 0, check its weights"
+    with pytest.raises(ValueError, match=said):
         last(decode(target, drafter, Traversal(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
 
 

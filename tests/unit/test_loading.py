@@ -3,6 +3,7 @@ back to a file.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,18 +19,10 @@ from specmm.image_ar.tokens.loading import (
     save_vq,
     to_lantern,
 )
+from tests.tiny.parts import same_weights
 
 C2I = GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=128, block_size=16, num_classes=10)
-T2I = GPTConfig(
-    dim=64,
-    n_layer=3,
-    n_head=4,
-    vocab_size=128,
-    block_size=16,
-    model_type="t2i",
-    cls_token_num=6,
-    caption_dim=24,
-)
+T2I = replace(C2I, num_classes=1000, model_type="t2i", cls_token_num=6, caption_dim=24)
 VQ = VQConfig(codebook_size=64, ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=16)
 USAGE = {"quantize.codebook_used": torch.zeros(65536)}
 
@@ -54,11 +47,6 @@ def vq():
     return seeded(VQModel, VQ)
 
 
-def same(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return set(a) == set(b) and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def test_official_files_load_by_their_shapes(tmp_path, c2i, t2i, vq):
     torch.save({"model": c2i.state_dict()}, tmp_path / "c2i.pt")
     torch.save(
@@ -69,12 +57,12 @@ def test_official_files_load_by_their_shapes(tmp_path, c2i, t2i, vq):
         to_lantern(t2i.state_dict()) | {"model.rotary_emb.inv_freq": torch.zeros(4)},
         tmp_path / "lantern.safetensors",
     )
-    assert same(load_gpt(tmp_path / "c2i.pt", n_head=4, block_size=16), c2i)
+    assert same_weights(load_gpt(tmp_path / "c2i.pt", n_head=4, block_size=16), c2i)
     from_table = load_gpt(tmp_path / "t2i.pt")
-    assert same(from_table, t2i) and from_table.config == t2i.config
+    assert same_weights(from_table, t2i) and from_table.config == t2i.config
     loaded_vq = load_vq(tmp_path / "vq.pt")
-    assert same(loaded_vq, vq) and loaded_vq.config == vq.config
-    assert same(load_gpt(tmp_path / "lantern.safetensors", n_head=4, block_size=16), t2i)
+    assert same_weights(loaded_vq, vq) and loaded_vq.config == vq.config
+    assert same_weights(load_gpt(tmp_path / "lantern.safetensors", n_head=4, block_size=16), t2i)
 
 
 def test_missing_sizes_are_named(tmp_path, c2i):
@@ -86,14 +74,9 @@ def test_missing_sizes_are_named(tmp_path, c2i):
 
 
 def test_published_sizes_are_known():
-    shapes = {
-        "tok_embeddings.weight": (16384, 768),
-        "layers.11.feed_forward.w1.weight": (2048, 768),
-    }
-    shapes |= {
-        "layers.0.feed_forward.w1.weight": (2048, 768),
-        "cls_embedding.embedding_table.weight": (1001, 768),
-    }
+    shapes = {f"layers.{i}.feed_forward.w1.weight": (2048, 768) for i in (0, 11)}
+    shapes["tok_embeddings.weight"] = (16384, 768)
+    shapes["cls_embedding.embedding_table.weight"] = (1001, 768)
     state = {k: torch.empty(v, device="meta") for k, v in shapes.items()}
     assert infer_gpt_config(state, block_size=256) == GPTConfig()
 
@@ -105,9 +88,8 @@ def test_wrong_model_is_named(tmp_path, c2i, vq):
         load_gpt(tmp_path / "vq.pt")
     with pytest.raises(ValueError, match=r"must hold quantize\.embedding\.weight"):
         load_vq(tmp_path / "c2i.pt")
-    with pytest.raises(
-        ValueError, match=r"wrong-shaped: tok_embeddings.weight \[128, 64\] for \[99, 64\]"
-    ):
+    said = r"wrong-shaped: tok_embeddings.weight \[128, 64\] for \[99, 64\]"
+    with pytest.raises(ValueError, match=said):
         load_gpt(
             tmp_path / "c2i.pt",
             GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=99, block_size=16),
@@ -124,18 +106,16 @@ def test_save_and_load(tmp_path, c2i, vq, dtype):
     for model, again in ((c2i, load_gpt(tmp_path / "gpt")), (vq, load_vq(tmp_path / "vq"))):
         assert again.config == model.config and not again.training
         for name, weight in model.state_dict().items():
-            assert torch.equal(
-                again.state_dict()[name], weight.to(dtype or weight.dtype).float()
-            ), name
+            wanted = weight.to(dtype or weight.dtype).float()
+            assert torch.equal(again.state_dict()[name], wanted), name
 
 
 @torch.no_grad()
 def test_casting_keeps_the_rotary_table(tmp_path, c2i):
     save_gpt(c2i, tmp_path)
     half = load_gpt(tmp_path, dtype=torch.bfloat16)
-    assert half.output.weight.dtype == torch.bfloat16 and torch.equal(
-        half.rotary.table, c2i.rotary.table
-    )
+    assert half.output.weight.dtype == torch.bfloat16
+    assert torch.equal(half.rotary.table, c2i.rotary.table)
     x = c2i.embed(torch.tensor([3, 10]), torch.arange(32).view(2, 16))
     wanted, _ = c2i(x)
     logits, _ = half(x.bfloat16())
@@ -155,7 +135,7 @@ def test_bad_configs(tmp_path, c2i):
         with pytest.raises(ValueError, match=message):
             load_gpt(tmp_path)
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')  # another program's
-    assert same(load_gpt(tmp_path, n_head=4, block_size=16), c2i)
+    assert same_weights(load_gpt(tmp_path, n_head=4, block_size=16), c2i)
 
 
 @pytest.mark.parametrize("ffn_dim", [64, 192, 200, 4096])

@@ -17,23 +17,12 @@ from specmm.image_ar.continuous.loading import (
     save_mar,
 )
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
+from tests.tiny.parts import mar_sides, same_weights
 
-SMALL = dict(
-    encoder_embed_dim=16,
-    encoder_depth=1,
-    encoder_num_heads=2,
-    decoder_embed_dim=16,
-    decoder_depth=2,
-    decoder_num_heads=2,
-    class_num=3,
-    buffer_size=2,
-    diffloss_d=1,
-    diffloss_w=8,
-)
+SMALL = mar_sides(16, 1) | dict(decoder_depth=2, class_num=3)
+SMALL |= dict(buffer_size=2, diffloss_d=1, diffloss_w=8)
 TINY = MARConfig(img_size=64, vae_stride=16, vae_embed_dim=4, **SMALL)
-KL = KLConfig(
-    ch=32, ch_mult=(1, 2), num_res_blocks=1, z_channels=4, resolution=256, attn_resolutions=(128,)
-)
+KL = KLConfig(32, (1, 2), 1, z_channels=4, resolution=256, attn_resolutions=(128,))
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +37,13 @@ def kl():
     return AutoencoderKL(KL).eval()
 
 
-def same(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def test_our_folders_go_round(mar, kl, tmp_path):
     save_mar(mar, tmp_path / "mar")
     save_kl(kl, tmp_path / "kl")
-    assert same(load_mar(tmp_path / "mar"), mar) and load_mar(tmp_path / "mar").config == TINY
-    assert same(load_kl(tmp_path / "kl"), kl) and load_kl(tmp_path / "kl").config == KL
+    assert (
+        same_weights(load_mar(tmp_path / "mar"), mar) and load_mar(tmp_path / "mar").config == TINY
+    )
+    assert same_weights(load_kl(tmp_path / "kl"), kl) and load_kl(tmp_path / "kl").config == KL
     assert kl_fingerprint(load_kl(tmp_path / "kl", dtype=torch.bfloat16)) == kl_fingerprint(kl)
 
 
@@ -66,7 +52,7 @@ def test_the_averaged_weights_of_a_release_are_taken(mar, tmp_path):
     args = argparse.Namespace(lr=1e-4, output_dir="x")
     file = tmp_path / "checkpoint-last.pth"
     torch.save({"model": trained, "model_ema": mar.state_dict(), "args": args, "epoch": 399}, file)
-    assert same(load_mar(file, heads=2), mar)
+    assert same_weights(load_mar(file, heads=2), mar)
     with pytest.raises(ValueError, match="heads must be given"):
         load_mar(file)
 
@@ -80,7 +66,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path):
 def test_autoencoder_of_a_release(kl, tmp_path):
     file = tmp_path / "kl16.ckpt"
     torch.save({"model": {**kl.state_dict(), "loss.discriminator.weight": torch.zeros(2)}}, file)
-    assert same(load_kl(file), kl)
+    assert same_weights(load_kl(file), kl)
     assert infer_kl_config(kl.state_dict()) == KL
 
 

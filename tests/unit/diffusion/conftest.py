@@ -26,6 +26,7 @@ from specmm.recipes.training.ngram import fit
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
 from tests.sampling import Stream
+from tests.tiny.parts import shaken
 
 LENGTH, V, SMALL = 14, 30, 6
 BUSH = TreeShape.from_parents([-1, 0, 0, 1, 1, 2, 3, 3, 3])
@@ -33,13 +34,9 @@ SIZES = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_atte
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=128)
 
 
-def shaken(model, seed, std=0.3):
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        weight.requires_grad_(False)
-        if weight.ndim > 1:
-            weight.normal_(0, std, generator=generator)
-    return model.eval()
+def fixed(model, seed, std=0.3):
+    """Random weights that nothing trains."""
+    return shaken(model.requires_grad_(False), seed, std)
 
 
 def target_model(vocabulary, seed=0, room=128):
@@ -47,7 +44,7 @@ def target_model(vocabulary, seed=0, room=128):
     nothing.
     """
     sizes = {**SIZES, "vocab_size": vocabulary, "max_position_embeddings": room}
-    said = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), seed).state_dict()
+    said = fixed(tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)), seed).state_dict()
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**(sizes | {"num_hidden_layers": 4})))
     model.load_state_dict(said, strict=False)
     for weight in model.requires_grad_(False).model.layers[3].parameters():
@@ -66,19 +63,19 @@ def dream(vocabulary, room=128, layers=3, shift=1):
     the mask.
     """
     sizes = SIZES | {"max_position_embeddings": room, "num_hidden_layers": layers}
-    model = shaken(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary + 1, **sizes)), 0)
+    model = fixed(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=vocabulary + 1, **sizes)), 0)
     return FullAttention(model, vocabulary, 2, shift)
 
 
 def mdlm(vocabulary):
     torch.manual_seed(3)  # of its biases
     config = DDiTConfig(vocabulary + 1, 16, 8, 2, 2, 128, block=4)
-    return MaskedDDiT(shaken(DDiT(config), 3), vocabulary, 2)
+    return MaskedDDiT(fixed(DDiT(config), 3), vocabulary, 2)
 
 
 def dflash(vocabulary):
     sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
-    return shaken(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
+    return fixed(DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2))), 4)
 
 
 def paired(vocabulary, known=None, recurrent=0):
@@ -86,14 +83,11 @@ def paired(vocabulary, known=None, recurrent=0):
     ``known`` of them.
     """
     sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
-    model = DFlash(
-        DFlashConfig(
-            sizes, 5, vocabulary - 1, (0, 2), 0 if known is None else len(known), 3, recurrent
-        )
-    )
+    count = 0 if known is None else len(known)
+    model = DFlash(DFlashConfig(sizes, 5, vocabulary - 1, (0, 2), count, 3, recurrent))
     if known is not None:
         model.set_ids(torch.tensor(known))
-    shaken(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
+    fixed(model, 4, 0.3).markov.before.weight.mul_(12)  # pairs that say much
     if recurrent:
         model.recurrent.place.bias.zero_()
         model.recurrent.out.weight.mul_(4)
@@ -103,21 +97,13 @@ def paired(vocabulary, known=None, recurrent=0):
 def bound(vocabulary, head, known=None, confidence="", anchor=True):
     """A DFlash drafter with a release's ``head``, that knows all tokens or ``known`` of them."""
     sizes = tf.Qwen3Config(vocab_size=vocabulary, head_dim=8, attn_implementation="sdpa", **SIZES)
-    model = DFlash(
-        DFlashConfig(
-            sizes,
-            4 if anchor else 5,
-            vocabulary - 1,
-            (0, 3),
-            0 if known is None else len(known),
-            anchor=anchor,
-            head=head,
-            confidence=confidence,
-        )
-    )
+    own = dict(anchor=anchor, head=head, confidence=confidence)
+    count = 0 if known is None else len(known)
+    block = 4 if anchor else 5
+    model = DFlash(DFlashConfig(sizes, block, vocabulary - 1, (0, 3), count, **own))
     if known is not None:
         model.set_ids(torch.tensor(known))
-    shaken(model, 4)
+    fixed(model, 4)
     if head.kind != "domino":  # tokens before that say much
         model.markov_head.markov_w1.weight.mul_(12)
     return model
@@ -137,7 +123,7 @@ def of_release(*given, **options):
 def deer(vocabulary, end=None):
     """Two layers of its own, for blocks of four; one more token than the target: the mask."""
     config = tf.Qwen2Config(vocab_size=vocabulary + 1, **(SIZES | {"num_hidden_layers": 2}))
-    return DEERModel(shaken(tf.Qwen2ForCausalLM(config), 6), vocabulary, 4, end)
+    return DEERModel(fixed(tf.Qwen2ForCausalLM(config), 6), vocabulary, 4, end)
 
 
 def proxy(vocabulary):
@@ -152,70 +138,55 @@ def searching(target, **options):
     return DiffuSpecDrafter(DiffusionSource(dream(v), target), proxy(v), least=2, **options)
 
 
+def drafts(kind, source, make, *given, **options):
+    """A drafter of that ``kind`` by what ``make`` makes for a vocabulary, with that ``source``."""
+    return lambda t: kind(source(make(t.family.vocabulary), t), t, *given, **options)
+
+
+def few(vocabulary):
+    return paired(vocabulary, [4, 1, 2])
+
+
+def reminded(vocabulary):
+    return paired(vocabulary, None, 6)
+
+
 DRAFTERS = {
-    "chain of dream": lambda t: ChainDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 4),
-    "chain of mdlm": lambda t: ChainDrafter(DiffusionSource(mdlm(t.family.vocabulary), t), t, 4),
-    "chain of dflash": lambda t: ChainDrafter(DFlashSource(dflash(t.family.vocabulary), t), t),
-    "chain of pairs": lambda t: ChainDrafter(DFlashSource(paired(t.family.vocabulary), t), t),
-    "chain of few tokens": lambda t: ChainDrafter(
-        DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t
-    ),
-    "chain with a memory": lambda t: ChainDrafter(
-        DFlashSource(paired(t.family.vocabulary, None, 6), t), t
-    ),
-    "recalling chain of pairs": lambda t: ChainDrafter(
-        DFlashSource(paired(t.family.vocabulary), t), t, recall=1
-    ),
+    "chain of dream": drafts(ChainDrafter, DiffusionSource, dream, 4),
+    "chain of mdlm": drafts(ChainDrafter, DiffusionSource, mdlm, 4),
+    "chain of dflash": drafts(ChainDrafter, DFlashSource, dflash),
+    "chain of pairs": drafts(ChainDrafter, DFlashSource, paired),
+    "chain of few tokens": drafts(ChainDrafter, DFlashSource, few),
+    "chain with a memory": drafts(ChainDrafter, DFlashSource, reminded),
+    "recalling chain of pairs": drafts(ChainDrafter, DFlashSource, paired, recall=1),
     "chain of spark": of_release(SPARK, [4, 1, 2]),
     "chain of gated spark": of_release(GATED, anchor=False),
     "chain of recurrent spark": of_release(RNN, confidence="markov"),
     "chain of domino": of_release(DOMINO),
-    "tree of recurrent spark": lambda t: TreeDrafter(
-        DFlashSource(bound(t.family.vocabulary, RNN), t), t, 7
+    "tree of recurrent spark": drafts(TreeDrafter, DFlashSource, lambda v: bound(v, RNN), 7),
+    "drawn tree of domino": drafts(
+        DrawnTreeDrafter, DFlashSource, lambda v: bound(v, DOMINO), BUSH
     ),
-    "drawn tree of domino": lambda t: DrawnTreeDrafter(
-        DFlashSource(bound(t.family.vocabulary, DOMINO), t), t, BUSH
+    "tree of pairs": drafts(TreeDrafter, DFlashSource, few, 7),
+    "drawn tree of pairs": drafts(DrawnTreeDrafter, DFlashSource, few, BUSH),
+    "recalling chain with a memory": drafts(ChainDrafter, DFlashSource, reminded, recall=1),
+    "drawn tree with a memory": drafts(
+        DrawnTreeDrafter, DFlashSource, lambda v: paired(v, [4, 1, 2], 6), BUSH
     ),
-    "tree of pairs": lambda t: TreeDrafter(
-        DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, 7
-    ),
-    "drawn tree of pairs": lambda t: DrawnTreeDrafter(
-        DFlashSource(paired(t.family.vocabulary, [4, 1, 2]), t), t, BUSH
-    ),
-    "recalling chain with a memory": lambda t: ChainDrafter(
-        DFlashSource(paired(t.family.vocabulary, None, 6), t), t, recall=1
-    ),
-    "drawn tree with a memory": lambda t: DrawnTreeDrafter(
-        DFlashSource(paired(t.family.vocabulary, [4, 1, 2], 6), t), t, BUSH
-    ),
-    "tree with a memory": lambda t: TreeDrafter(
-        DFlashSource(paired(t.family.vocabulary, None, 6), t), t, 7
-    ),
-    "drawn tree of dream": lambda t: DrawnTreeDrafter(
-        DiffusionSource(dream(t.family.vocabulary), t), t, BUSH
-    ),
-    "recalling chain": lambda t: ChainDrafter(
-        DFlashSource(dflash(t.family.vocabulary), t), t, recall=1
-    ),
-    "chain of deer": lambda t: ChainDrafter(CausalSource(deer(t.family.vocabulary), t), t),
-    "tree of deer": lambda t: TreeDrafter(CausalSource(deer(t.family.vocabulary), t), t, 7, 3),
-    "tree of dream": lambda t: TreeDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 9, 3),
-    "tree of dflash": lambda t: TreeDrafter(DFlashSource(dflash(t.family.vocabulary), t), t, 7),
-    "steps of dream": lambda t: StepsDrafter(DiffusionSource(dream(t.family.vocabulary), t), t, 5),
+    "tree with a memory": drafts(TreeDrafter, DFlashSource, reminded, 7),
+    "drawn tree of dream": drafts(DrawnTreeDrafter, DiffusionSource, dream, BUSH),
+    "recalling chain": drafts(ChainDrafter, DFlashSource, dflash, recall=1),
+    "chain of deer": drafts(ChainDrafter, CausalSource, deer),
+    "tree of deer": drafts(TreeDrafter, CausalSource, deer, 7, 3),
+    "tree of dream": drafts(TreeDrafter, DiffusionSource, dream, 9, 3),
+    "tree of dflash": drafts(TreeDrafter, DFlashSource, dflash, 7),
+    "steps of dream": drafts(StepsDrafter, DiffusionSource, dream, 5),
     "diffuspec": lambda t: searching(t, most=5, step=2),
 }
-FAST = (  # those that `make test` runs: each kind of source, chain and tree
-    "chain of dream",
-    "chain of mdlm",
-    "chain of few tokens",
-    "chain of spark",
-    "chain of deer",
-    "recalling chain of pairs",
-    "drawn tree of pairs",
-    "tree with a memory",
-    "steps of dream",
-    "diffuspec",
-)
+# those that `make test` runs: each kind of source, chain and tree
+FAST = [f"chain of {name}" for name in ("dream", "mdlm", "few tokens", "spark", "deer")]
+FAST += ["recalling chain of pairs", "drawn tree of pairs", "tree with a memory"]
+FAST += ["steps of dream", "diffuspec"]
 ROWS = [[3, 4, 5, 6, 7, 3, 4, 5], [9], [8, 7, 6]]
 
 

@@ -15,21 +15,14 @@ from specmm.image_ar.scales.loading import (
     tokenizer_fingerprint,
 )
 from specmm.image_ar.scales.vqvae import phi_of_scale
+from tests.tiny.parts import same_weights
 
 SIDES = (1, 2, 3, 4, 6)
 
 
-def same(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 def nested(state):
-    return {
-        "epoch": 3,
-        "iter": 0,
-        "trainer": {"config": {"bs": 1}, "var_wo_ddp": state, "vae_local": state},
-    }
+    trainer = {"config": {"bs": 1}, "var_wo_ddp": state, "vae_local": state}
+    return {"epoch": 3, "iter": 0, "trainer": trainer}
 
 
 @pytest.mark.parametrize(
@@ -39,18 +32,17 @@ def test_official_transformers(large, make, tmp_path, wrap):
     for model in (large, make.var(1, shared_aln=True)):
         torch.save(wrap(model.state_dict()), tmp_path / "var.pth")
         again = load_var(tmp_path / "var.pth")
-        assert same(again, model) and again.config == model.config and not again.training
+        assert same_weights(again, model) and again.config == model.config and not again.training
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, nested])
 def test_official_tokenizers(vqvae, tmp_path, wrap):
     torch.save(wrap(vqvae.state_dict()), tmp_path / "vae.pth")
     again = load_vqvae(tmp_path / "vae.pth", patch_nums=SIDES)
-    assert same(again, vqvae) and again.config == vqvae.config
+    assert same_weights(again, vqvae) and again.config == vqvae.config
     for given in (None, (1, 2, 3)):
-        with pytest.raises(
-            ValueError, match=r"patch_nums must be the sides of the 5 scales .*, got"
-        ):
+        said = r"patch_nums must be the sides of the 5 scales .*, got"
+        with pytest.raises(ValueError, match=said):
             load_vqvae(tmp_path / "vae.pth", patch_nums=given)
 
 
@@ -58,10 +50,8 @@ def test_official_tokenizers(vqvae, tmp_path, wrap):
 def test_save_and_load(large, vqvae, tmp_path, dtype):
     save_var(large, tmp_path / "var", dtype)
     save_vqvae(vqvae, tmp_path / "vae", dtype)
-    for model, again in (
-        (large, load_var(tmp_path / "var")),
-        (vqvae, load_vqvae(tmp_path / "vae")),
-    ):
+    loaded = load_var(tmp_path / "var"), load_vqvae(tmp_path / "vae")
+    for model, again in zip((large, vqvae), loaded, strict=True):
         assert again.config == model.config
         for name, weight in model.state_dict().items():
             wanted = weight.to(dtype).float() if dtype and weight.is_floating_point() else weight
@@ -90,9 +80,8 @@ def test_wrong_files_are_named(large, vqvae, tmp_path):
     with pytest.raises(ValueError, match=r"1 missing: head\.bias"):
         load_var(tmp_path / "var.pth")
     torch.save({"trainer": {"step": 1}}, tmp_path / "var.pth")
-    with pytest.raises(
-        ValueError, match=r"must hold tensors by name .*, got other things named step"
-    ):
+    said = r"must hold tensors by name .*, got other things named step"
+    with pytest.raises(ValueError, match=said):
         load_var(tmp_path / "var.pth")
 
 
@@ -101,10 +90,9 @@ def test_heads_that_nobody_tells(make, tmp_path):
     torch.save(model.state_dict(), tmp_path / "var.pth")
     with pytest.raises(ValueError, match="num_heads must be given"):
         load_var(tmp_path / "var.pth")
-    assert same(load_var(tmp_path / "var.pth", model.config), model)
-    (tmp_path / "config.json").write_text(
-        '{"from": "elsewhere"}'
-    )  # another program's, and none of ours
+    assert same_weights(load_var(tmp_path / "var.pth", model.config), model)
+    # another program's, and none of ours
+    (tmp_path / "config.json").write_text('{"from": "elsewhere"}')
     with pytest.raises(ValueError, match="num_heads must be given"):
         load_var(tmp_path / "var.pth")
 

@@ -60,6 +60,10 @@ PAIRS = {
     "lantern, no neighbour": lantern(0, 0.1, False, "corrected"),
 }
 NEED_PROBS = ("k-seq", "greedy multi-draft")
+EVERY_PAIR = pytest.mark.parametrize(
+    ("name", "drawn"),
+    [(name, way) for name in PAIRS for way in (True, False) if way or name not in NEED_PROBS],
+)
 
 
 def random_probs(generator: torch.Generator, *size: int) -> Tensor:
@@ -106,11 +110,8 @@ def plainly(
     return rule(tree.tokens[row].tolist(), parents, p[row].tolist(), probs)
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
-@pytest.mark.parametrize("name", PAIRS)
+@EVERY_PAIR
 def test_vectorised_is_naive(name, drawn):
-    if not drawn and name in NEED_PROBS:
-        pytest.skip("needs distributions")
     rule, plain = PAIRS[name]
     for seed, parents in enumerate(SHAPES):
         tree, p = random_round(TreeShape.from_parents(parents), 5, drawn=drawn, seed=seed)
@@ -119,11 +120,8 @@ def test_vectorised_is_naive(name, drawn):
             check(decisions, row, plainly(plain, tree, p, row))
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "chosen"])
-@pytest.mark.parametrize("name", PAIRS)
+@EVERY_PAIR
 def test_per_row_shapes_and_no_row_minds_the_others(name, drawn):
-    if not drawn and name in NEED_PROBS:
-        pytest.skip("needs distributions")
     rule, plain = PAIRS[name]
     ragged = TreeShape(torch.tensor(SHAPES), depth=5, width=4)
     tree, p = random_round(ragged, 3, drawn=drawn)
@@ -192,10 +190,8 @@ def test_point_masses_ignore_distributions_and_repeated_siblings():
 
 def test_a_root_alone_is_drawn_from_the_target():
     shape = TreeShape.from_parents([-1])
-    tree, p = (
-        DraftTree(torch.zeros(2, 1, dtype=torch.int64), shape),
-        random_probs(torch.Generator(), 2, 1),
-    )
+    tree = DraftTree(torch.zeros(2, 1, dtype=torch.int64), shape)
+    p = random_probs(torch.Generator(), 2, 1)
     drawn = DraftTree(tree.tokens, shape, p)
     for rule in (Recursive(), KSeq(), Block(), Traversal(), Lantern(TABLE, 3)):
         torch.testing.assert_close(rule.decisions(drawn, p, measure=True).next_probs, p)
