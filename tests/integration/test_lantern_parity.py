@@ -6,13 +6,12 @@ text-to-image target.
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specmm.checkpoints import load_strict
 from specmm.decode import decode, decode_plain
@@ -29,26 +28,19 @@ from specmm.shape.trees import make_tree
 from specmm.stats import Clock
 from specmm.target import TargetOutput
 from specmm.verify import Lantern, LanternPP, Recursive, VerifyResult
+from tests.tiny.recorded import Case
 
-PARITY = Path(__file__).parents[1] / "parity" / "lantern_e2e_tiny"
-T, FACTS = (
-    load_file(PARITY.with_suffix(".safetensors")),
-    json.loads(PARITY.with_suffix(".json").read_text()),
-)
+CASE = Case("lantern_e2e_tiny")
+T, FACTS = CASE.t, CASE.facts
 LENGTH, SPARE = FACTS["max_length"], 12
-
-
-def state(prefix):
-    return {k.removeprefix(prefix): v.float() for k, v in T.items() if k.startswith(prefix)}
 
 
 @pytest.fixture(scope="module")
 def model():
-    weights = from_lantern(state("base_sd."))
+    weights = from_lantern(CASE.state("base_sd."))
     facts = FACTS["config"]
-    transformer = Transformer(
-        infer_gpt_config(weights, n_head=facts["heads"], block_size=facts["block_size"])
-    )
+    sizes = infer_gpt_config(weights, n_head=facts["heads"], block_size=facts["block_size"])
+    transformer = Transformer(sizes)
     load_strict(transformer, weights)
     return transformer.eval()
 
@@ -56,10 +48,9 @@ def model():
 @pytest.fixture(scope="module")
 def head(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("drafter")
-    save_file(state("drafter_sd."), folder / "model.safetensors")
-    (folder / "config.json").write_text(
-        json.dumps({"hidden_size": 32, "bias": True, "architectures": ["Llama"]})
-    )
+    save_file(CASE.state("drafter_sd."), folder / "model.safetensors")
+    config = {"hidden_size": 32, "bias": True, "architectures": ["Llama"]}
+    (folder / "config.json").write_text(json.dumps(config))
     return load_eagle(folder, model.config)
 
 
@@ -95,10 +86,8 @@ def drafted(model, head, tree):
         ):  # round by round, the root kept and the recorded token after it
             path = F.pad(torch.zeros(1, 1, dtype=torch.int64), (0, steps - 1), value=-1)
             result = VerifyResult(path, torch.ones(1, dtype=torch.int64), ids[:, i + 1])
-            output, committed = (
-                TargetOutput(torch.empty(0), hidden[:, i : i + 1]),
-                F.pad(ids[:, i + 1 : i + 2], (0, steps - 1)),
-            )
+            output = TargetOutput(torch.empty(0), hidden[:, i : i + 1])
+            committed = F.pad(ids[:, i + 1 : i + 2], (0, steps - 1))
             spy.clear()
             tree = drafter.propose(
                 Feedback(output, ids[:, i + 1], None, result, committed), Uniforms.from_seeds([0])
@@ -167,9 +156,8 @@ def test_whole_runs_are_the_recorded_ones(model, head, run):
     ):
         counts.append(int(progress.counts[0]))
     assert torch.equal(progress.tokens[:, :LENGTH], T[f"out.{run.name}.tokens"])
-    rounds = next(
-        i for i, count in enumerate(counts) if count - 1 > LENGTH
-    )  # the release stops after the length
+    # the release stops after the length
+    rounds = next(i for i, count in enumerate(counts) if count - 1 > LENGTH)
     assert (counts[rounds] - 1) / rounds == run.mean_accept
 
 

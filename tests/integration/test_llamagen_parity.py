@@ -5,13 +5,11 @@ The ``.json`` beside each file in tests/parity says which call made which tensor
 teacher-forced here: the recorded tokens go in at once, and the logits of every step must come out.
 """
 
-import json
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 from specmm.checkpoints import load_strict
 from specmm.decode import decode_plain
@@ -23,23 +21,7 @@ from specmm.image_ar.tokens.loading import from_lantern, infer_gpt_config, to_la
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor, guide
 from specmm.randomness import Uniforms
-
-PARITY = Path(__file__).parents[1] / "parity"
-
-
-class Case:
-    """One parity file: ``t["out.x"]`` its tensors, ``state(prefix)`` its weights in float32,
-    ``facts`` its json.
-    """
-
-    def __init__(self, name):
-        self.t = load_file(PARITY / f"{name}.safetensors")
-        self.facts = json.loads((PARITY / f"{name}.json").read_text())
-
-    def state(self, prefix="sd."):
-        return {
-            k.removeprefix(prefix): v.float() for k, v in self.t.items() if k.startswith(prefix)
-        }
+from tests.tiny.recorded import Case
 
 
 def loaded(module, state, ignore=()):
@@ -74,30 +56,20 @@ def lantern():
 
 @pytest.fixture(scope="module")
 def c2i_model(c2i):
-    return loaded(Transformer(gpt_config(c2i.facts)), c2i.state())
+    return loaded(Transformer(gpt_config(c2i.facts)), c2i.state("sd."))
 
 
 @pytest.fixture(scope="module")
 def t2i_model(t2i):
-    return loaded(Transformer(gpt_config(t2i.facts)), t2i.state())
+    return loaded(Transformer(gpt_config(t2i.facts)), t2i.state("sd."))
 
 
 @pytest.fixture(scope="module")
 def vq_model(vq):
-    names = (
-        "codebook_show_usage",
-        "entropy_loss_ratio",
-        "group_norm_groups",
-        "group_norm_eps",
-        "image",
-        "latent",
-    )
-    sizes = {
-        k: tuple(v) if isinstance(v, list) else v
-        for k, v in vq.facts["config"].items()
-        if k not in names
-    }
-    return loaded(VQModel(VQConfig(**sizes)), vq.state(), ("codebook_used",))
+    names = {field.name for field in fields(VQConfig)} & vq.facts["config"].keys()
+    sizes = {name: vq.facts["config"][name] for name in names}
+    sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()}
+    return loaded(VQModel(VQConfig(**sizes)), vq.state("sd."), ("codebook_used",))
 
 
 def close(got, wanted):
@@ -145,15 +117,6 @@ def greedy(logits):
     return logits.argmax(-1).T  # [rows, block]
 
 
-def test_c2i_guided_decoding(c2i, c2i_model):
-    t = c2i.t
-    raw = forced_c2i(c2i, c2i_model, t["out.gen_cfg2.tokens"])
-    close(raw, t["out.gen_cfg2.raw_logits"])
-    guided = guide(*raw.chunk(2, dim=1), 2.0)
-    close(guided, t["out.gen_cfg2.cfg_logits"])
-    assert torch.equal(greedy(guided), t["out.gen_cfg2.tokens"])
-
-
 def test_c2i_plain_decoding(c2i, c2i_model):
     cond = forced_c2i(c2i, c2i_model, c2i.t["out.gen_cfg1.tokens"]).chunk(2, dim=1)[0]
     close(cond, c2i.t["out.gen_cfg1.logits"])
@@ -177,10 +140,8 @@ def test_c2i_guidance_interval(c2i, c2i_model, rows):
 
 def decoded(model, guidance, prompt):
     """The tokens of greedy decoding, step by step."""
-    target, uniforms = (
-        LlamaGenTarget(model, guidance, Processor(0)),
-        Uniforms.from_seeds(range(len(prompt.condition))),
-    )
+    target = LlamaGenTarget(model, guidance, Processor(0))
+    uniforms = Uniforms.from_seeds(range(len(prompt.condition)))
     *_, end = decode_plain(target, prompt, target.length, uniforms)
     return end.tokens
 
@@ -265,9 +226,11 @@ def forced_t2i(case, model, tokens):
     return logits[:, cond.shape[1] - 1 :].transpose(0, 1)
 
 
-def test_t2i_guided_decoding(t2i, t2i_model):
-    t = t2i.t
-    raw = forced_t2i(t2i, t2i_model, t["out.gen_cfg2.tokens"])
+@pytest.mark.parametrize("kind", ["c2i", "t2i"])
+def test_guided_decoding(kind, request):
+    case, model = (request.getfixturevalue(name) for name in (kind, f"{kind}_model"))
+    t, forced = case.t, {"c2i": forced_c2i, "t2i": forced_t2i}[kind]
+    raw = forced(case, model, t["out.gen_cfg2.tokens"])
     close(raw, t["out.gen_cfg2.raw_logits"])
     guided = guide(*raw.chunk(2, dim=1), 2.0)
     close(guided, t["out.gen_cfg2.cfg_logits"])
@@ -307,9 +270,8 @@ def test_vq_losses(vq, vq_model):
     quantized = vq_model.train().encode(vq.t["in.image"])
     close(quantized.codebook_loss.detach()[None], vq.t["out.train_vq_loss"])
     close(quantized.commit_loss.detach()[None], vq.t["out.train_commit_loss"])
-    assert (
-        float(vq.t["out.train_entropy_loss"]) == 0
-    )  # the release's ratio is 0; we have no such loss
+    # the release's ratio is 0; we have no such loss
+    assert float(vq.t["out.train_entropy_loss"]) == 0
     vq_model.eval()
 
 
@@ -320,7 +282,7 @@ def test_lantern_names_round_trip(lantern, c2i):
     state = lantern.state("base_sd.")
     back = to_lantern(from_lantern(state))
     assert set(back) == set(state) and all(torch.equal(back[k], state[k]) for k in state)
-    state = c2i.state()
+    state = c2i.state("sd.")
     back = from_lantern(to_lantern(state))
     assert set(back) == set(state) and all(torch.equal(back[k], state[k]) for k in state)
 

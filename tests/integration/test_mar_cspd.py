@@ -1,13 +1,10 @@
 """CSpD between two models against numbers that its official release produced."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from specmm.image_ar.continuous.cspd import (
     ChainEnd,
@@ -22,29 +19,22 @@ from specmm.image_ar.continuous.cspd import (
     verify_tokens,
 )
 from specmm.image_ar.continuous.loading import check_models
-from specmm.image_ar.continuous.mar import MAR, MARConfig, unpatchify
+from specmm.image_ar.continuous.mar import MAR, unpatchify
 from specmm.image_ar.continuous.orders import MARSettings, iterations
+from tests.tiny import recorded
 
-PARITY = Path(__file__).parents[1] / "parity" / "cspd"
-FACTS = json.loads((PARITY / "cspd_accept.json").read_text())
+FACTS = recorded.facts("cspd/cspd_accept")
 
 
 @pytest.fixture(scope="module")
 def t():
-    return load_file(PARITY / "cspd_accept.safetensors")
+    return recorded.tensors("cspd/cspd_accept")
 
 
 def load(side):
-    sizes = {
-        **FACTS["config"]["common"],
-        **FACTS["config"][side],
-        "class_num": FACTS["config"]["class_emb_rows"],
-    }
-    made = MAR(MARConfig(**{k: v for k, v in sizes.items() if k in MARConfig.__dataclass_fields__}))
-    made.load_state_dict(
-        {k: v.float() for k, v in load_file(PARITY / f"cspd_{side}_state_fp16.safetensors").items()}
-    )
-    return made.eval().requires_grad_(False)
+    config = FACTS["config"]
+    sizes = config["common"] | config[side] | {"class_num": config["class_emb_rows"]}
+    return recorded.mar_of(sizes, f"cspd_{side}")
 
 
 @pytest.fixture(scope="module")
@@ -111,13 +101,8 @@ def test_acceptance_and_resampling_of_the_release(t):
         assert np.array_equal(kept, g["accept"].bool().numpy())
         if int(g["n_tries"]) in (0, 100):
             continue
-        made, found = resample(
-            ReleaseRule(tau),
-            p,
-            q,
-            PictureNumbers(g["resample.uniform"], g["resample.noise"]),
-            last=True,
-        )
+        numbers = PictureNumbers(g["resample.uniform"], g["resample.noise"])
+        made, found = resample(ReleaseRule(tau), p, q, numbers, last=True)
         close(made, g["resample.output"], 1e-5)
         assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
 
@@ -141,14 +126,8 @@ def test_residuals_without_mass_are_told(t, i):
     made, found = resample(ReleaseRule(), trace(g, "x2"), trace(g, "x1"), Fresh(i), last=True)
     assert np.array_equal(found, g["resample.accepted_any"].bool().numpy())
     assert not made[~found].any()
-    settled, kept = verify_tokens(
-        ReleaseRule(),
-        g["x"].double().numpy() + 1,
-        trace(g, "x2"),
-        trace(g, "x1"),
-        Rejecting(),
-        True,
-    )
+    x, second, first = g["x"].double().numpy() + 1, trace(g, "x2"), trace(g, "x1")
+    settled, kept = verify_tokens(ReleaseRule(), x, second, first, Rejecting(), True)
     assert not kept.any() and settled.any(1).all()  # never silently zero
 
 

@@ -3,40 +3,26 @@
 The ``.json`` beside each file in tests/parity/cspd says which call made which tensor.
 """
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from recipes.training.diffusion import denoised, diffusion_loss, noised, step_distribution
 from specmm.checkpoints import load_strict
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, sinusoid
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
-from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, unpatchify
+from specmm.image_ar.continuous.mar import patchify, unpatchify
 from specmm.image_ar.continuous.orders import iterations, mask_lengths
-
-PARITY = Path(__file__).parents[1] / "parity" / "cspd"
-ONCE = ("norm_eps", "head_ln_eps", "z_proj_ln_eps", "num_sampling_steps", "diffusion_batch_mul")
+from tests.tiny import recorded
+from tests.tiny.recorded import tiny_mar, under
 
 
 def facts(name):
-    return json.loads((PARITY / f"{name}.json").read_text())
+    return recorded.facts(f"cspd/{name}")
 
 
 def tensors(name):
-    return load_file(PARITY / f"{name}.safetensors")
-
-
-def under(group, prefix):
-    return {k.removeprefix(prefix): v for k, v in group.items() if k.startswith(prefix)}
-
-
-def loaded(module, name):
-    load_strict(module, {k: v.float() for k, v in tensors(name).items()}, ())
-    return module.eval()
+    return recorded.tensors(f"cspd/{name}")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +30,9 @@ def t():
     return tensors("mar_tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    return loaded(
-        MAR(MARConfig(**{k: v for k, v in facts("mar_tiny")["config"].items() if k not in ONCE})),
-        "mar_tiny_state_fp16",
-    )
+    return tiny_mar()
 
 
 def close(got, wanted, relative=1e-5):
@@ -109,9 +92,8 @@ def test_patches(t):
 
 @torch.no_grad()
 def test_head(t, model):
-    turns = (
-        1000 * 2**-23
-    )  # one rounding of an angle of up to 1,000: processors' exp() differ by as much
+    # one rounding of an angle of up to 1,000: processors' exp() differ by as much
+    turns = 1000 * 2**-23
     torch.testing.assert_close(
         sinusoid(t["head.t"]), t["head.time_embedding_sinusoid"], atol=turns, rtol=0
     )
@@ -132,23 +114,16 @@ def test_guided_head(t, model, cfg):
 
 @pytest.mark.parametrize("spec", ["8", "50", "100"])
 def test_tables(spec):
-    g, schedule = under(tensors("gaussian_diffusion_tables"), f"{spec}."), NoiseSchedule.of(spec)
-    for name in (
-        "timestep_map",
-        "betas",
-        "alphas_cumprod",
-        "alphas_cumprod_prev",
-        "posterior_variance",
-        "posterior_log_variance_clipped",
-        "posterior_mean_coef1",
-        "posterior_mean_coef2",
-    ):
+    g, schedule = (under(tensors("gaussian_diffusion_tables"), f"{spec}."), NoiseSchedule.of(spec))
+    names = ["timestep_map", "betas", "alphas_cumprod", "alphas_cumprod_prev"]
+    parts = ("variance", "log_variance_clipped", "mean_coef1", "mean_coef2")
+    for name in (*names, *(f"posterior_{part}" for part in parts)):
         torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-11)
     assert len(schedule) == int(spec)
 
 
 def test_full_tables_and_strides():
-    g, schedule = under(tensors("gaussian_diffusion_tables"), "full1000."), NoiseSchedule.of("")
+    g, schedule = (under(tensors("gaussian_diffusion_tables"), "full1000."), NoiseSchedule.of(""))
     for name in ("betas", "alphas_cumprod", "posterior_log_variance_clipped"):
         torch.testing.assert_close(getattr(schedule, name), g[name], atol=1e-12, rtol=1e-12)
     assert NoiseSchedule.of("ddim8").timestep_map.tolist() == facts("cspd_accept")["timestep_map"]
@@ -225,7 +200,8 @@ def test_autoencoder():
     names = ("ch", "z_channels", "num_res_blocks", "resolution")
     lists = {k: tuple(sizes[k]) for k in ("ch_mult", "attn_resolutions")}
     config = KLConfig(**{k: sizes[k] for k in names}, **lists, scale=sizes["scale_factor"])
-    kl = loaded(AutoencoderKL(config), "kl_vae_tiny_state_fp16")
+    kl = AutoencoderKL(config).eval()
+    load_strict(kl, recorded.floats(tensors("kl_vae_tiny_state_fp16")), ())
     close(kl.encoder(t["x"]), t["encoder_out"])
     posterior = kl.encode(t["x"])
     close(posterior.mean, t["mean"])

@@ -1,39 +1,27 @@
 """Plain sampling of MAR against the official release's chains and pictures, number for number."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral
-from specmm.image_ar.continuous.mar import MAR, MARConfig, unpatchify
+from specmm.image_ar.continuous.mar import unpatchify
 from specmm.image_ar.continuous.masked_decode import Ancestral, decode_mar
 from specmm.image_ar.continuous.orders import MARSettings
+from tests.tiny.recorded import facts, tensors, tiny_mar
 
-PARITY = Path(__file__).parents[1] / "parity" / "cspd"
-FACTS = json.loads((PARITY / "mar_tiny.json").read_text())
+FACTS = facts("cspd/mar_tiny")
 RUNS = [run for run in FACTS["sample_runs"] if "official_raises" not in run]
 
 
 @pytest.fixture(scope="module")
 def t():
-    return load_file(PARITY / "mar_tiny.safetensors")
+    return tensors("cspd/mar_tiny")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    made = MAR(
-        MARConfig(
-            **{k: v for k, v in FACTS["config"].items() if k in MARConfig.__dataclass_fields__}
-        )
-    )
-    made.load_state_dict(
-        {k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()}
-    )
-    return made.eval().requires_grad_(False)
+    return tiny_mar()
 
 
 def close(got, wanted, relative):
@@ -72,10 +60,8 @@ class Watching:
 @pytest.mark.parametrize(("name", "how"), FACTS["loop"].items())
 def test_chains(t, model, name, how):
     g = {k.removeprefix(f"loop.{name}."): v for k, v in t.items() if k.startswith(f"loop.{name}.")}
-    head, rows = (
-        ChainHead(model.head, NoiseSchedule.of(how.get("num_sampling_steps", "8"))),
-        len(g["x_T"]),
-    )
+    head = ChainHead(model.head, NoiseSchedule.of(how.get("num_sampling_steps", "8")))
+    rows = len(g["x_T"])
     z = g["z"].view(-1, rows, 48).transpose(0, 1)
     noise = torch.cat([g["x_T"][None], g["noises"][:, :rows]])
     got = ancestral(
@@ -105,10 +91,8 @@ def test_one_step(t, model, name, i):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run["name"])
 def test_pictures(t, model, run):
-    name, plan = (
-        run["name"],
-        MARSettings(run["num_iter"], run["num_sampling_steps"], run["cfg"], run["cfg_schedule"]),
-    )
+    name = run["name"]
+    plan = MARSettings(run["num_iter"], run["num_sampling_steps"], run["cfg"], run["cfg_schedule"])
     labels = None if run["labels"] is None else torch.tensor(run["labels"])
     head = ChainHead(model.head, NoiseSchedule.of(plan.head_steps))
     sampler = Watching(Ancestral(head, Recorded(t, name), run["temperature"]))
@@ -129,11 +113,7 @@ def test_more_iterations_than_tokens(t, model):
         def draw(self, rows, width):
             return torch.zeros(sum(rows), width)
 
-    *_, last = decode_mar(
-        model,
-        torch.tensor([1, 2]),
-        torch.arange(16).repeat(2, 1),
-        Ancestral(head, Zeros()),
-        MARSettings(num_iter=21),
-    )
+    labels, orders = torch.tensor([1, 2]), torch.arange(16).repeat(2, 1)
+    how = Ancestral(head, Zeros()), MARSettings(num_iter=21)
+    *_, last = decode_mar(model, labels, orders, *how)
     assert last.count == 16 and last.stats.batch_rounds == 16

@@ -4,7 +4,6 @@ produced.
 ``meta.json`` and ``llava576.json`` beside the tensors say which call made which.
 """
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,13 +29,10 @@ from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, PointMass
 from specmm.verify.rule import VerifyResult
 from specmm.vlm.msd import MSDConfig, MSDHead
+from tests.tiny.recorded import facts, under
 
 PARITY = Path(__file__).parents[1] / "parity" / "msd"
-CASES = {
-    k: v
-    for name in ("meta", "llava576")
-    for k, v in json.loads((PARITY / f"{name}.json").read_text())["cases"].items()
-}
+CASES = facts("msd/meta")["cases"] | facts("msd/llava576")["cases"]
 VARIANTS = ("llava", "qwen")
 PLACEHOLDER = 158  # a token the prompt does not hold
 CLOSE = {"rtol": 0, "atol": 3e-5}  # float32 states of size 1 to 10
@@ -44,10 +40,6 @@ CLOSE = {"rtol": 0, "atol": 3e-5}  # float32 states of size 1 to 10
 
 def tensors(name):
     return load_file(PARITY / CASES[name]["file"])
-
-
-def part(t, prefix):
-    return {k.removeprefix(prefix): v for k, v in t.items() if k.startswith(prefix)}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -58,7 +50,7 @@ def case(request):
 def case_of(name):
     facts, t = CASES[name], tensors(name)
     head = MSDHead(MSDConfig.from_json(facts["config"]))
-    head.load_state_dict(part(t, "weights."), strict=True)
+    head.load_state_dict(under(t, "weights."), strict=True)
     return SimpleNamespace(facts=facts, t=t, head=head.eval().requires_grad_(False))
 
 
@@ -164,7 +156,7 @@ def test_dynamic_trees(case, name):
     )
     drafter.begin(feedback, Clock())
     for step in range(1 if "sampling" in name else 3):
-        t = part(case.t, f"{name}.step{step}.")
+        t = under(case.t, f"{name}.step{step}.")
         feedback = after(drafter, tree, t, prompt) if step else feedback
         drafter.states = []
         tree = drafter.propose(feedback, Uniforms.from_seeds([0]))
@@ -188,7 +180,7 @@ def check_tree(tree, t):
 def test_training_losses_and_gradients():
     facts, t = CASES["train"], tensors("train")
     head = MSDHead(MSDConfig.from_json(facts["config"]))
-    head.load_state_dict(part(t, "weights."), strict=True)
+    head.load_state_dict(under(t, "weights."), strict=True)
     image = torch.zeros(2, 25, dtype=torch.bool)
     image[0, 3:15] = True
     slots = Slots(
@@ -206,7 +198,7 @@ def test_training_losses_and_gradients():
         )
     losses["loss"].backward()
     weights = dict(head.named_parameters())
-    for name, gradient in part(t, "grad.").items():
+    for name, gradient in under(t, "grad.").items():
         torch.testing.assert_close(weights[name].grad, gradient, rtol=1e-3, atol=1e-5)
     shares = [visual_share(100 * e + 99, 4000) for e in range(40)]
     assert shares == pytest.approx(facts["visual_ratio_by_epoch_1_to_40"])
@@ -220,14 +212,14 @@ def test_acceptance(number):
     softmax of the raw logits.
     """
     facts = CASES["posterior"]["records"][number]
-    t = part(tensors("posterior"), f"post{number}.")
+    t = under(tensors("posterior"), f"post{number}.")
     tree, logits = trie(t["candidates"], t["logits"])
     greedy = GreedyMatch().decisions(tree, logits)
     assert (
         walk(tree, 0, lambda child: greedy.accept[0, child] > 0.5)[1] == facts["greedy"]["accept"]
     )
     for record in facts["sampling"]:
-        check_sampling(tree, logits, record, part(tensors("posterior"), record["sample_p"])[""])
+        check_sampling(tree, logits, record, under(tensors("posterior"), record["sample_p"])[""])
 
 
 def trie(candidates, logits):
@@ -282,7 +274,7 @@ def test_a_whole_run():
     """
     facts, t = CASES["e2e_llava"], tensors("e2e_llava")
     head = MSDHead(MSDConfig.from_json(facts["drafter_config"]))
-    head.load_state_dict(part(t, "drafter."), strict=True)
+    head.load_state_dict(under(t, "drafter."), strict=True)
     target = VLMTarget(llava_of(facts, t), Processor(0))
     drafter = FeatureDrafter(
         head, target, Dynamic(facts["top_k"], facts["depth"], facts["total_token"])
@@ -290,14 +282,8 @@ def test_a_whole_run():
     expected = t["out.msd_ids"][:, t["in.input_ids"].shape[1] :]
     trees, propose = [], drafter.propose
     drafter.propose = lambda *args: trees.append(propose(*args)) or trees[-1]
-    rounds = decode(
-        target,
-        drafter,
-        GreedyMatch(),
-        prompt_of(t),
-        expected.shape[1] + 1,
-        Uniforms.from_seeds([0]),
-    )
+    uniforms, length = Uniforms.from_seeds([0]), expected.shape[1] + 1
+    rounds = decode(target, drafter, GreedyMatch(), prompt_of(t), length, uniforms)
     counts = [int(progress.counts[0]) for progress in rounds]
     called = [tree.tokens[0].tolist() for tree in trees]
     *_, progress = decode(
@@ -312,26 +298,17 @@ def test_a_whole_run():
 
 
 def llava_of(facts, t):
-    vision = dict(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        patch_size=14,
-    )
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    vision |= dict(num_attention_heads=1, patch_size=14)
     text = LlamaConfig(
         **facts["base_config"], rope_theta=facts["rope_theta"], tie_word_embeddings=False
     )
-    model = LlavaForConditionalGeneration(
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(**vision, image_size=28),
-            text_config=text,
-            image_token_id=PLACEHOLDER,
-        )
-    )
-    weights = part(t, "base.")
+    vision = CLIPVisionConfig(**vision, image_size=28)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_id=PLACEHOLDER)
+    model = LlavaForConditionalGeneration(config)
+    weights = under(t, "base.")
     model.lm_head.weight.data.copy_(weights.pop("lm_head.weight"))
-    model.model.language_model.load_state_dict(part(weights, "model."), strict=True)
+    model.model.language_model.load_state_dict(under(weights, "model."), strict=True)
     features = BaseModelOutputWithPooling(pooler_output=list(t["in.image_features"]))
     model.model.get_image_features = lambda pixel_values=None, **kwargs: features
     return model

@@ -1,6 +1,5 @@
 """Our VAR, its tokenizer and CoDe against numbers that the official releases produced."""
 
-import json
 import zlib
 from math import prod
 
@@ -14,90 +13,68 @@ from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config,
 from specmm.image_ar.scales.scale_schedule import PATCHES_512
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig, phi_of_scale
-from tests.integration.var_cases import PARITY, VARIANTS, Case, close
+from tests.integration.var_cases import RELEASED, TOKENIZER, VARIANTS, close, tiny_vqvae
+from tests.tiny.recorded import Case, facts
+
+
+@pytest.fixture
+def vqvae():
+    return tiny_vqvae()
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return Case("vqvae_tiny")
-
-
-@pytest.fixture(scope="module")
-def vqvae(tokenizer):
-    model = VQVAE(infer_vqvae_config(tokenizer.state(), (1, 2, 3, 4)))
-    load_strict(model, tokenizer.state(), ())
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def var():
-    return Case("var_tiny")
-
-
-@pytest.fixture(scope="module")
-def models(var, tmp_path_factory):
+def models(tmp_path_factory):
     found = {}
     for name in VARIANTS:
-        state = var.state(f"{name}.weights.")
+        state = RELEASED.state(f"{name}.weights.")
         file = tmp_path_factory.mktemp(name) / "var.pth"
         torch.save({"trainer": {"var_wo_ddp": state}}, file)
-        heads = (
-            {} if name != "nol2" else {"config": VARConfig(**tiny_sizes(var), attn_l2_norm=False)}
-        )
-        found[name] = load_var(file, **heads)
+        heads = VARConfig(**tiny_sizes(), attn_l2_norm=False) if name == "nol2" else None
+        found[name] = load_var(file, heads)
     return found
 
 
-def tiny_sizes(var):
-    sizes = {k: v for k, v in var.facts["config"].items() if k != "cond_drop_rate"}
-    return sizes | dict(vocab_size=64, z_channels=8, patch_nums=tuple(var.facts["patch_nums"]))
+def tiny_sizes():
+    sizes = {k: v for k, v in RELEASED.facts["config"].items() if k != "cond_drop_rate"}
+    return sizes | dict(vocab_size=64, z_channels=8, patch_nums=tuple(RELEASED.facts["patch_nums"]))
 
 
 # --- tokenizer ---
 
 
-def test_tokenizer_sizes_are_inferred(tokenizer, vqvae):
-    sizes = tokenizer.facts["config"]
-    for name in (
-        "vocab_size",
-        "z_channels",
-        "ch",
-        "num_res_blocks",
-        "share_quant_resi",
-        "quant_resi",
-        "quant_conv_ks",
-    ):
+def test_tokenizer_sizes_are_inferred(vqvae):
+    sizes = TOKENIZER.facts["config"]
+    names = "vocab_size z_channels ch num_res_blocks share_quant_resi quant_resi quant_conv_ks"
+    for name in names.split():
         assert getattr(vqvae.config, name) == sizes[name], name
-    assert (
-        vqvae.config.ch_mult == tuple(sizes["ch_mult"])
-        and vqvae.config.downsampling == sizes["downsample"]
-    )
+    assert vqvae.config.ch_mult == tuple(sizes["ch_mult"])
+    assert vqvae.config.downsampling == sizes["downsample"]
 
 
 @torch.no_grad()
-def test_tokenizer_encodes(tokenizer, vqvae):
-    features = vqvae.features(tokenizer.t["in.image"])
-    close(features, tokenizer.t["out.encoder_f"], 2e-4)
+def test_tokenizer_encodes(vqvae):
+    features = vqvae.features(TOKENIZER.t["in.image"])
+    close(features, TOKENIZER.t["out.encoder_f"], 2e-4)
     tokens = vqvae.quantize.encode(features)
-    for got, wanted in zip(tokens, tokenizer.scales("out.idx"), strict=True):
+    for got, wanted in zip(tokens, TOKENIZER.scales("out.idx"), strict=True):
         assert torch.equal(got, wanted)
     quantized = quantise(vqvae.quantize, features)
     assert all(torch.equal(a, b) for a, b in zip(quantized.tokens, tokens, strict=True))
-    close(quantized.f_hat, tokenizer.t["out.fhat.3"], 2e-4)
+    close(quantized.f_hat, TOKENIZER.t["out.fhat.3"], 2e-4)
 
 
 @torch.no_grad()
-def test_tokenizer_by_angle(tokenizer, vqvae):
+def test_tokenizer_by_angle(vqvae):
     vqvae.quantize.znorm = True
-    tokens = vqvae.encode(tokenizer.t["in.image"])
+    tokens = vqvae.encode(TOKENIZER.t["in.image"])
     vqvae.quantize.znorm = False
-    for got, wanted in zip(tokens, tokenizer.scales("out.idx_znorm"), strict=True):
+    for got, wanted in zip(tokens, TOKENIZER.scales("out.idx_znorm"), strict=True):
         assert torch.equal(got, wanted)
 
 
 @torch.no_grad()
-def test_tokenizer_decodes(tokenizer, vqvae):
-    tokens, t = tokenizer.scales("out.idx"), tokenizer.t
+def test_tokenizer_decodes(vqvae):
+    tokens, t = TOKENIZER.scales("out.idx"), TOKENIZER.t
     sums = vqvae.quantize.f_hats(tokens)
     for k in range(4):
         close(sums[k], t[f"out.fhat.{k}"], 2e-4)
@@ -108,16 +85,9 @@ def test_tokenizer_decodes(tokenizer, vqvae):
 
 @torch.no_grad()
 def test_tokenizer_of_the_real_layout():
-    case = Case("vqvae_fulllayout")
-    config = VQVAEConfig(
-        ch=32,
-        **{
-            k: tuple(v) if isinstance(v, list) else v
-            for k, v in case.facts["config"].items()
-            if k != "ch"
-        },
-    )
-    model = VQVAE(config)
+    case = Case("var/vqvae_fulllayout")
+    sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in case.facts["config"].items()}
+    model = VQVAE(VQVAEConfig(**sizes | dict(ch=32)))
     assert {k: list(v.shape) for k, v in model.state_dict().items()} == case.facts["keys"]
     load_strict(model, {k: by_rule(k, v.shape) for k, v in model.state_dict().items()}, ())
     model.eval()
@@ -132,9 +102,8 @@ def test_tokenizer_of_the_real_layout():
 
 def by_rule(key, shape):
     """The weights that ``vqvae_fulllayout.json`` describes."""
-    z = np.random.RandomState((zlib.crc32(key.encode()) + 102) % 2**32).standard_normal(
-        tuple(shape)
-    )
+    seed = (zlib.crc32(key.encode()) + 102) % 2**32
+    z = np.random.RandomState(seed).standard_normal(tuple(shape))
     if key.endswith("ema_vocab_hit_SV"):
         z = 0 * z
     elif "norm" in key:
@@ -145,11 +114,11 @@ def by_rule(key, shape):
 
 
 def test_phi_of_every_scale():
-    facts = json.loads((PARITY / "phi_table.json").read_text())
-    for name, wanted in facts["table"].items():
+    table = facts("var/phi_table")
+    for name, wanted in table["table"].items():
         shared, scales = (int(part.split("=")[1]) for part in name.split(","))
         assert phi_of_scale(shared, scales) == wanted, name
-    for name, keys in facts["state_dict_keys"].items():
+    for name, keys in table["state_dict_keys"].items():
         shared = int(name.split("=")[1])
         config = VQVAEConfig(8, 4, patch_nums=(1, 2, 3, 4), share_quant_resi=shared)
         quantizer = MultiScaleQuantizer(config)
@@ -157,7 +126,7 @@ def test_phi_of_every_scale():
 
 
 def test_names_and_shapes_of_the_published_files():
-    specs = json.loads((PARITY / "state_dict_specs.json").read_text())
+    specs = facts("var/state_dict_specs")
     with torch.device("meta"):
         vqvae = VQVAE(VQVAEConfig())
     wanted = specs.pop("vae_ch160v4096z32.pth")
@@ -185,22 +154,21 @@ def described(model):
 # --- transformer ---
 
 
-def test_transformer_sizes_are_inferred(var, models):
+def test_transformer_sizes_are_inferred(models):
     for name in ("noshared", "shared"):
-        facts = var.facts["variants"][name]
+        heads = RELEASED.facts["variants"][name]
         wanted = VARConfig(
-            **tiny_sizes(var), shared_aln=facts["shared_aln"], attn_l2_norm=facts["attn_l2_norm"]
+            **tiny_sizes(), shared_aln=heads["shared_aln"], attn_l2_norm=heads["attn_l2_norm"]
         )
-        assert models[name].config == infer_var_config(var.state(f"{name}.weights.")) == wanted
+        assert models[name].config == infer_var_config(RELEASED.state(f"{name}.weights.")) == wanted
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", VARIANTS)
-def test_teacher_forcing(var, models, tokenizer, name):
-    model, labels = models[name], torch.tensor(var.facts["labels"])
-    inputs = tokenizer.t["out.var_input"]
-    close(model(labels, inputs), var.t[f"{name}.tf.logits_cond"])
-    close(model(torch.full_like(labels, 10), inputs), var.t[f"{name}.tf.logits_null"])
-    close(
-        model(labels, inputs[:, :4]), var.t[f"{name}.tf.logits_cond"][:, :5]
-    )  # the first scales alone
+def test_teacher_forcing(models, name):
+    model, labels = models[name], torch.tensor(RELEASED.facts["labels"])
+    inputs = TOKENIZER.t["out.var_input"]
+    close(model(labels, inputs), RELEASED.t[f"{name}.tf.logits_cond"])
+    close(model(torch.full_like(labels, 10), inputs), RELEASED.t[f"{name}.tf.logits_null"])
+    # the first scales alone
+    close(model(labels, inputs[:, :4]), RELEASED.t[f"{name}.tf.logits_cond"][:, :5])

@@ -1,33 +1,24 @@
-"""The recorded numbers of VAR's and CoDe's releases.
+"""The recorded numbers of VAR's and CoDe's releases, and their tiny models."""
 
-The ``.json`` beside each file in tests/parity/var says which call made which tensor.
-"""
-
-import json
-from pathlib import Path
+from functools import cache
 
 import torch
-from safetensors.torch import load_file
 
-PARITY = Path(__file__).parents[1] / "parity" / "var"
+from specmm.checkpoints import load_strict
+from specmm.image_ar.scales.loading import infer_vqvae_config
+from specmm.image_ar.scales.vqvae import VQVAE
+from tests.tiny.recorded import Case
+
 VARIANTS = ("noshared", "shared", "nol2")
+RELEASED = Case("var/var_tiny")
+TOKENIZER = Case("var/vqvae_tiny")
 
 
-class Case:
-    """One parity file: ``t["x"]`` its tensors, ``state(prefix)`` its weights in float32, ``facts``
-    its json.
-    """
-
-    def __init__(self, name):
-        self.t = load_file(PARITY / f"{name}.safetensors")
-        self.facts = json.loads((PARITY / f"{name}.json").read_text())
-
-    def state(self, prefix="weights."):
-        found = {k.removeprefix(prefix): v for k, v in self.t.items() if k.startswith(prefix)}
-        return {k: v.float() if v.is_floating_point() else v for k, v in found.items()}
-
-    def scales(self, prefix):
-        return [self.t[f"{prefix}.{k}"] for k in range(4)]
+@cache
+def tiny_vqvae():
+    model = VQVAE(infer_vqvae_config(TOKENIZER.state(), (1, 2, 3, 4)))
+    load_strict(model, TOKENIZER.state(), ())
+    return model.eval()
 
 
 def close(got, wanted, atol=5e-4):

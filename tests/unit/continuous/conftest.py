@@ -2,20 +2,14 @@
 files.
 """
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from recipes.training.diffusion import log_variance
 from specmm.image_ar.continuous import chain_program, chain_speculation
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition
-from specmm.image_ar.continuous.mar import MAR, MARConfig
-
-PARITY = Path(__file__).parents[2] / "parity" / "cspd"
+from tests.tiny import recorded
 
 
 class GaussianHead:
@@ -57,16 +51,13 @@ class GaussianHead:
         recursion.
         """
         s = self.schedule
-        level, mean, std = (
-            s.alphas_cumprod,
-            torch.zeros_like(self.mean).double(),
-            torch.ones_like(self.mean).double(),
-        )
+        level = s.alphas_cumprod
+        mean = torch.zeros_like(self.mean).double()
+        std = torch.ones_like(self.mean).double()
         for i in reversed(range(len(level))):
             spread = level[i] * self.std.double() ** 2 + 1 - level[i]
-            gain = (
-                level[i].sqrt() * self.std.double() ** 2 / spread
-            )  # x0 predicted = offset + gain · x
+            # x0 predicted = offset + gain · x
+            gain = level[i].sqrt() * self.std.double() ** 2 / spread
             offset = self.mean.double() * (1 - level[i]) / spread
             c1, c2 = s.posterior_mean_coef1[i], s.posterior_mean_coef2[i]
             mean = c1 * (offset + gain * mean) + c2 * mean
@@ -84,21 +75,13 @@ def gaussian():
 
 @pytest.fixture(scope="session")
 def tiny_mar():
-    facts = json.loads((PARITY / "mar_tiny.json").read_text())["config"]
-    model = MAR(
-        MARConfig(**{k: v for k, v in facts.items() if k in MARConfig.__dataclass_fields__})
-    )
-    model.load_state_dict(
-        {k: v.float() for k, v in load_file(PARITY / "mar_tiny_state_fp16.safetensors").items()}
-    )
-    return model.eval().requires_grad_(False)
+    return recorded.tiny_mar()
 
 
 @pytest.fixture(scope="session")
 def conditions():
     """Conditions z [6, 48] of the parity file and of "no class" beside them."""
-    t = load_file(PARITY / "mar_tiny.safetensors")
-    return t["loop.cfg.z"]
+    return recorded.tensors("cspd/mar_tiny")["loop.cfg.z"]
 
 
 @pytest.fixture(scope="session")
