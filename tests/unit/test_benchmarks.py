@@ -65,11 +65,8 @@ def model(tmp_path_factory):
     torch.manual_seed(0)
     heads = {"block": BlockHead(BlockConfig(3, 2, GPT, aux_layers=(0,)))}
     vq = VQModel(VQConfig(64, 8, 32, (1, 2), 1, 16))
-    settings = LlamaGenSettings(
-        cfg=1.5,
-        acceptance=((0.4, 0.2, 0.1),) * 3,
-        trees={"speculative": (2, 1, 1), "lantern++": (2, 1)},
-    )
+    trees = {"speculative": (2, 1, 1), "lantern++": (2, 1)}
+    settings = LlamaGenSettings(cfg=1.5, acceptance=((0.4, 0.2, 0.1),) * 3, trees=trees)
     folder = tmp_path_factory.mktemp("model")
     LlamaGenPipeline(Transformer(GPT), vq, heads, settings).save_pretrained(folder)
     return folder
@@ -77,20 +74,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def options(model, tmp_path):
-    return Options(
-        model=model,
-        out=tmp_path / "out",
-        cache=tmp_path / "cache",
-        threads=1,
-        dtype=torch.float32,
-        repeats=2,
-        samples=6,
-        batch=2,
-        pictures=2,
-        budgets=(4,),
-        batches=(1, 2),
-        methods=(methods.AR(), methods.Speculative(), methods.LanternPP(lambda_=3.0, k=5)),
-    )
+    contenders = (methods.AR(), methods.Speculative(), methods.LanternPP(lambda_=3.0, k=5))
+    sizes = dict(repeats=2, samples=6, batch=2, pictures=2, budgets=(4,), batches=(1, 2))
+    places = dict(model=model, out=tmp_path / "out", cache=tmp_path / "cache")
+    return Options(**places, **sizes, threads=1, dtype=torch.float32, methods=contenders)
 
 
 @pytest.fixture
@@ -108,11 +95,8 @@ def test_ideal_and_realised():
         tokens=80, rounds=20, batch_rounds=20, seconds=1.0, draft_seconds=0.2, verify_seconds=0.6
     )
     found = arithmetic.round_times(stats, baseline_seconds=3.0, baseline_tokens=100)
-    assert (
-        found["tau"] == 4
-        and found["draft_ms"] == pytest.approx(10)
-        and found["verify_ms"] == pytest.approx(30)
-    )
+    assert found["tau"] == 4 and found["draft_ms"] == pytest.approx(10)
+    assert found["verify_ms"] == pytest.approx(30)
     assert found["ideal"] == pytest.approx(4 * 0.03 / 0.04)
     assert found["loop_speedup"] == pytest.approx(0.03 / (1.0 / 80))
     assert found["realised"] == pytest.approx(0.8) == pytest.approx(1 - found["host_overhead"])
@@ -168,11 +152,8 @@ def test_quality_stops_in_time_and_goes_on_later(options, emoji):
     assert quality.measure_quality(options, network) == []
     options.minutes = None
     rows = {r["method"]: r for r in quality.measure_quality(options, network)}
-    assert (
-        rows["ar"]["samples"] == 6
-        and rows["ar"]["fid_ratio"] == 1
-        and rows["ar"]["compared_at"] == 6
-    )
+    assert rows["ar"]["samples"] == 6 and rows["ar"]["fid_ratio"] == 1
+    assert rows["ar"]["compared_at"] == 6
     assert rows["speculative"]["certificate"] == "exact" and rows["speculative"]["tau"] > 1
     seen = network.seen
     quality.measure_quality(options, network)
@@ -206,23 +187,15 @@ def test_speed_acceptance_autotune_and_their_report(options):
     assert all(len(r["tree"]) - 1 == r["nodes"] for r in found if r["form"] != "sequoia")
     assert [r["batch"] for r in measure_autotune(options)] == [1, 2]
     text = write_report(options.out).read_text()
-    for part in (
-        "## Bars",
-        "## Speed",
-        "## Acceptance by rule",
-        "## One position",
-        "## Autotune",
-        "tau.png",
-    ):
-        assert part in text
+    titles = ("Bars", "Speed", "Acceptance by rule", "One position", "Autotune")
+    assert "tau.png" in text and all(f"## {title}" in text for title in titles)
 
 
 def test_single_position_stays_below_the_bound():
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.rand(16, 12, generator=generator).pow(3) for _ in range(2))
-    rows = single_position(
-        p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), None, drafts=(1, 3)
-    )
+    p, q = (x / x.sum(-1, keepdim=True) for x in (p, q))
+    rows = single_position(p, q, None, drafts=(1, 3))
     for row in rows:
         bound = row["bound (independent drafts)"]
         assert row["k-seq"] <= bound + 0.03 and row["recursive, with replacement"] <= bound + 0.03
@@ -236,11 +209,8 @@ def test_greedy_drafts_and_spines():
     assert through_rank_one((2, 1)).parents[0].tolist() == [-1, 0, 0, 2]
     for budget in (4, 8, 16, 26):
         widths = widths_for(budget, 5, 0.7)
-        assert (
-            sum(widths) == budget
-            and list(widths) == sorted(widths, reverse=True)
-            and min(widths) >= 1
-        )
+        assert sum(widths) == budget and list(widths) == sorted(widths, reverse=True)
+        assert min(widths) >= 1
 
 
 @pytest.mark.parametrize("make", [IndependentDrafter, GreedyDrafter])
@@ -251,9 +221,8 @@ def test_recorded_probs_sum_to_one_and_drafts_have_probability(model, make):
                 drawn = (tree.shape.ranks[0] == 0) & (tree.shape.depths[0] > 0)
                 probs = tree.probs[:, drawn]
                 tokens = tree.tokens[:, drawn]
-                assert (probs >= 0).all() and torch.allclose(
-                    probs.sum(-1), torch.ones(probs.shape[:2]), atol=1e-4
-                )
+                assert (probs >= 0).all()
+                assert torch.allclose(probs.sum(-1), torch.ones(probs.shape[:2]), atol=1e-4)
                 assert (probs.gather(-1, tokens[..., None]) > 0).all()
             return PointMass().decisions(tree, p)
 
@@ -266,12 +235,8 @@ def test_command_line(tmp_path, capsys):
     part, found = read_arguments(
         ["quality", "--samples", "64", "--methods", "ar", "lantern++(k=5)", "--dtype", "fp32"]
     )
-    assert (
-        part == "quality"
-        and found.samples == 64
-        and found.dtype == torch.float32
-        and found.methods[1].k == 5
-    )
+    assert part == "quality" and found.samples == 64 and found.dtype == torch.float32
+    assert found.methods[1].k == 5
     assert main(["report", "--out", str(tmp_path)]) == 0
     assert main(["speed", "--model", "pocket/nothing", "--out", str(tmp_path)]) == 2
     assert "unknown pocket model" in capsys.readouterr().err

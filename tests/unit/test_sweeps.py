@@ -18,43 +18,19 @@ from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.training import seeded
+from tests.tiny.parts import mar_sides
 
-SMALL = {
-    f"{side}_{name}": n
-    for side in ("encoder", "decoder")
-    for name, n in (("embed_dim", 16), ("depth", 1), ("num_heads", 2))
-}
-MAR_SIZES = MARConfig(
-    img_size=8,
-    vae_stride=2,
-    vae_embed_dim=3,
-    class_num=4,
-    buffer_size=2,
-    diffloss_d=1,
-    diffloss_w=16,
-    **SMALL,
-)
-VAR_SIZES = VARConfig(
-    depth=2,
-    embed_dim=32,
-    num_heads=2,
-    vocab_size=32,
-    z_channels=8,
-    num_classes=4,
-    patch_nums=(1, 2, 4),
-)
+SMALL = mar_sides(16, 1) | dict(buffer_size=2, diffloss_d=1, diffloss_w=16)
+MAR_SIZES = MARConfig(img_size=8, vae_stride=2, vae_embed_dim=3, class_num=4, **SMALL)
+VAR_SIZES = VARConfig(2, 32, 2, vocab_size=32, z_channels=8, num_classes=4, patch_nums=(1, 2, 4))
 
 
 @pytest.fixture(scope="module")
 def continuous():
     vae = KLConfig(32, (1, 2), 1, 3, 8, (), 1.0)
     with seeded(0):
-        made = MARPipeline(
-            MAR(MAR_SIZES).eval(),
-            AutoencoderKL(vae).eval(),
-            MAR(MAR_SIZES).eval(),
-            MARSettings(8, "8"),
-        )
+        networks = [MAR(MAR_SIZES), AutoencoderKL(vae), MAR(MAR_SIZES)]
+        made = MARPipeline(*(network.eval() for network in networks), MARSettings(8, "8"))
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -73,9 +49,8 @@ def test_settings_of_compiled_mar_are_all_ways_in_both_dtypes():
 def scales():
     with seeded(0):
         vae = VQVAE(VQVAEConfig(32, 8, 32, (1, 2), 1, (1, 2, 4))).eval()
-        made = VARPipeline(
-            VAR(VAR_SIZES).eval(), vae, VAR(dataclasses.replace(VAR_SIZES, depth=1)).eval()
-        )
+        large, small = (VAR(dataclasses.replace(VAR_SIZES, depth=depth)).eval() for depth in (2, 1))
+        made = VARPipeline(large, vae, small)
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -98,13 +73,10 @@ def test_every_setting_of_var_runs_and_has_its_ideal(scales):
     sweep.time_settings(settings, 4, 2, 1, Budget())
     rows = {s.name: var.row(s, settings[0], 2) for s in settings}
     ideals = [rows[f"code, N = {n}"]["ideal"] for n in range(3)]
-    assert (
-        ideals == sorted(ideals, reverse=True) and ideals[-1] > 1
-    )  # more scales by the small model, less arithmetic
-    assert (
-        all(r["peak_mib"] > 0 for r in rows.values())
-        and rows["speculative"]["certificate"] == "exact"
-    )
+    # more scales by the small model, less arithmetic
+    assert ideals == sorted(ideals, reverse=True) and ideals[-1] > 1
+    assert all(r["peak_mib"] > 0 for r in rows.values())
+    assert rows["speculative"]["certificate"] == "exact"
 
 
 def test_samples_are_made_once(scales, tmp_path):
@@ -148,9 +120,8 @@ def test_published_sizes(tmp_path):
     """On tiny depths: plain decoding, the small model's, and its share of the arithmetic in the
     report.
     """
-    var_published.main(
-        large=2, small=1, by="0", batches="1", repeats=1, dtype="float32", out=tmp_path
-    )
+    sizes = dict(large=2, small=1, by="0", batches="1", repeats=1)
+    var_published.main(**sizes, dtype="float32", out=tmp_path)
     found = read_results(tmp_path, "var_published")
     plain, small = found["rows"]
     assert {(r["batch"], r["repeats"]) for r in found["rows"]} == {(1, 1)}

@@ -21,13 +21,8 @@ from specmm.metrics.report import (
 )
 
 BENCH = [
-    {"method": "ar", "label": "ar", "speedup": 1.0, "certificate": {"kind": "exact"}},
-    {
-        "method": "lantern++",
-        "label": "lantern++(k=10)",
-        "speedup": 2.0,
-        "certificate": {"kind": "bounded"},
-    },
+    {"method": label.partition("(")[0], "label": label, "speedup": x, "certificate": {"kind": kind}}
+    for label, x, kind in (("ar", 1.0, "exact"), ("lantern++(k=10)", 2.0, "bounded"))
 ]
 
 
@@ -48,10 +43,8 @@ def test_bench_and_eval_files_make_one_table(tmp_path: Path) -> None:
     plain = written(tmp_path / "ar.json", fid(10.0).to_json())  # the file's name is the method's
     relaxed = written(tmp_path / "x.json", {**fid(11.0).to_json(), "name": "lantern++(k=10)"})
     rows = joined(*read_files([relaxed, speed, plain]))
-    assert [(r["method"], r["fid_ratio"], r["samples"]) for r in rows] == [
-        ("ar", 1, 100),
-        ("lantern++(k=10)", 1.1, 100),
-    ]
+    wanted = [("ar", 1, 100), ("lantern++(k=10)", 1.1, 100)]
+    assert [(r["method"], r["fid_ratio"], r["samples"]) for r in rows] == wanted
     text = table(rows, COLUMNS)
     assert "| lantern++(k=10) | 2.000 | bounded | 100 | 11.0 | 10.0 | 12.0 | 1.100 |" in text
 
@@ -62,19 +55,10 @@ def test_benchmark_files_with_their_comments(tmp_path: Path) -> None:
         'method,fid,samples\nar,12.5,2000\n"real, halves",3.5,2000\n'
     )
     rows = joined(*read_files([tmp_path / "speed.csv", tmp_path / "quality.csv"]))
-    assert rows == [
-        {
-            "method": "ar",
-            "speedup": 1.0,
-            "certificate": "exact",
-            "fid": 12.5,
-            "samples": 2000,
-            "fid_ratio": 1.0,
-        }
-    ]
-    whole = written(
-        tmp_path / "speed.json", {"environment": {}, "rows": [{"method": "ar", "speedup": 3.0}]}
-    )
+    speed = {"method": "ar", "speedup": 1.0, "certificate": "exact"}
+    assert rows == [speed | {"fid": 12.5, "samples": 2000, "fid_ratio": 1.0}]
+    slow = {"environment": {}, "rows": [{"method": "ar", "speedup": 3.0}]}
+    whole = written(tmp_path / "speed.json", slow)
     assert read_files([whole])[0][0]["speedup"] == 3
 
 
@@ -83,9 +67,8 @@ def test_what_does_not_fit_together(tmp_path: Path) -> None:
     other = written(tmp_path / "other.json", fid(10, features="efficientnet").to_json())
     with pytest.raises(ValueError, match="features='inception' and 'efficientnet'"):
         read_files([one, other])
-    with pytest.raises(
-        ValueError, match=r"speeds of ar, lantern.*FIDs of one; give eval the method's name"
-    ):
+    said = r"speeds of ar, lantern.*FIDs of one; give eval the method's name"
+    with pytest.raises(ValueError, match=said):
         joined(*read_files([written(tmp_path / "bench.json", BENCH), one]))
     (tmp_path / "odd.csv").write_text("a,b\n1,2\n")
     (tmp_path / "odd.json").write_text("{")
@@ -104,9 +87,8 @@ def test_a_difference_of_two_results(tmp_path: Path) -> None:
     found = compare_results(fid(13), fid(10))
     assert found.value == 3 and found.differ
     assert found.interval is not None
-    assert (found.interval.low, found.interval.high) == pytest.approx(
-        (3 - 2**0.5, 3 + 2**0.5)
-    )  # by hand: 1, 1
+    # by hand: 1, 1
+    assert (found.interval.low, found.interval.high) == pytest.approx((3 - 2**0.5, 3 + 2**0.5))
     assert not compare_results(fid(11), fid(10)).differ
     assert compare_results(Measurement("kid", 1.0, {}), Measurement("kid", 0.5, {})).differ is None
     with pytest.raises(ValueError, match="same protocol, got resize="):
@@ -138,8 +120,7 @@ def test_no_name_lies_on_another_or_leaves_the_picture(tmp_path: Path) -> None:
     frame = axes.get_window_extent()
     for i, box in enumerate(boxes):
         assert all(_shared(box, other) == 0 for other in boxes[:i])
-        assert (
-            frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-        )
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0
+        assert box.y1 <= frame.y1
     rows = [{**r, "fid_low": r["fid"] - 1, "fid_high": r["fid"] + 1} for r in ROWS]
     assert draw_trade(rows, tmp_path / "x.png", floor=18).stat().st_size > 10_000

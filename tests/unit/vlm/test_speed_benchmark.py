@@ -23,15 +23,8 @@ def test_an_answer_ends_after_its_first_end_token():
 
 def test_the_baseline_is_the_faster_plain_one():
     plain = Stats(tokens=10, rounds=10, batch_rounds=10, seconds=1.0, verify_seconds=0.9)
-    drafted = Stats(
-        tokens=10,
-        rounds=4,
-        batch_rounds=4,
-        seconds=0.5,
-        draft_seconds=0.1,
-        verify_seconds=0.3,
-        kept=[2, 2],
-    )
+    seconds = dict(seconds=0.5, draft_seconds=0.1, verify_seconds=0.3)
+    drafted = Stats(tokens=10, rounds=4, batch_rounds=4, kept=[2, 2], **seconds)
     runners = [
         runner("generate", [4, 2], 0.3),
         runner("ar", [4, 2], 0.2, plain),
