@@ -69,7 +69,7 @@ def raced(page: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
+def test_two_methods_race_and_a_reload(page, tmp_path):
     from specmm.jobs.results import description
 
     click(page, "Race")
@@ -86,7 +86,7 @@ def test_two_methods_race_and_a_reload(page: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trace_of_one_round(page: Any) -> None:
+def test_a_trace_of_one_round(page):
     click(page, "Race")
     raced(page)
     page.get_by_role("button", name="One round").locator("visible=true").click()
@@ -96,7 +96,7 @@ def test_a_trace_of_one_round(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_phone_sees_results_within_one_screen(page: Any) -> None:
+def test_a_phone_sees_results_within_one_screen(page):
     page.set_viewport_size(PHONE)
     click(page, "Race")
     verdict = raced(page).bounding_box()
@@ -111,7 +111,7 @@ def test_a_phone_sees_results_within_one_screen(page: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tab", "button"), [("Questions", "Ask"), ("Completion", "Continue")])
-def test_a_phone_sees_answers_within_one_screen(page: Any, tab: str, button: str) -> None:
+def test_a_phone_sees_answers_within_one_screen(page, tab, button):
     """All tabs are there, and what both methods wrote."""
     page.set_viewport_size(PHONE)
     page.get_by_role("tab", name=tab).click()
@@ -127,7 +127,7 @@ def test_a_phone_sees_answers_within_one_screen(page: Any, tab: str, button: str
 
 
 @pytest.mark.slow
-def test_a_link_restores_the_settings(page: Any, address: str, text_folder: Path) -> None:
+def test_a_link_restores_the_settings(page, address, text_folder):
     page.get_by_role("tab", name="Completion").click()
     page.get_by_label("Text to continue").fill("def sub(a, b):")
     page.get_by_label("Most tokens").locator("visible=true").fill("9")
@@ -143,7 +143,7 @@ def test_a_link_restores_the_settings(page: Any, address: str, text_folder: Path
 
 
 @pytest.mark.slow
-def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
+def test_a_question_and_a_bad_file(page, tmp_path):
     (tmp_path / "bad.png").write_text("no picture")
     page.get_by_role("tab", name="Questions").click()
     upload = (
@@ -168,7 +168,7 @@ def test_a_question_and_a_bad_file(page: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
+def test_any_model_may_be_typed_here(page, tiny):
     page.get_by_label("Model or hub id").locator("visible=true").fill("no/such model")
     page.keyboard.press("Enter")
     page.get_by_text("no/such model").first.wait_for()
@@ -176,7 +176,7 @@ def test_any_model_may_be_typed_here(page: Any, tiny: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
+def test_the_benchmark_plots_what_it_measures(page):
     page.get_by_role("tab", name="Benchmark").click()
     click(page, "Measure here")
     page.get_by_role("cell", name="exact").first.wait_for()
@@ -184,7 +184,7 @@ def test_the_benchmark_plots_what_it_measures(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_two_people_at_once(page: Any, browser: Any, address: str) -> None:
+def test_two_people_at_once(page, browser, address):
     other = browser.new_page()
     other.set_default_timeout(PATIENCE)
     other.goto(address)
@@ -210,9 +210,7 @@ TABS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tab", "button", "ended", "size"), TABS, ids=[tab for tab, *_ in TABS])
-def test_nothing_keeps_people_from_using_it(
-    page: Any, tab: str, button: str, ended: Any, size: dict[str, int]
-) -> None:
+def test_nothing_keeps_people_from_using_it(page, tab, button, ended, size):
     """By axe, of every tab: as it opens, after a run, and with all that folds open."""
     page.set_viewport_size(size)
     name = f"axe-{tab.lower()}-{size['width']}"

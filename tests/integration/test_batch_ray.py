@@ -82,9 +82,8 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
         opener=opener,
     )
     finish(tmp_path, spec, items, 1000)
-    assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)] and counter.failed == [
-        "set/3"
-    ]
+    assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)]
+    assert counter.failed == ["set/3"]
     assert "worker died" in json.loads((tmp_path / "failed.jsonl").read_text())["error"]
     found = verify(tmp_path, items)
     assert (found.done, found.failed, found.left, found.problems) == (5, 1, 0, [])

@@ -35,12 +35,7 @@ def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
     assert launched.returncode == 0, launched.stderr
     assert sorted(f.stem for f in (out / "journal").glob("rank-*")) == ["rank-00000", "rank-00001"]
     checked = call("specmm", "batch", jobs, "--out", out, "--verify", "--json")
-    assert json.loads(checked.stdout) == {
-        "items": 5,
-        "done": 5,
-        "failed": 0,
-        "left": 0,
-        "problems": [],
-    }
+    wanted = {"items": 5, "done": 5, "failed": 0, "left": 0, "problems": []}
+    assert json.loads(checked.stdout) == wanted
     assert call("specmm", *given, "--out", alone).returncode == 0
     assert len(pictures(alone)) == 5 and pictures(out) == pictures(alone)

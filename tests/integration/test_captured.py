@@ -559,16 +559,9 @@ def test_batches_of_a_call_keep_their_own_tokens(taped):
     pipe = tiny_pipeline(tokens=16)
     method, cfg, top_k = OPTIONS["eagle"]  # whose rows do not begin anew
     options = {"method": method, "cfg": cfg, "top_k": top_k, "batch_size": 2}
-    plain, found = (
-        pipe(
-            classes=[0, 1, 2, 3, 4, 0],
-            generator=[torch.Generator().manual_seed(i) for i in range(6)],
-            compiled=way,
-            output_type="latent",
-            **options,
-        )
-        for way in (False, True)
-    )
+    options |= {"classes": [0, 1, 2, 3, 4, 0], "output_type": "latent"}
+    seeds = [[torch.Generator().manual_seed(i) for i in range(6)] for _ in range(2)]
+    plain, found = (pipe(generator=seeds[way], compiled=way, **options) for way in (False, True))
     assert torch.equal(plain.tokens, found.tokens) and taped.records == 1
 
 

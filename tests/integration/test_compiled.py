@@ -35,26 +35,17 @@ def pipe():
 def draw(pipe, method, cfg, compiled, top_k=0, **options):
     """Three pictures in two rows: rows end apart, and the third takes over one of them."""
     generators = [torch.Generator().manual_seed(i) for i in range(3)]
-    return pipe(
-        NAMES,
-        generator=generators,
-        method=method,
-        cfg=cfg,
-        top_k=top_k,
-        compiled=compiled,
-        output_type="latent",
-        **{"temperature": 0.8, "batch_size": 2} | options,
-    )
+    given = dict(method=method, cfg=cfg, top_k=top_k, compiled=compiled, output_type="latent")
+    given |= dict(temperature=0.8, batch_size=2) | options
+    return pipe(NAMES, generator=generators, **given)
 
 
 def same(pipe, method, cfg=1.0, top_k=0, **options):
     """What is drawn compiled, which must be what is drawn without."""
     eager, compiled = (draw(pipe, method, cfg, way, top_k, **options) for way in (False, True))
     assert torch.equal(eager.tokens, compiled.tokens)
-    assert (eager.stats.tokens, eager.stats.rounds) == (
-        compiled.stats.tokens,
-        compiled.stats.rounds,
-    )
+    wanted = (compiled.stats.tokens, compiled.stats.rounds)
+    assert (eager.stats.tokens, eager.stats.rounds) == wanted
     assert eager.certificate.kind == compiled.certificate.kind
     return compiled
 
@@ -99,9 +90,8 @@ def test_nan_logits_stop_a_compiled_round(traced):
     rounds = decode(target, drafter, rule, prompt, 16, uniforms, play=CompiledRound())
     next(rounds), next(rounds)
     pipe.transformer.output.weight.data[3] = float("nan")
-    with pytest.raises(
-        ValueError, match="must be finite, got NaN or infinity from llamagen in round 3"
-    ):
+    said = "must be finite, got NaN or infinity from llamagen in round 3"
+    with pytest.raises(ValueError, match=said):
         list(rounds)
 
 
@@ -113,9 +103,8 @@ def test_methods_whose_rounds_differ_are_refused(pipe, method):
 
 def test_no_compiler_is_one_line(pipe, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    without = torch._inductor.config.patch(
-        {"cpp.cxx": (None, "no-such-compiler")}
-    )  # as it is read at import
+    # as it is read at import
+    without = torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")})
     with (
         without,
         pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"),

@@ -35,14 +35,10 @@ def pipe_of(tmp_path_factory):
 
 def draw(pipe, kind, prompts, method, compiled, **options):
     """One batch of ``prompts``."""
-    return pipe(
-        prompts,
-        method=method,
-        compiled=compiled,
-        generator=[torch.Generator().manual_seed(i) for i in range(len(prompts))],
-        output_type="latent",
-        **{"temperature": 0, "cfg": kind.scales[-1]} | sized(kind) | options,
-    )
+    seeds = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+    given = dict(method=method, compiled=compiled, generator=seeds, output_type="latent")
+    given |= {"temperature": 0, "cfg": kind.scales[-1]} | sized(kind) | options
+    return pipe(prompts, **given)
 
 
 def same(pipe, name, method, batches, **options):

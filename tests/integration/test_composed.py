@@ -38,13 +38,8 @@ def language(tmp_path_factory):
     )
     words.save_pretrained(place)
     torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        vocab_size=len(words),
-        **SIZES | dict(intermediate_size=32),
-        eos_token_id=2,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-    )
+    sizes = SIZES | dict(intermediate_size=32, vocab_size=len(words), eos_token_id=2)
+    config = tf.LlamaConfig(**sizes, initializer_range=0.3, tie_word_embeddings=True)
     tf.LlamaForCausalLM(config).save_pretrained(place)
     return place
 

@@ -2,7 +2,6 @@
 idles.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -44,12 +43,7 @@ def drawn(pipe: LlamaGenPipeline, count: int, batch: int, **options: Any) -> Any
 
 
 @pytest.mark.parametrize(("number", "cfg"), [*((i, 2.5) for i in range(len(CONTINUOUS))), (3, 1.0)])
-def test_pictures_are_those_of_fresh_batches(
-    make_tiny: Callable[..., LlamaGenPipeline],
-    number: int,
-    cfg: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pictures_are_those_of_fresh_batches(make_tiny, number, cfg, monkeypatch):
     pipe, method = make_tiny(), CONTINUOUS[number]
     pipe.set_progress_bar_config(disable=True)
     assert method.drafts and method.can_refill
@@ -57,15 +51,13 @@ def test_pictures_are_those_of_fresh_batches(
     monkeypatch.setattr(pipeline, "TURNS", 1)
     apart = drawn(pipe, 11, 3, method=method, cfg=cfg, output_type="latent")
     assert torch.equal(continuous.tokens, apart.tokens)
-    assert (continuous.stats.tokens, continuous.stats.rounds) == (
-        apart.stats.tokens,
-        apart.stats.rounds,
-    )
+    found = (continuous.stats.tokens, continuous.stats.rounds)
+    assert found == (apart.stats.tokens, apart.stats.rounds)
     assert continuous.stats.kept == apart.stats.kept
     assert continuous.stats.batch_rounds < apart.stats.batch_rounds
 
 
-def test_the_bar_moves_with_every_picture(make_tiny: Callable[..., LlamaGenPipeline]) -> None:
+def test_the_bar_moves_with_every_picture(make_tiny):
     pipe, moves = make_tiny(), []
 
     class Bar:
@@ -86,9 +78,7 @@ def test_the_bar_moves_with_every_picture(make_tiny: Callable[..., LlamaGenPipel
     assert moves == [1] * 7 + [0]
 
 
-def test_what_cannot_flow_is_drawn_batch_by_batch(
-    make_tiny: Callable[..., LlamaGenPipeline],
-) -> None:
+def test_what_cannot_flow_is_drawn_batch_by_batch(make_tiny):
     pipe = make_tiny()
     pipe.set_progress_bar_config(disable=True)
     others = (methods.AR(), methods.Eagle(), methods.Auto(), methods.Lantern())
@@ -97,17 +87,15 @@ def test_what_cannot_flow_is_drawn_batch_by_batch(
     assert len(out.images) == 5 and len(out.tokens) == 5
 
 
-def test_padded_captions() -> None:
+def test_padded_captions():
     torch.manual_seed(0)
     config = GPTConfig(
         32, 2, 2, 24, 16, model_type="t2i", cls_token_num=3, caption_dim=4, multiple_of=8
     )
     model = Transformer(config)
     model.output.weight.data.normal_(std=0.4)
-    features, mask = (
-        torch.randn(5, 3, 4),
-        torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]]),
-    )
+    features = torch.randn(5, 3, 4)
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1], [0, 1, 1], [1, 1, 1]])
     prompt = Prompt(features, mask)
 
     def run(first: slice, queue: Queue | None, seeds: list[int]) -> torch.Tensor:
@@ -127,7 +115,7 @@ def test_padded_captions() -> None:
         assert torch.equal(run(slice(2), queue, [0, 1]), run(slice(None), None, list(range(5))))
 
 
-def test_a_row_draws_from_the_generator_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_draws_from_the_generator_it_is_given(monkeypatch):
     monkeypatch.setattr(randomness, "BLOCK", 8)
     uniforms = Uniforms.from_seeds([1, 2])
     other = torch.rand(60, generator=torch.Generator().manual_seed(2))
@@ -142,7 +130,6 @@ def test_a_row_draws_from_the_generator_it_is_given(monkeypatch: pytest.MonkeyPa
         seen.append(both[1])
     assert torch.equal(torch.cat(row), fresh[1:29]) and torch.equal(torch.cat(seen), other[:35])
     again = torch.rand(20, generator=torch.Generator().manual_seed(4))
-    first = uniforms.start_row(
-        0, torch.Generator().manual_seed(4)
-    )  # nothing is left of the sample before
+    # nothing is left of the sample before
+    first = uniforms.start_row(0, torch.Generator().manual_seed(4))
     assert torch.equal(torch.cat([first, uniforms.draw(19)[0]]), again)

@@ -16,15 +16,8 @@ from tests.cases import some
 
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "return", "\n\n"]
 SEEDS = [3, 4, 5, 6, 7, 8, 9]
-FLOWING = (
-    methods.AR(),
-    methods.PromptLookup(),
-    methods.Block(),
-    methods.Block(length=2),
-    methods.DEER(),
-    methods.DEER(tree=7),
-    methods.DEER(recall=1),
-)
+FLOWING = [methods.AR(), methods.PromptLookup(), methods.Block(), methods.Block(length=2)]
+FLOWING += [methods.DEER(), methods.DEER(tree=7), methods.DEER(recall=1)]
 FAST = [FLOWING[i] for i in (0, 1, 2, 5)]
 
 
@@ -104,13 +97,8 @@ def test_a_sampled_job_is_not_cut_by_its_batch(text_folder):
 def test_answers_of_the_shipped_model(llava_pipe, method):
     colours = ["red", "blue", "green", "white", "black"]
     pictures = [Image.new("RGB", (96, 96), colour) for colour in colours]
-    asked = [
-        "What is it?",
-        "Describe the picture.",
-        "How many?",
-        "Describe the picture.",
-        "Where is it?",
-    ]
+    asked = ["What is it?", "Describe the picture.", "How many?", "Describe the picture."]
+    asked.append("Where is it?")
     options = dict(method=method, temperature=1.0, max_new_tokens=24)
     with batch_invariant():
         continuous = llava_pipe(pictures, asked, seed=SEEDS[:5], batch_size=2, **options)

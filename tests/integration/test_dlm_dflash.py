@@ -21,10 +21,8 @@ CLOSE = {"rtol": 0, "atol": 2e-5}
 
 def transformers_folder(folder):
     """The same drafter in the other layout."""
-    facts, state = (
-        json.loads((PARITY / "config.json").read_text()),
-        load_file(PARITY / "model.safetensors"),
-    )
+    facts = json.loads((PARITY / "config.json").read_text())
+    state = load_file(PARITY / "model.safetensors")
     for old, new in META["rename_to_transformers"].items():
         state[new] = state.pop(old)
     facts |= facts.pop("dflash_config")
@@ -62,10 +60,8 @@ def test_rounds_of_blocks(layout, tmp_path):
 @torch.inference_mode()
 def test_rows_commit_different_numbers():
     model = load_dflash(PARITY)
-    prompt, later = (
-        CASES["r0_target_hidden"].expand(2, -1, -1),
-        CASES["r1_target_hidden"].expand(2, -1, -1),
-    )
+    prompt = CASES["r0_target_hidden"].expand(2, -1, -1)
+    later = CASES["r1_target_hidden"].expand(2, -1, -1)
     block = CASES["target_embed_tokens"][CASES["r1_block_ids"]]
     model.begin(2, 64, 8)
     model.read_prompt(prompt, torch.tensor([9, 5]))

@@ -111,9 +111,8 @@ def test_the_block_after_a_prefix(name):
     model, t, meta = read(name)
     prefix, block = t["A_input_ids"][:, : meta["prefix_len"]], meta["block_len"]
     got, wanted = block_logits(model, prefix, block), t["A_block_logprobs"]
-    others = (
-        torch.arange(got.shape[-1]) != meta["mask_token_id"]
-    )  # the mask is barred before the softmax
+    # the mask is barred before the softmax
+    others = torch.arange(got.shape[-1]) != meta["mask_token_id"]
     wanted = wanted[..., others].log_softmax(-1)
     torch.testing.assert_close(got[..., others].log_softmax(-1), wanted, **CLOSE)
     assert torch.isneginf(got[..., ~others]).all()

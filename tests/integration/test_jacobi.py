@@ -65,11 +65,8 @@ def second_round(drafter, kept=(2, 6)):
 def test_the_first_window_has_the_distribution_of_the_last_place_scored():
     tree = begin(JacobiDrafter(target(), WINDOW))
     torch.testing.assert_close(tree.probs[:, 1:], probs(1, 0).expand(-1, WINDOW, -1))
-    assert (
-        tree.tokens[:, 0].tolist() == [3, 5]
-        and tree.shape.depth == WINDOW
-        and tree.shape.width == 1
-    )
+    assert tree.tokens[:, 0].tolist() == [3, 5] and tree.shape.depth == WINDOW
+    assert tree.shape.width == 1
 
 
 def test_rejected_places_are_drawn_from_the_newest_distributions():
@@ -181,14 +178,8 @@ def test_greedy_needs_few_rounds_for_a_constant_picture():
     with torch.no_grad():
         model.output.weight.zero_()  # all logits equal: greedy decoding repeats token 0
     greedy = LlamaGenTarget(model, Guidance(), Processor(0))
-    *_, end = decode(
-        greedy,
-        JacobiDrafter(greedy, 5),
-        Recursive(),
-        Prompt(torch.tensor([1])),
-        16,
-        Uniforms.from_seeds([0]),
-    )
+    prompt, uniforms = Prompt(torch.tensor([1])), Uniforms.from_seeds([0])
+    *_, end = decode(greedy, JacobiDrafter(greedy, 5), Recursive(), prompt, 16, uniforms)
     assert end.tokens[0, :16].eq(0).all() and end.stats.rounds == 3 and end.stats.tau == 5
     assert end.stats.draft_seconds == 0
 

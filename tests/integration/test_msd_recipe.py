@@ -76,10 +76,8 @@ def test_the_recipe(lines, tmp_path):
     assert found["outputs"] == [str(model / "drafters" / "msd")]
     pipe = VQAPipeline.from_pretrained(model, method="msd", torch_dtype=torch.float32)
     asked = (Image.open(lines.parent / "a.png"), "What is it?")
-    assert (
-        pipe(*asked, max_new_tokens=6).answers
-        == pipe(*asked, method="ar", max_new_tokens=6).answers
-    )
+    wanted = pipe(*asked, method="ar", max_new_tokens=6).answers
+    assert pipe(*asked, max_new_tokens=6).answers == wanted
 
 
 @pytest.mark.slow
@@ -91,16 +89,8 @@ def test_the_recipe_on_scenes(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
     model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
-    train(
-        "scenes-msd",
-        model=model,
-        steps=2,
-        batch=2,
-        width=32,
-        scenes=1,
-        ramp=1,
-        out=tmp_path / "run",
-    )
+    options = dict(model=model, steps=2, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
+    train("scenes-msd", **options)
     measured = read_acceptance(model / "drafters" / "msd")
     assert measured.keys() == {0.0, 1.0}
 

@@ -54,14 +54,8 @@ def python(executable: Path, code: str, cwd: Path, path: str = "") -> list[str]:
 
 
 def pip(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "-q",
-        *map(str, arguments),
-    ]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    command += map(str, arguments)
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -125,9 +119,7 @@ def empty(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_readmes_own_lines_install(
-    number: int, checkout: Path, wheel: Path, empty: Path, tmp_path: Path
-) -> None:
+def test_the_readmes_own_lines_install(number, checkout, wheel, empty, tmp_path):
     """From a checkout, and elsewhere from its wheel."""
     where = (checkout, wheel.parent)[number]
     line = commands(blocks(ROOT / "README.md")[0].code)[number]
@@ -140,23 +132,18 @@ def test_the_readmes_own_lines_install(
 
 
 @pytest.mark.slow
-def test_wheel_holds_every_module_and_only_specmm(wheel: Path) -> None:
+def test_wheel_holds_every_module_and_only_specmm(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"specmm"}
     assert {n for n in names if n.endswith(".py")} == sources((".py",), *FOLDERS)
     assert "specmm/py.typed" in names
-    for package in (
-        "specmm/verify",
-        "specmm/zoo",
-        "specmm/image_ar/tokens/drafters",
-        "specmm/recipes/training",
-        "specmm/metrics",
-    ):
-        assert any(n.startswith(package + "/") for n in names), package
+    packages = ("verify", "zoo", "image_ar/tokens/drafters", "recipes/training", "metrics")
+    for package in packages:
+        assert any(n.startswith(f"specmm/{package}/") for n in names), package
 
 
 @pytest.mark.slow
-def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
+def test_wheel_holds_the_pocket_models(wheel):
     data = {
         s
         for s in sources((".safetensors", ".json", ".jinja", ".md"), "specmm")
@@ -166,9 +153,7 @@ def test_wheel_holds_the_pocket_models(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trainings_for_models_of_ones_own_are_in_the_wheel(
-    clean_python: Path, text_folder: Path, tmp_path: Path
-) -> None:
+def test_trainings_for_models_of_ones_own_are_in_the_wheel(clean_python, text_folder, tmp_path):
     """Those of the pocket models are not: they stay in the checkout, with what makes their data."""
     code = """
 import sys
@@ -186,7 +171,7 @@ main()
     assert (tmp_path / "out" / "tokens.pt").is_file()
 
 
-def test_the_package_needs_nothing_of_the_checkout() -> None:
+def test_the_package_needs_nothing_of_the_checkout():
     for name, folder in FOLDERS.items():
         for file in (ROOT / folder).rglob("*.py"):
             lines = file.read_text(encoding="utf-8").splitlines()
@@ -199,7 +184,7 @@ def test_the_package_needs_nothing_of_the_checkout() -> None:
 
 
 @pytest.mark.slow
-def test_imports_beside_hugging_face_kernels(clean_python: Path, tmp_path: Path) -> None:
+def test_imports_beside_hugging_face_kernels(clean_python, tmp_path):
     done = pip("install", "--no-deps", "--target", tmp_path / "hf", "kernels")
     if done.returncode:
         pytest.skip(
@@ -225,7 +210,7 @@ def tracked() -> list[str]:
 
 
 @pytest.mark.slow
-def test_an_sdist_holds_the_repository_and_its_readme_renders_on_an_index(tmp_path: Path) -> None:
+def test_an_sdist_holds_the_repository_and_its_readme_renders_on_an_index(tmp_path):
     names = tracked()
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +228,7 @@ def test_an_sdist_holds_the_repository_and_its_readme_renders_on_an_index(tmp_pa
     assert "Classifier: " in told and "pip install ." in told and "](docs/" not in told
 
 
-def test_a_line_to_install_names_packages_of_an_extra() -> None:
+def test_a_line_to_install_names_packages_of_an_extra():
     """Which a checkout and a wheel have alike; no index knows specmm. So do cards' own lines."""
     extras = PYPROJECT["project"]["optional-dependencies"]
     assert install("app") == "pip install 'gradio>=6' pandas"
@@ -256,7 +241,7 @@ def test_a_line_to_install_names_packages_of_an_extra() -> None:
         assert line in (folder / "README.md").read_text()
 
 
-def test_links_of_the_readme_lead_to_the_repository_or_are_words() -> None:
+def test_links_of_the_readme_lead_to_the_repository_or_are_words():
     describe = runpy.run_path(str(ROOT / "setup.py"))["description"]
     text = "![gain](docs/gain.svg) [start](docs/a.md), [paper](https://arxiv.org)"
     assert describe(text, None) == " start, [paper](https://arxiv.org)"
@@ -269,7 +254,7 @@ def test_links_of_the_readme_lead_to_the_repository_or_are_words() -> None:
 
 
 @pytest.mark.slow
-def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:
+def test_checkout_without_links_imports(checkout, tmp_path):
     code = (
         "import specmm.metrics.frechet as f, specmm.image_ar.tokens.gpt as g; "
         "print(f.__file__, g.__file__)"
@@ -280,13 +265,13 @@ def test_checkout_without_links_imports(checkout: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_transformers_imports_from_the_root() -> None:
+def test_transformers_imports_from_the_root():
     code = "from transformers import LlamaForCausalLM; print(LlamaForCausalLM.__name__)"
     assert python(Path(sys.executable), code, ROOT, path=str(ROOT)) == ["LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize("name", FIVE)
-def test_five_folders_are_plain_and_linked(name: str) -> None:
+def test_five_folders_are_plain_and_linked(name):
     assert not (ROOT / FIVE[name] / "__init__.py").exists(), (
         "it would make a top-level package of the folder"
     )
@@ -295,7 +280,7 @@ def test_five_folders_are_plain_and_linked(name: str) -> None:
         assert link.resolve() == ROOT / FIVE[name]
 
 
-def test_packages_below_have_an_init() -> None:
+def test_packages_below_have_an_init():
     """``setup.py`` finds packages by their ``__init__.py``; a folder of modules without one would
     be left out.
     """

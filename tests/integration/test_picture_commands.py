@@ -77,7 +77,8 @@ def test_a_drafter_is_trained_and_drafts(kind, folder, trained, tmp_path, eager)
     alone = shutil.move(model / "drafters" / trained, tmp_path / "alone")
     given = run(*words, *sizes(kind), "--seed", 0, "--json", "--drafter", alone)
     assert json.loads(given.stdout)["tau"] == found["tau"]
-    assert f"no '{trained}' drafter" in refused(*words, *sizes(kind))
+    lacking = run(*words, *sizes(kind))
+    assert lacking.exit_code == 2 and f"no '{trained}' drafter" in lacking.output
     shutil.move(alone, model / "drafters" / trained)
     assert "replace=true" in refused(*train, *sets)
 

@@ -22,13 +22,8 @@ def pipe():
 
 def draw(pipe, method, seed=0, **options):
     generator = torch.Generator().manual_seed(seed)
-    return pipe(
-        classes=["heart", "time"],
-        method=method,
-        generator=generator,
-        output_type="latent",
-        **options,
-    )
+    given = dict(classes=["heart", "time"], generator=generator, output_type="latent")
+    return pipe(method=method, **given, **options)
 
 
 FACTS = {"description", "data", "licence", "seed", "steps", "loss", "command", "metrics"}
@@ -62,11 +57,8 @@ def test_drafts_are_accepted_on_the_real_model(pipe, method, least):
 
 @pytest.mark.slow
 def test_a_larger_lambda_accepts_more_and_spends_more(pipe):
-    many = {
-        "classes": list(range(12)),
-        "batch_size": 12,
-        "output_type": "latent",
-    }  # a picture's tau is noisy
+    # a picture's tau is noisy
+    many = {"classes": list(range(12)), "batch_size": 12, "output_type": "latent"}
     rules = [methods.LanternPP(lambda_=x, k=40) for x in (1.0, 4.0, 40.0)]
     runs = [pipe(method=rule, generator=torch.Generator().manual_seed(1), **many) for rule in rules]
     assert runs[0].certificate.tv < 1e-6, "lambda 1 borrows nothing"

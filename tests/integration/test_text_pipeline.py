@@ -149,6 +149,7 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
     torch.manual_seed(2)
     model = tf.GPT2LMHeadModel(config)
     model.generation_config.eos_token_id = 0
+    mask = text_pipe.tokenizer.mask_token_id
     method, drafter = {
         "prompt-lookup": ("prompt-lookup", None),
         "dream": ("specdiff", text_pipe.drafter("specdiff")),
@@ -156,12 +157,7 @@ def test_models_with_learnt_positions_stand_the_last_block(text_pipe, kind):
         "diffuspec": ("diffuspec", text_pipe.drafter("diffuspec")),
         "deer": ("deer", text_pipe.drafter("deer")),
         "mdlm as deer": ("deer", mdlm_of(text_pipe.tokenizer)),
-        "block": (
-            "block",
-            build_block(
-                VLMTarget(model, Processor()), 1, 5, text_pipe.tokenizer.mask_token_id, read=1
-            ),
-        ),
+        "block": ("block", build_block(VLMTarget(model, Processor()), 1, 5, mask, read=1)),
     }[kind]
     other = specmm.TextPipeline(model, text_pipe.tokenizer, method, drafter)
     length = 24 - len(other.encode(PROMPTS[0])[0])

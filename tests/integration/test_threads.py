@@ -48,9 +48,8 @@ def test_streams_of_several_threads_and_of_one(text_pipe):
     assert at_once(jobs) == wanted
     first = stream(PROMPTS[0], "block")
     begin = next(first)
-    nested = text_pipe(
-        PROMPTS[1], method="deer", max_new_tokens=LONG
-    )  # a stream under way holds nobody up
+    # a stream under way holds nobody up
+    nested = text_pipe(PROMPTS[1], method="deer", max_new_tokens=LONG)
     assert nested.texts == wanted[1]
     assert at_once([lambda: begin + joined(first), lambda: joined(stream(PROMPTS[2], "block"))])[
         0

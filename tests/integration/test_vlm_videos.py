@@ -88,13 +88,9 @@ def film(frames):
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
 def test_rows_of_every_kind_are_answered_as_generate_answers_them(pipe, frames, gif, method):
     """Two pictures, a list of frames, none, a picture and a film together."""
-    out = pipe(
-        [frames[:2], None, None, frames[2]],
-        ["what is this", "how many red dog", "where is the box a", "one two"],
-        videos=[None, frames[3:], None, gif],
-        max_new_tokens=9,
-        method=method,
-    )
+    shown, films = [frames[:2], None, None, frames[2]], [None, frames[3:], None, gif]
+    asked = ["what is this", "how many red dog", "where is the box a", "one two"]
+    out = pipe(shown, asked, videos=films, max_new_tokens=9, method=method)
     picture, clip = "<v><|image_pad|></v>", "<v><|video_pad|></v>"
     moving = film(frames[3:])
     shown = film(gif_frames(gif))

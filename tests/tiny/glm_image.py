@@ -89,13 +89,9 @@ def inputs(texts, size):
     """What the pipeline of diffusers gives generate."""
     turns = [[{"role": "user", "content": [{"type": "text", "text": t}]}] for t in texts]
     height, width = size
-    return processor().apply_chat_template(
-        turns,
-        tokenize=True,
-        processor_kwargs=dict(padding=True, target_h=height, target_w=width),
-        return_dict=True,
-        return_tensors="pt",
-    )
+    how = dict(padding=True, target_h=height, target_w=width)
+    given = dict(tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs=how)
+    return processor().apply_chat_template(turns, **given)
 
 
 def places(model, count, size, drawn):

@@ -169,16 +169,8 @@ def deeper(config, count, usual):
     return told
 
 
-KINDS = {
-    "deepseek": deepseek,
-    "glm": glm,
-    "mellum": mellum,
-    "qwen3.5 text": qwen3_5_text,
-    "qwen3.5": qwen3_5,
-    "step3p7": step3p7,
-    "ernie": ernie,
-    "mimo": mimo,
-}
+KINDS = {make.__name__: make for make in (deepseek, glm, mellum, step3p7, ernie, mimo)}
+KINDS |= {"qwen3.5 text": qwen3_5_text, "qwen3.5": qwen3_5}
 
 
 SEEDS = {"glm": 4, "mellum": 4}  # with which drafts are kept, and rejected

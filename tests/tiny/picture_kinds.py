@@ -32,13 +32,8 @@ PROMPTS = ["a red barn on a hill", "blue tree"]
 SCALE = 3.0
 
 
-SPLITS = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.WhitespaceSplit(),
-        pre_tokenizers.Digits(),
-        pre_tokenizers.Split("*", "isolated"),
-    ]
-)
+SPLITS = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits()]
+SPLITS = pre_tokenizers.Sequence([*SPLITS, pre_tokenizers.Split("*", "isolated")])
 
 
 def tokenizer(template=None):
@@ -90,13 +85,8 @@ def emu3(**text):
 def drawn_by_janus(model, words, texts, size, cfg):
     pictures = tf.JanusImageProcessor(size=dict(height=8, width=8), min_size=4)
     processor = tf.JanusProcessor(pictures, words, chat_template=TEMPLATE, num_image_tokens=9)
-    asked = [
-        processor.apply_chat_template(
-            [{"role": "user", "content": [{"type": "text", "text": text}]}],
-            add_generation_prompt=True,
-        )
-        for text in texts
-    ]
+    turns = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts]
+    asked = [processor.apply_chat_template(turn, add_generation_prompt=True) for turn in turns]
     inputs = processor(text=asked, generation_mode="image", padding=True, return_tensors="pt")
     return model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=cfg)
 

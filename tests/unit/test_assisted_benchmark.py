@@ -47,8 +47,5 @@ def test_rows_of_other_parts_stay(tmp_path):
 
     write_results(tmp_path, assisted.NAME, [row("mtp", 1, 5), row("early exit", 1, 5)], {})
     found = assisted.merged(tmp_path, [row("early exit", 1, 7), row("early exit", 4, 8)])
-    assert [(one["drafter"], one["batch"], one["ms"]) for one in found] == [
-        ("mtp", 1, 5),
-        ("early exit", 1, 7),
-        ("early exit", 4, 8),
-    ]
+    wanted = [("mtp", 1, 5), ("early exit", 1, 7), ("early exit", 4, 8)]
+    assert [(one["drafter"], one["batch"], one["ms"]) for one in found] == wanted

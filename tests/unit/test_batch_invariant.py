@@ -19,11 +19,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     "sizes", [(160, 640), (640, 160), (192, 768), (768, 192), (1280, 320), (16, 128), (192, 1)]
 )
 def test_rows_of_products(rows: int, sizes: tuple[int, int]) -> None:
-    x, weight, bias = (
-        normal(64, sizes[0]),
-        normal(sizes[1], sizes[0], seed=1),
-        normal(sizes[1], seed=2),
-    )
+    x = normal(64, sizes[0])
+    weight = normal(sizes[1], sizes[0], seed=1)
+    bias = normal(sizes[1], seed=2)
     with batch_invariant():
         whole, some = F.linear(x, weight, bias), F.linear(x[:rows, None], weight, bias)
     torch.testing.assert_close(whole, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)

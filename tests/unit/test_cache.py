@@ -42,9 +42,8 @@ def agree(cache, lists):
         for r, row in enumerate(layer):
             assert int(cache.lengths[r % SIZE.batch]) == len(row)
             for slot, (key, value) in enumerate(row):
-                assert torch.equal(memory.keys[r, slot], key) and torch.equal(
-                    memory.values[r, slot], value
-                )
+                assert torch.equal(memory.keys[r, slot], key)
+                assert torch.equal(memory.values[r, slot], value)
 
 
 def write(cache, nodes, generator):
@@ -95,9 +94,8 @@ def test_the_scratch_region_and_the_spare_slot_are_never_attended_as_committed()
     cache.lengths += torch.tensor([9, 0, 4])
     bias = cache.prefix_bias()
     assert bias.shape == (SIZE.rows, SIZE.capacity)
-    assert ((bias == 0).sum(1) == cache.lengths.repeat(2)).all() and bool(
-        (bias[bias != 0] == float("-inf")).all()
-    )
+    assert ((bias == 0).sum(1) == cache.lengths.repeat(2)).all()
+    assert bool((bias[bias != 0] == float("-inf")).all())
 
 
 def naive_bias(cache, ancestors, hidden):
@@ -139,10 +137,8 @@ def test_tree_masks(padded):
 
 @pytest.mark.parametrize("here, there", [(False, True), (True, False), (True, True)])
 def test_a_row_that_is_taken_brings_its_padding(here, there):
-    cache, other = (
-        Cache(SIZE, torch.float32),
-        Cache(dataclasses.replace(SIZE, batch=1, capacity=4), torch.float32),
-    )
+    cache = Cache(SIZE, torch.float32)
+    other = Cache(dataclasses.replace(SIZE, batch=1, capacity=4), torch.float32)
     padding = {cache: here, other: there}
     for made, hidden in padding.items():
         if hidden:
@@ -159,9 +155,8 @@ def test_plain_writes_show_what_is_there_so_far():
     for step, entry in enumerate(entries):
         cache.aim(step, step + 1)
         keys, values = cache.layers[1].write(entry, -entry)
-        assert torch.equal(keys, entries[: step + 1].transpose(0, 1).flatten(1, 2)) and torch.equal(
-            values, -keys
-        )
+        assert torch.equal(keys, entries[: step + 1].transpose(0, 1).flatten(1, 2))
+        assert torch.equal(values, -keys)
 
 
 def test_bf16_masks_are_bf16():

@@ -32,13 +32,8 @@ def save_t5(path):
     words.post_processor = processors.TemplateProcessing(
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
-    PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token="<pad>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        model_max_length=64,
-    ).save_pretrained(path)
+    marks = dict(pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=64)
+    PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(path)
     torch.manual_seed(0)
     config = T5Config(vocab_size=len(WORDS), d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
     T5EncoderModel(config).eval().save_pretrained(path)
@@ -48,10 +43,8 @@ def save_t5(path):
 @torch.no_grad()
 def test_captions_are_left_padded_features(folder):
     batch = CaptionEncoder(folder, tokens=6)(["A red  cat", "the mat"])
-    assert batch.condition.shape == (2, 6, 16) and batch.mask.tolist() == [
-        [0, 0, 1, 1, 1, 1],
-        [0, 0, 0, 1, 1, 1],
-    ]
+    assert batch.condition.shape == (2, 6, 16)
+    assert batch.mask.tolist() == [[0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
     assert not batch.condition[~batch.mask].any()
     for row, ids in enumerate([[3, 4, 5, 1], [7, 8, 1]]):
         alone = T5EncoderModel.from_pretrained(folder)(torch.tensor([ids])).last_hidden_state[0]
@@ -99,13 +92,8 @@ def test_pictures_of_prompts_see_left_padded_captions(folder):
     encoder = CaptionEncoder(folder, tokens=6)
     pipe = LlamaGenPipeline(model, vq, text_encoder=encoder)
     pipe.set_progress_bar_config(disable=True)
-    out = pipe(
-        prompt=["a red cat", "the mat"],
-        temperature=0,
-        cfg=2.0,
-        output_type="latent",
-        num_images_per_prompt=2,
-    )
+    options = dict(temperature=0, cfg=2.0, output_type="latent", num_images_per_prompt=2)
+    out = pipe(prompt=["a red cat", "the mat"], **options)
     captions = encoder(["a red cat", "the mat"])
     assert captions.mask[:, -1].all()
     target = LlamaGenTarget(model, Guidance(2.0), Processor(0))

@@ -29,18 +29,14 @@ def test_contradictions_are_refused(kind, tv):
 
 
 def test_runs_together_may_claim_the_least_of_them():
-    exact, low, high = (
-        rule_certificate("recursive", True, None),
-        rule_certificate("l", False, 0.01),
-        rule_certificate("l", False, 0.04),
-    )
+    exact = rule_certificate("recursive", True, None)
+    low = rule_certificate("l", False, 0.01)
+    high = rule_certificate("l", False, 0.04)
     assert merged_certificate([(exact, 10), (exact, 3)]) == exact
     assert merged_certificate([(low, 300), (high, 100)]).tv == pytest.approx(0.0175)
     assert merged_certificate([(exact, 100), (high, 100)]).tv == pytest.approx(0.02)
-    assert (
-        merged_certificate([(exact, 1), (rule_certificate("l", False, None), 1), (low, 1)]).kind
-        == "heuristic"
-    )
+    found = merged_certificate([(exact, 1), (rule_certificate("l", False, None), 1), (low, 1)]).kind
+    assert found == "heuristic"
 
 
 def test_a_claim_names_the_settings_it_is_about():

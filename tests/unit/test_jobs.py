@@ -49,9 +49,7 @@ def item(identity: str) -> Item:
 
 @settings(max_examples=15, deadline=None)  # each waits for the disk
 @given(st.lists(RECORDS, max_size=5), st.binary(max_size=12))
-def test_a_torn_tail_is_cut_off(
-    tmp_path_factory: pytest.TempPathFactory, records: list[dict], torn: bytes
-) -> None:
+def test_a_torn_tail_is_cut_off(tmp_path_factory, records, torn):
     folder = tmp_path_factory.mktemp("journal")
     data = b"".join(map(pack, records))
     (folder / "a.log").write_bytes(data + torn)
@@ -64,19 +62,19 @@ def test_a_torn_tail_is_cut_off(
 
 @QUICK
 @given(RECORDS, st.integers(0, 10**6), st.integers(0, 7))
-def test_a_flipped_bit_is_noticed(record: dict, place: int, bit: int) -> None:
+def test_a_flipped_bit_is_noticed(record, place, bit):
     line = bytearray(pack(record))
     assert unpack(bytes(line)) == record
     line[place % len(line)] ^= 1 << bit
     assert unpack(bytes(line)) in (None, record)  # a letter of the checksum may change case
 
 
-def test_a_line_that_was_cut_anywhere_is_no_line() -> None:
+def test_a_line_that_was_cut_anywhere_is_no_line():
     line = pack({"id": "x", "state": "done"})
     assert all(unpack(line[:n]) is None for n in range(len(line)))
 
 
-def test_done_stands_against_failed_in_any_order(tmp_path: Path) -> None:
+def test_done_stands_against_failed_in_any_order(tmp_path):
     for name, state in (("b", "failed"), ("a", "done"), ("c", "failed")):
         journal = Journal(tmp_path, name)
         journal.append([{"id": "x", "state": state}])
@@ -94,7 +92,7 @@ def test_done_stands_against_failed_in_any_order(tmp_path: Path) -> None:
         st.one_of(TEXT, st.integers(), st.none(), st.lists(TEXT, max_size=2), st.floats()),
     )
 )
-def test_a_row_is_an_item_or_a_sentence(row: dict) -> None:
+def test_a_row_is_an_item_or_a_sentence(row):
     try:
         found = parse("row 1", row, 0, Path())
     except ValueError as error:
@@ -106,7 +104,7 @@ def test_a_row_is_an_item_or_a_sentence(row: dict) -> None:
 
 @QUICK
 @given(st.lists(st.text(min_size=1, max_size=600), min_size=2, max_size=6, unique=True))
-def test_places_differ_and_stay_inside(ids: list[str]) -> None:
+def test_places_differ_and_stay_inside(ids):
     ids = [i for i in ids if i.isascii() or i.encode("utf-8", "ignore").decode() == i]
     places = [place_of(item(i), "png") for i in ids]
     assert len(set(places)) == len(places)
@@ -114,7 +112,7 @@ def test_places_differ_and_stay_inside(ids: list[str]) -> None:
     assert all(len(name_of(item(i)).encode()) < 250 for i in ids)
 
 
-def test_seeds_come_from_ids(tmp_path: Path) -> None:
+def test_seeds_come_from_ids(tmp_path):
     rows = [{"id": f"{i}", "class": "heart"} for i in range(50)]
     random.Random(0).shuffle(rows)
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -123,7 +121,7 @@ def test_seeds_come_from_ids(tmp_path: Path) -> None:
     assert seed_of("1", 0) != seed_of("1", 3)
 
 
-def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
+def test_csv_parquet_and_class_lists(tmp_path):
     import pyarrow
     from pyarrow import parquet
 
@@ -134,10 +132,8 @@ def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
     )
     assert read_items(tmp_path / "a.csv") == read_items(tmp_path / "a.parquet")
     (tmp_path / "a.txt").write_text("heart\n\ntime\n")
-    assert [(i.id, i.text) for i in read_items(tmp_path / "a.txt")] == [
-        ("000000", "heart"),
-        ("000001", "time"),
-    ]
+    wanted = [("000000", "heart"), ("000001", "time")]
+    assert [(i.id, i.text) for i in read_items(tmp_path / "a.txt")] == wanted
 
 
 @pytest.mark.parametrize(
@@ -160,13 +156,13 @@ def test_csv_parquet_and_class_lists(tmp_path: Path) -> None:
         ("a.xml", "", "unknown kind of job file"),
     ],
 )
-def test_mistakes_in_job_files(tmp_path: Path, name: str, text: str, message: str) -> None:
+def test_mistakes_in_job_files(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_items(tmp_path / name)
 
 
-def test_lines_say_whether_they_draw(tmp_path: Path) -> None:
+def test_lines_say_whether_they_draw(tmp_path):
     """As JSON and as text."""
     (tmp_path / "a.csv").write_text("id,question,draw\na,x,true\nb,x,False\nc,x,\n")
     drawn, plain, silent = read_items(tmp_path / "a.csv")
@@ -179,7 +175,7 @@ def test_lines_say_whether_they_draw(tmp_path: Path) -> None:
 # ---- batch sizes
 
 
-def test_the_batch_grows_while_it_pays() -> None:
+def test_the_batch_grows_while_it_pays():
     sizer = BatchSizer()
     for _ in range(20):
         sizer.observe(sizer.size, 1 + sizer.size / 16)  # saturates
@@ -193,9 +189,7 @@ def test_the_batch_grows_while_it_pays() -> None:
     st.lists(st.tuples(st.integers(1, 300), st.floats(0, 100), st.booleans()), max_size=30),
     st.integers(0, 64),
 )
-def test_the_batch_never_leaves_its_bounds(
-    steps: list[tuple[int, float, bool]], fixed: int
-) -> None:
+def test_the_batch_never_leaves_its_bounds(steps, fixed):
     sizer = BatchSizer(fixed)
     for items, seconds, full in steps:
         if full:
@@ -205,20 +199,11 @@ def test_the_batch_never_leaves_its_bounds(
         assert 1 <= sizer.size <= max(sizer.ceiling, fixed)
 
 
-def test_memory_errors_are_known() -> None:
-    assert all(
-        map(
-            out_of_memory,
-            (
-                MemoryError(),
-                torch.OutOfMemoryError(),
-                RuntimeError("DefaultCPUAllocator: not enough memory"),
-            ),
-        )
-    )
-    assert not out_of_memory(RuntimeError("shape")) and not out_of_memory(
-        ValueError("out of memory")
-    )
+def test_memory_errors_are_known():
+    told = RuntimeError("DefaultCPUAllocator: not enough memory")
+    assert all(map(out_of_memory, (MemoryError(), torch.OutOfMemoryError(), told)))
+    assert not out_of_memory(RuntimeError("shape"))
+    assert not out_of_memory(ValueError("out of memory"))
 
 
 # ---- trees, caches and rules, whatever their shape
@@ -232,7 +217,7 @@ def parents(draw: st.DrawFn) -> list[int]:
 
 @QUICK
 @given(parents())
-def test_trees_agree_with_their_parents(listed: list[int]) -> None:
+def test_trees_agree_with_their_parents(listed):
     shape = TreeShape.from_parents(listed)
     for node, parent in enumerate(listed):
         line = [node]
@@ -246,9 +231,7 @@ def test_trees_agree_with_their_parents(listed: list[int]) -> None:
 
 @QUICK
 @given(parents(), st.integers(0, 2**31), st.sampled_from([Recursive(), Traversal()]))
-def test_verdicts_are_paths_of_the_tree(
-    listed: list[int], seed: int, rule: Recursive | Traversal
-) -> None:
+def test_verdicts_are_paths_of_the_tree(listed, seed, rule):
     uniforms, shape = torch.Generator().manual_seed(seed), TreeShape.from_parents(listed)
     probs = torch.rand(2, shape.size, 5, generator=uniforms).softmax(-1)
     tokens = torch.stack(
@@ -267,7 +250,7 @@ def test_verdicts_are_paths_of_the_tree(
         st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True), min_size=1, max_size=4
     )
 )
-def test_a_cache_keeps_what_was_kept(rounds: list[list[int]]) -> None:
+def test_a_cache_keeps_what_was_kept(rounds):
     """Rows that keep different nodes hold, in order, just what they kept."""
     cache, told = Cache(CacheSize(alike(1, 1, 1), 2, 1, 16, 4), torch.float32), [[], []]
     for number, kept in enumerate(rounds):
@@ -283,17 +266,12 @@ def test_a_cache_keeps_what_was_kept(rounds: list[list[int]]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_broken_files_are_named_errors() -> None:
+def test_broken_files_are_named_errors():
     """A quick round of what benchmarks/soak does a hundred thousand times."""
     found = fuzz(600, seed=1)
     assert sum(found["outcomes"].values()) == 600
-    assert {key.split(": ")[1] for key in found["outcomes"]} <= {
-        "read",
-        "ValueError",
-        "FileError",
-        "OSError",
-        "FileNotFoundError",
-    }
+    wanted = {"read", "ValueError", "FileError", "OSError", "FileNotFoundError"}
+    assert {key.split(": ")[1] for key in found["outcomes"]} <= wanted
 
 
 def test_an_item_is_the_same_wherever_the_job_file_lies(tmp_path, monkeypatch):
@@ -398,7 +376,7 @@ def test_a_log_holds_the_progress_of_a_long_job(capsys, monkeypatch):
     assert "8/10" in told and "10/10" in told and "item" in told
 
 
-def test_a_jobs_threads_are_those_it_began_with(tmp_path, monkeypatch) -> None:
+def test_a_jobs_threads_are_those_it_began_with(tmp_path, monkeypatch):
     network = torch.nn.Linear(2, 2)
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))
     monkeypatch.setattr("os.cpu_count", lambda: 2)

@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PARTS = (
-    "specmm",
-    "vlm",
-    "image_ar",
-    "diffusion_drafters",
-    "kernels",
-    "metrics",
-    "demos",
-    "benchmarks",
-    "recipes",
-)
+PARTS = ["specmm", "vlm", "image_ar", "diffusion_drafters", "kernels", "metrics"]
+PARTS += ["demos", "benchmarks", "recipes"]
 COMMANDS = ROOT / "specmm/cli"
 
 

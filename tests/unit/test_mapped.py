@@ -166,13 +166,8 @@ print(most() - before)
 
 
 def llama(folder, layers, width, dtype):
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-    )
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers)
+    config = transformers.LlamaConfig(vocab_size=64, num_attention_heads=4, **sizes)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(dtype)
     model.save_pretrained(folder, max_shard_size="40MB")

@@ -35,7 +35,7 @@ def network(dtype: torch.dtype) -> nn.Sequential:
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("rows", [1, 2, 17, 100])
-def test_products_are_the_same_up_to_rounding(dtype: torch.dtype, near: float, rows: int) -> None:
+def test_products_are_the_same_up_to_rounding(dtype, near, rows):
     plain, laid = network(dtype), prepack(network(dtype))
     x = torch.randn(2, rows, 24, generator=torch.Generator().manual_seed(rows)).to(dtype)
     with torch.inference_mode():
@@ -45,13 +45,13 @@ def test_products_are_the_same_up_to_rounding(dtype: torch.dtype, near: float, r
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_names_shapes_and_values_stay(dtype: torch.dtype) -> None:
+def test_names_shapes_and_values_stay(dtype):
     plain, laid = network(dtype).state_dict(), prepack(network(dtype)).state_dict()
     assert list(plain) == list(laid)
     assert all(torch.equal(plain[name], laid[name]) for name in plain)
 
 
-def test_float32_lies_column_by_column() -> None:
+def test_float32_lies_column_by_column():
     wide, narrow = prepack(network(torch.float32))[0::2]
     assert wide.weight.stride() == (1, 96) and narrow.weight.stride() == (1, 24)
     assert prepack(nn.Linear(1024, 1024)).weight.stride() == (1024, 1), (
@@ -60,7 +60,7 @@ def test_float32_lies_column_by_column() -> None:
 
 
 @PACKS
-def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
+def test_bfloat16_is_held_twice_and_follows_its_layer():
     laid = prepack(network(torch.bfloat16))
     x = torch.ones(1, 24)
     assert isinstance(laid[0], PackedLinear)
@@ -69,9 +69,7 @@ def test_bfloat16_is_held_twice_and_follows_its_layer() -> None:
     assert laid.bfloat16()[0].current(x.bfloat16(), gelu=False) is not None
 
 
-def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_rows(monkeypatch):
     laid = prepack(network(torch.float32), long=True)
     assert isinstance(laid[0], PackedLinear) and laid[0].weight.stride() == (1, 96)
     used = lambda *shape: laid[2].current(torch.zeros(*shape, 96), gelu=False) is not None  # noqa: E731
@@ -89,7 +87,7 @@ def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_row
 
 
 @PACKS
-def test_inputs_of_another_dtype_are_treated_as_by_any_layer() -> None:
+def test_inputs_of_another_dtype_are_treated_as_by_any_layer():
     laid, x = prepack(network(torch.bfloat16)), torch.ones(3, 24)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="dtype"):
         laid(x)
@@ -98,7 +96,7 @@ def test_inputs_of_another_dtype_are_treated_as_by_any_layer() -> None:
 
 
 @PACKS
-def test_a_packed_layer_learns_and_is_copied() -> None:
+def test_a_packed_layer_learns_and_is_copied():
     laid = prepack(network(torch.bfloat16))
     twin, x = copy.deepcopy(laid), torch.randn(3, 24).bfloat16()
     laid(x).float().sum().backward()
@@ -108,18 +106,14 @@ def test_a_packed_layer_learns_and_is_copied() -> None:
 
 
 @PACKS
-def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr("specmm.hardware.MOST", 24 * 96)
     assert type(prepack(network(torch.bfloat16))[0]) is nn.Linear
 
 
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_product_takes_another_bias_and_a_gelu(
-    dtype: torch.dtype, near: float, packed: bool
-) -> None:
+def test_a_product_takes_another_bias_and_a_gelu(dtype, near, packed):
     layer, bias = (
         network(dtype)[0],
         torch.randn(96, generator=torch.Generator().manual_seed(1)).to(dtype),

@@ -63,22 +63,16 @@ def test_distribution_matches_naive(processor):
 @pytest.mark.parametrize("first", [False, True])
 def test_ties_are_kept(first):
     logits = torch.tensor([3.0, 1.0, 1.0, 1.0, 0.0])
-    assert (Processor(top_k=2, top_p_first=first)(logits) > 0).tolist() == [
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]
+    wanted = [True, True, True, True, False]
+    assert (Processor(top_k=2, top_p_first=first)(logits) > 0).tolist() == wanted
     both = Processor(top_k=2, top_p=0.9, top_p_first=first)
     assert (both(logits) > 0).tolist() == [True, True, True, True, False]
 
 
 def test_order_of_top_p_and_top_k_matters():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    assert (
-        int((Processor(top_k=2, top_p=0.5)(logits) > 0).sum()) == 1
-    )  # 0.4 is 0.57 of the two kept
+    # 0.4 is 0.57 of the two kept
+    assert int((Processor(top_k=2, top_p=0.5)(logits) > 0).sum()) == 1
     assert int((Processor(top_k=2, top_p=0.5, top_p_first=True)(logits) > 0).sum()) == 2
 
 
@@ -104,12 +98,8 @@ def test_low_precision_logits_give_float32_distributions():
 
 def test_masked_logits_stay_masked():
     logits = torch.tensor([1.0, -math.inf, 0.5, -math.inf])
-    for processor in (
-        Processor(),
-        Processor(top_k=3),
-        Processor(top_p=0.99),
-        Processor(top_k=3, top_p=0.999999),
-    ):
+    kinds = ({}, dict(top_k=3), dict(top_p=0.99), dict(top_k=3, top_p=0.999999))
+    for processor in (Processor(**kind) for kind in kinds):
         probs = processor(logits)
         assert probs[1] == probs[3] == 0 and probs.isfinite().all()
 

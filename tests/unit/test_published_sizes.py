@@ -26,25 +26,14 @@ VARS = {
     **{f"var-code-{n}-drafter": 30 for n in (6, 7, 8, 9)},
     **{f"var-code-{n}-refiner": 16 for n in (6, 7, 8, 9)},
 }
-GPTS = (
-    "llamagen-c2i-l-384",
-    "llamagen-c2i-3b-384",
-    "llamagen-t2i-xl-256",
-    "llamagen-t2i-xl-256-lantern",
-    "llamagen-t2i-xl-512-lantern",
-)
+GPTS = ["c2i-l-384", "c2i-3b-384", "t2i-xl-256", "t2i-xl-256-lantern", "t2i-xl-512-lantern"]
+GPTS = [f"llamagen-{name}" for name in GPTS]
 
 
 def text(vocabulary, width, inner, layers, heads, kv_heads=None, **others):
-    return dict(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads,
-        **others,
-    )
+    sizes = dict(vocab_size=vocabulary, hidden_size=width, intermediate_size=inner)
+    sizes |= dict(num_hidden_layers=layers, num_attention_heads=heads)
+    return sizes | dict(num_key_value_heads=kv_heads or heads) | others
 
 
 QWEN3_4B = tf.Qwen3Config(

@@ -46,9 +46,8 @@ def test_numbers_are_uniform():
     numbers = Uniforms([torch.Generator().manual_seed(0)], dtype=torch.float64).draw(100_000)
     assert numbers.dtype == torch.float64 and numbers.min() >= 0 and numbers.max() < 1
     counts = torch.histc(numbers, bins=20, min=0, max=1)
-    assert (
-        float(((counts - 5000) ** 2 / 5000).sum()) < 43.8
-    )  # chi-square, 19 degrees of freedom, p = 0.001
+    # chi-square, 19 degrees of freedom, p = 0.001
+    assert float(((counts - 5000) ** 2 / 5000).sum()) < 43.8
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 37.0])

@@ -25,25 +25,17 @@ def feedback(path, kept):
 
 
 def test_first_children_all_the_way_down():
-    assert first_below(SHAPE).tolist() == [
-        [1, 3, 4],
-        [3, 4, -1],
-        [5, -1, -1],
-        [4, -1, -1],
-        [-1] * 3,
-        [-1] * 3,
-    ]
+    wanted = [[1, 3, 4], [3, 4, -1], [5, -1, -1], [4, -1, -1], [-1] * 3, [-1] * 3]
+    assert first_below(SHAPE).tolist() == wanted
 
 
 def test_a_place_gets_the_distribution_after_the_rejected_first_child():
-    found = feedback(
-        [[0, -1, -1, -1], [0, 2, -1, -1]], [1, 2]
-    )  # the root only; the root and node 2
+    # the root only; the root and node 2
+    found = feedback([[0, -1, -1, -1], [0, 2, -1, -1]], [1, 2])
     rejected_weight, older = RejectedPositions(SHAPE, 0.25), found.output.probs
     rejected_weight.read(found)
-    own = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).softmax(
-        -1
-    )  # three parents
+    # three parents
+    own = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)).softmax(-1)
     for depth, source in ((1, 1), (2, 3), (3, 4)):
         wanted = own[0] ** 0.75 * older[0, source] ** 0.25
         torch.testing.assert_close(
@@ -53,16 +45,13 @@ def test_a_place_gets_the_distribution_after_the_rejected_first_child():
     torch.testing.assert_close(
         rejected_weight.mix(own.log(), 1)[1], wanted / wanted.sum(-1, keepdim=True)
     )
-    torch.testing.assert_close(
-        rejected_weight.mix(own.log(), 2)[1], own[1]
-    )  # nothing was scored that deep: its own distribution
+    # nothing was scored that deep: its own distribution
+    torch.testing.assert_close(rejected_weight.mix(own.log(), 2)[1], own[1])
 
 
 def test_nothing_is_known_after_the_prefill_and_zeros_stay_zero():
-    rejected_weight, own = (
-        RejectedPositions(SHAPE, 0.5),
-        torch.tensor([[[0.5, 0.5, 0, 0, 0]]]).expand(2, 1, 5),
-    )
+    rejected_weight = RejectedPositions(SHAPE, 0.5)
+    own = torch.tensor([[[0.5, 0.5, 0, 0, 0]]]).expand(2, 1, 5)
     rejected_weight.read(
         Feedback(TargetOutput(torch.rand(2, 1, 5), torch.empty(0)), torch.tensor([0, 0]))
     )

@@ -62,11 +62,8 @@ def test_ancestor_words_hold_the_mask(size):
 
 def test_a_chain_and_a_list_of_choices():
     assert TreeShape.chain(3).parents.tolist() == [[-1, 0, 1, 2]]
-    assert (TreeShape.chain(3).depth, TreeShape.chain(3).width, TreeShape.chain(3).size) == (
-        3,
-        1,
-        4,
-    )
+    wanted = (3, 1, 4)
+    assert (TreeShape.chain(3).depth, TreeShape.chain(3).width, TreeShape.chain(3).size) == wanted
     shape = TreeShape.from_choices([[1], [0], [0, 1], [0, 0], [1, 0], [0, 0, 0]])
     assert shape.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 3]]
     assert shape.ranks.tolist() == [[0, 0, 1, 0, 1, 0, 0]]

@@ -140,17 +140,10 @@ def test_real_programs_keep_the_distribution(bind, frozen, monkeypatch):
     monkeypatch.setattr(compiled_head, "FEW", rows)
     programs = HeadPrograms(CPU)
     numbers = streams(4, rows)
-    made = [
-        speculate(
-            bind(rows, 1.0, "ddim10"),
-            WindowTables(schedule, 8),
-            [1] * rows,
-            *numbers,
-            ChainOptions(1.0),
-            programs=programs,
-        ).tokens
-        for _ in range(2)
-    ]
+    made = []
+    for _ in range(2):
+        given = bind(rows, 1.0, "ddim10"), WindowTables(schedule, 8), [1] * rows
+        made.append(speculate(*given, *numbers, ChainOptions(1.0), programs=programs).tokens)
     assert len(programs.rounds.made) == 1
     wanted = plain(bind(2 * rows, 1.0, "ddim10"), schedule, 2 * rows, 3)
     assert min(pvalues(torch.cat(made), wanted)) > 1e-3

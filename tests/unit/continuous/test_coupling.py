@@ -102,10 +102,8 @@ def test_distributions_that_are_no_numbers(bad):
 
 
 def test_a_pictures_draws_do_not_depend_on_the_batch():
-    p, q = (
-        probs(0.0, 1.0, 60),
-        probs(0.4, 1.2, 60),
-    )  # many, so that some go on looking and others do not
+    # many, so that some go on looking and others do not
+    p, q = (probs(0.0, 1.0, 60), probs(0.4, 1.2, 60))
     together = draw_residual(p, q, [0] * 20 + [1] * 40, 2, *streams(4, (0, 1)))
     for picture, rows in enumerate((slice(20), slice(20, 60))):
         count = len(together[rows])

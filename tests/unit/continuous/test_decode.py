@@ -62,9 +62,8 @@ def pvalues(a, b):
 @pytest.mark.slow
 def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar, frozen):
     ours, theirs = (pictures(tiny_mar, how, seed) for how, seed in ((speculative, 1), (plain, 2)))
-    assert (
-        min(pvalues(ours.tokens, theirs.tokens)[:10]) > 1e-3
-    )  # tokens of a picture are not independent
+    # tokens of a picture are not independent
+    assert min(pvalues(ours.tokens, theirs.tokens)[:10]) > 1e-3
     assert ours.stats.head_calls < 0.7 * theirs.stats.head_calls
     assert theirs.stats.head_calls_per_token == 10 and theirs.stats.rounds == 3 * PICTURES
 
@@ -139,12 +138,8 @@ def test_counts_add_up():
     total.add(ChainStats(4, 2, head_calls=40, drafted=3, accepted=1))
     total.add(ChainStats(6, 2, head_calls=20, drafted=1, accepted=1))
     total.add(Stats(2, 1))
-    assert (
-        total.tokens == 12
-        and total.head_calls_per_token == 5
-        and total.acceptance == 0.5
-        and total.tau == 12 / 5
-    )
+    assert total.tokens == 12 and total.head_calls_per_token == 5 and total.acceptance == 0.5
+    assert total.tau == 12 / 5
 
 
 def test_passes_run_without_cudnns_attention(tiny_mar):

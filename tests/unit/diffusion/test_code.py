@@ -46,9 +46,8 @@ def test_what_a_user_names_is_never_held_out(tmp_path):
 def test_a_place_without_text_is_refused(tmp_path, content):
     (tmp_path / "good.txt").write_text("text")
     (tmp_path / "bad.txt").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"readable as UTF-8 and not empty, got none at .*bad\.txt"
-    ):
+    said = r"readable as UTF-8 and not empty, got none at .*bad\.txt"
+    with pytest.raises(ValueError, match=said):
         given_texts([tmp_path / "good.txt", tmp_path / "bad.txt"])
 
 
@@ -65,9 +64,8 @@ def test_files_of_the_standard_library():
 def test_tokens_give_the_text_back():
     words = build_tokenizer([CODE] * 3, 400)
     assert words.decode(words(CODE)["input_ids"]) == CODE and words.mask_token_id is not None
-    assert any(
-        set(t) == {"\u010a", "\u0120"} for t in words.get_vocab()
-    )  # a line's end with the indentation after it
+    # a line's end with the indentation after it
+    assert any(set(t) == {"\u010a", "\u0120"} for t in words.get_vocab())
     stream = token_stream([CODE, CODE], words)
     assert (stream == words.eos_token_id).sum() == 2 and stream[-1] == words.eos_token_id
 
@@ -75,9 +73,7 @@ def test_tokens_give_the_text_back():
 def test_rows_depend_on_seed_and_step_only():
     stream = torch.arange(100)
     rows = windows(stream, 3, 4, 10, 1)
-    assert rows.shape == (4, 10) and torch.equal(
-        rows.diff(dim=1), torch.ones(4, 9, dtype=torch.int64)
-    )
-    assert torch.equal(rows, windows(stream, 3, 4, 10, 1)) and not torch.equal(
-        rows, windows(stream, 4, 4, 10, 1)
-    )
+    assert rows.shape == (4, 10)
+    assert torch.equal(rows.diff(dim=1), torch.ones(4, 9, dtype=torch.int64))
+    assert torch.equal(rows, windows(stream, 3, 4, 10, 1))
+    assert not torch.equal(rows, windows(stream, 4, 4, 10, 1))

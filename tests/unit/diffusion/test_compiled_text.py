@@ -42,10 +42,8 @@ class Run:
         return end.tokens[:, :length].tolist(), end.stats.rounds
 
     def steps(self, rows=ROWS, length=LENGTH):
-        prompt, uniforms = (
-            VLMPrompt(padded(rows, "cpu"), length),
-            Uniforms.from_seeds(range(len(rows))),
-        )
+        prompt = VLMPrompt(padded(rows, "cpu"), length)
+        uniforms = Uniforms.from_seeds(range(len(rows)))
         if self.parts is None:
             return decode_plain(self.target, prompt, length, uniforms)
         return decode(self.target, *self.parts, prompt, length, uniforms, **self.options)

@@ -77,10 +77,8 @@ def test_large_vocabularies_are_pruned_as_small_ones(vocabulary):
     probs[2, 7] = probs[2, 9000] = 0.5  # a tie
     best = probs.sort(dim=1, descending=True, stable=True)
     found = prune(probs, 1.0, 15)
-    assert (
-        found.tokens == best.indices[:, :15].tolist()
-        and found.scores == best.values[:, :15].tolist()
-    )
+    assert found.tokens == best.indices[:, :15].tolist()
+    assert found.scores == best.values[:, :15].tolist()
 
 
 def test_drafts_of_odd_blocks():
@@ -90,9 +88,8 @@ def test_drafts_of_odd_blocks():
     assert draft(torch.full((3, 6), -math.inf), [0], END, proxy, Search()).tokens == ()
     assert draft(block(0)[:0], [0], END, proxy, Search()).tokens == ()
     free = draft(block(1), [], None, proxy, Search())
-    assert (
-        len(free.tokens) == free.generated == 4
-    )  # no end token, and a prefix shorter than the proxy's order
+    # no end token, and a prefix shorter than the proxy's order
+    assert len(free.tokens) == free.generated == 4
 
 
 @pytest.mark.parametrize("order", [1, 2, 4])
@@ -112,10 +109,8 @@ def test_witten_and_bell_by_hand():
     assert proxy.log_probs([[0]], [4]) == proxy.log_probs([[0]], [3]), (
         "models pad their vocabularies"
     )
-    assert proxy.log_probs([[0], []], [1, 3]) == [
-        *proxy.log_probs([[0]], [1, 3]),
-        *proxy.log_probs([[]], [1, 3]),
-    ]
+    wanted = [*proxy.log_probs([[0]], [1, 3]), *proxy.log_probs([[]], [1, 3])]
+    assert proxy.log_probs([[0], []], [1, 3]) == wanted
 
 
 def test_the_proxy_is_saved_as_tensors(tmp_path):

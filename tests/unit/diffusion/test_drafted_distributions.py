@@ -83,10 +83,8 @@ class ForgetsMemory(ForgetsPairs):
 
 @pytest.mark.slow  # 20,000 samples twice
 def test_pairs_recorded_as_marginals_are_caught():
-    probs, many = (
-        sequence_distribution(Processor(1.3), [1, 3, 2], 3),
-        20_000,
-    )  # few rows keep two drafts
+    # few rows keep two drafts
+    probs, many = (sequence_distribution(Processor(1.3), [1, 3, 2], 3), 20_000)
     assert fits(probs, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
     assert not fits(
         probs, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many)

@@ -19,12 +19,8 @@ from specmm.zoo import POCKET
 
 
 def test_a_missing_package_is_named_with_what_to_run(tmp_path):
-    facts = {
-        "package": "no_such_package",
-        "file": "a.gguf",
-        "mask_token": "<m>",
-        "install": "pip install it",
-    }
+    facts = {"package": "no_such_package", "file": "a.gguf", "mask_token": "<m>"}
+    facts["install"] = "pip install it"
     (tmp_path / "package.json").write_text(json.dumps(facts))
     assert is_packaged(tmp_path) and find_target(tmp_path) == tmp_path
     with pytest.raises(ValueError, match=r"needs no_such_package.*run: pip install it"):
@@ -81,13 +77,8 @@ def test_the_drafter_of_smollm2():
     folder = POCKET / "smollm2" / "drafters" / "block"
     drafter, facts = load_dflash(folder), json.loads((folder / "config.json").read_text())
     config = drafter.config
-    assert (config.block, config.layers, config.tokens, config.markov, config.recurrent) == (
-        5,
-        (1, 27),
-        6144,
-        24,
-        0,
-    )
+    wanted = (5, (1, 27), 6144, 24, 0)
+    assert (config.block, config.layers, config.tokens, config.markov, config.recurrent) == wanted
     assert drafter.fc.weight.shape == (576, 2 * 576) and len(drafter.layers) == 1
     assert drafter.ids.unique().tolist() == drafter.ids.tolist() and len(drafter.ids) == 6144
     assert int(drafter.ids.max()) < config.sizes.vocab_size == 49152 and config.mask < 49152

@@ -97,11 +97,9 @@ def test_a_tree_of_one_level_and_one_of_many_nodes():
 @pytest.mark.parametrize("vocabulary", [ALL, FEW])
 @pytest.mark.parametrize("remembers", [False, True])
 def test_a_chain_records_the_distribution_of_every_draw(vocabulary, remembers):
-    logits, root, after = (
-        block(2),
-        vocabulary.to_target(torch.tensor([1, 4])),
-        next_logits(vocabulary, remembers),
-    )
+    logits = block(2)
+    root = vocabulary.to_target(torch.tensor([1, 4]))
+    after = next_logits(vocabulary, remembers)
     uniforms, shape = Uniforms.from_seeds([0, 1]), TreeShape.chain(3, "cpu")
     tree = NextDrafts(Processor(0.7), after, vocabulary).chain(root, logits, shape, uniforms)
     for place, scores in enumerate(along(after, logits.unbind(1), tree.tokens[:, :3].unbind(1))):

@@ -33,9 +33,8 @@ def draft_tree(shape, drawn, device, batch, seed=0, dtype=torch.float64):
     """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, batch, shape.size, V, generator=generator, dtype=dtype).mul(2)
-    logits[1] = (
-        logits[0] + 0.6 * logits[1]
-    )  # a drafter that often agrees: what a rejection leaves is then another distribution
+    # a drafter that often agrees: what a rejection leaves is then another distribution
+    logits[1] = logits[0] + 0.6 * logits[1]
     probs = logits.softmax(-1)
     probs = torch.where(probs > 0.003, probs, 0.0)
     probs /= probs.sum(-1, keepdim=True)
@@ -85,9 +84,8 @@ def test_fused_results_are_the_rules_own(name, drawn, shared, random_shape, devi
     assert agreement(found, expected) == 1
     assert torch.equal(numbers[0].draw(1), numbers[1].draw(1))  # as many uniforms used
     if name != "greedy match":
-        assert (
-            expected.kept.unique().numel() > 1
-        )  # rows end at different depths, or the test says little
+        # rows end at different depths, or the test says little
+        assert expected.kept.unique().numel() > 1
 
 
 @pytest.mark.slow
@@ -217,10 +215,8 @@ def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
     path1, kept1, following1 = accept(
         p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs, leaves_first=True
     )
-    parents, probs = (
-        shape.parents[0].tolist(),
-        [None] * 8 if tree.probs is None else tree.probs.tolist(),
-    )
+    parents = shape.parents[0].tolist()
+    probs = [None] * 8 if tree.probs is None else tree.probs.tolist()
     for b in range(8):
         given = tree.tokens[b].tolist(), parents, p[b].tolist(), probs[b]
         nodes, token = naive.accept(rules.recursive(*given), parents, uniforms[b].tolist())
@@ -242,14 +238,11 @@ PROCESSED = [((1.3, 30, 0.6), True), ((0.0, 0, 1.0), False)]
 def test_logits_are_processed_on_the_way(
     options, first, leaves_first, random_shape, device, monkeypatch
 ):
-    shape, generator = (
-        random_shape(1, 6, torch.Generator().manual_seed(2)),
-        torch.Generator().manual_seed(6),
-    )
+    shape = random_shape(1, 6, torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(6)
     tree, _ = draft_tree(shape, True, device, 5, dtype=torch.float32)
-    logits = (
-        torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)
-    )  # with ties
+    # with ties
+    logits = torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)
     uniforms = torch.rand(5, 7, generator=generator).to(device)
     given = tree.tokens, shape.parents, uniforms, shape.depth, tree.probs
     probs = Processor(*options, top_p_first=first)(logits)
@@ -269,10 +262,8 @@ def test_filters_keep_the_tokens_they_should(name, device, monkeypatch):
     """Logits that fall from token to token: the largest uniform draws the last one that is kept."""
     monkeypatch.setenv("SPECMM_KERNELS", name)
     logits = torch.linspace(5, 0, V, device=device).view(1, 1, V)
-    root, uniforms = (
-        torch.zeros(1, 1, dtype=torch.int64, device=device),
-        torch.full((1, 2), 1 - 2**-24, device=device),
-    )
+    root = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    uniforms = torch.full((1, 2), 1 - 2**-24, device=device)
     last = []
     for options in (
         (0.7, 10, 1.0, False),
@@ -295,10 +286,8 @@ def test_a_draft_without_mass_is_never_kept(drawn, leaves_first, name, device, m
     monkeypatch.setenv("SPECMM_KERNELS", name)
     probs = torch.zeros(1, 3, V, device=device)
     probs[:, :, 5] = 1
-    tokens, parents = (
-        torch.tensor([[5, 7, 8]], device=device),
-        torch.tensor([[-1, 0, 0]], device=device),
-    )
+    tokens = torch.tensor([[5, 7, 8]], device=device)
+    parents = torch.tensor([[-1, 0, 0]], device=device)
     drafts = torch.full((1, 3, V), 1 / V, device=device) if drawn else None
     uniforms = torch.zeros(1, 4, device=device)
     path, kept, following = accept(
@@ -314,19 +303,8 @@ def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monk
     shape = random_shape(1, 9, torch.Generator().manual_seed(4))
     tree, p = draft_tree(shape, True, device, 6)
     numbers = uniforms(6, device).draw(10)
-    given = (
-        p,
-        tree.tokens,
-        shape.parents,
-        numbers,
-        shape.depth,
-        tree.probs,
-        table(device),
-        7,
-        3.0,
-        True,
-        OFFSET,
-    )
+    given = (p, tree.tokens, shape.parents, numbers, shape.depth, tree.probs)
+    given += (table(device), 7, 3.0, True, OFFSET)
     upwards = (*given[:6], None, 0, 0.0, False, 0, None, True)
     whole = *accept(*given), *accept(*upwards)
     monkeypatch.setattr(fast, "BLOCK", 16)

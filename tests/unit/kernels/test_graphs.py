@@ -21,11 +21,8 @@ from specmm.processors import Processor
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
 
-PARENTS = [
-    [-1, 0, 0, 1],
-    [-1, 0, 1, 1],
-    [-1, 0, 0, 1, 1, 2],
-]  # two shapes of one size, and another size
+# two shapes of one size, and another size
+PARENTS = [[-1, 0, 0, 1], [-1, 0, 1, 1], [-1, 0, 0, 1, 1, 2]]
 
 
 @torch.inference_mode()

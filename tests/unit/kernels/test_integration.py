@@ -25,10 +25,8 @@ def rounds(target, prompt, device):
     """Distributions of three rounds of trees whose rows keep different paths."""
     shape = TreeShape.from_parents([-1, 0, 0, 1, 1, 2], device)
     target.prefill(prompt, shape.size)
-    path, kept = (
-        torch.tensor([[0, 1, 4], [0, 2, -1]], device=device),
-        torch.tensor([3, 2], device=device),
-    )
+    path = torch.tensor([[0, 1, 4], [0, 2, -1]], device=device)
+    kept = torch.tensor([3, 2], device=device)
     probs, generator = [], torch.Generator().manual_seed(0)
     for _ in range(3):
         tokens = torch.randint(3, 30, (2, shape.size), generator=generator).to(device)
@@ -38,16 +36,8 @@ def rounds(target, prompt, device):
 
 
 def test_llamagen_scores_and_commits_on_triton(device, monkeypatch):
-    config = GPTConfig(
-        dim=48,
-        n_layer=2,
-        n_head=2,
-        vocab_size=40,
-        block_size=64,
-        model_type="t2i",
-        cls_token_num=6,
-        caption_dim=8,
-    )
+    text = dict(model_type="t2i", cls_token_num=6, caption_dim=8)
+    config = GPTConfig(dim=48, n_layer=2, n_head=2, vocab_size=40, block_size=64, **text)
     torch.manual_seed(0)
     model = Transformer(config).to(device)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]], device=device)

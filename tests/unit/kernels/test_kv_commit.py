@@ -55,9 +55,8 @@ def test_addresses_beyond_32_bits(device, on_triton):
     far = 2**31 + 64
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 3 * far:
         pytest.skip("needs 7 GB of GPU memory")
-    memory = torch.empty(
-        far + 2**29, dtype=torch.uint8, device=device
-    )  # only the touched pages exist
+    # only the touched pages exist
+    memory = torch.empty(far + 2**29, dtype=torch.uint8, device=device)
     data = memory.as_strided((2, 2, 8, 2, 16), (far, 2**28, 1024, 64, 1))
     data.copy_(torch.randint(256, (2, 2, 8, 2, 16), dtype=torch.uint8))
     given = [torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1]), torch.tensor([1, 3])]

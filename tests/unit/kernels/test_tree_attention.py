@@ -44,6 +44,7 @@ class Case:
         return "-".join([*size, *extra])
 
 
+HALF = dict(dtype=torch.bfloat16)
 CASES = [
     Case(1, 100, (63,)),
     Case(7, 63, (50, 0), heads=4, kv=2, width=24, branches=2),
@@ -51,17 +52,7 @@ CASES = [
     Case(63, 320, (257,), heads=3, kv=1, width=80, dtype=torch.float16, splits=2),
     Case(100, 200, (63, 100), heads=1, kv=1, width=40, layout="heads first", shared=False),
     Case(257 - 1, 260, (3,), heads=1, kv=1, width=64, dtype=torch.bfloat16),
-    Case(
-        9,
-        300,
-        (257, 290),
-        heads=8,
-        kv=1,
-        width=256,
-        dtype=torch.bfloat16,
-        layout="heads first",
-        splits=4,
-    ),
+    Case(9, 300, (257, 290), heads=8, kv=1, width=256, **HALF, layout="heads first", splits=4),
     Case(5, 140, (100, 64), heads=2, kv=2, width=100, dtype=torch.float16, hidden=True, branches=2),
     Case(33, 40, (0, 0), heads=2, kv=2, width=128, dtype=torch.float16, splits=2),
     Case(65, 130, (65, 1), heads=2, kv=1, width=72, shared=False, hidden=True),
@@ -151,19 +142,16 @@ def test_a_chain_is_causal_attention(length, device, on_triton):
     nodes, generator = 30, torch.Generator().manual_seed(length)
     q, k, v = torch.randn(3, 2, 2, length + nodes, 32, generator=generator).to(device)
     expected = attend(q, k, v, None, causal=True)[:, :, length:]
-    words, lengths = (
-        TreeShape.chain(nodes - 1, device).ancestor_words,
-        torch.tensor([length], device=device),
-    )
+    words = TreeShape.chain(nodes - 1, device).ancestor_words
+    lengths = torch.tensor([length], device=device)
     found = attend(q[:, :, length:], k, v, TreeMask(words, lengths, length))
     assert error(found, expected.double()) < TOLERANCE[torch.float32]
 
 
 def test_permuting_siblings_permutes_outputs(device, on_triton):
     shape = TreeShape.from_parents([-1, 0, 0, 0, 1, 2, 3], device)
-    order = torch.tensor(
-        [0, 3, 1, 2, 6, 4, 5], device=device
-    )  # node i of the other tree is order[i] of this one
+    # node i of the other tree is order[i] of this one
+    order = torch.tensor([0, 3, 1, 2, 6, 4, 5], device=device)
     generator = torch.Generator().manual_seed(5)
     q, k, v = torch.randn(3, 1, 2, 27, 24, generator=generator).to(device)
     mask = TreeMask(shape.ancestor_words, torch.tensor([20], device=device), 20)
@@ -274,13 +262,8 @@ def test_no_graph_break(random_shape, device, on_triton):
 )
 def test_mistakes_are_one_line(change, message):
     given = [torch.zeros(1, 2, 2, 8), *(torch.zeros(1, 2, 10, 8) for _ in range(2))]
-    given += [
-        torch.ones(1, 2, 1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int64),
-        8,
-        1.0,
-        None,
-    ]
+    words, starts = torch.ones(1, 2, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    given += [words, starts, 8, 1.0, None]
     for place, value in change.items():
         given[place] = value
     with pytest.raises(ValueError, match=message):
@@ -291,16 +274,10 @@ def test_dense_masks_follow_the_lengths_of_each_row():
     words = TreeShape.from_parents([-1, 0, 0]).ancestor_words
     hidden = torch.tensor([[True, False], [False, False]])
     mask = dense.dense_mask(words, torch.tensor([2, 0]), 4, 2, 8, hidden)
-    assert mask[0, 0].int().tolist() == [
-        [0, 1, 0, 0, 1, 0, 0, 0],
-        [0, 1, 0, 0, 1, 1, 0, 0],
-        [0, 1, 0, 0, 1, 0, 1, 0],
-    ]
-    assert mask[1, 0].int().tolist() == [
-        [0, 0, 0, 0, 1, 0, 0, 0],
-        [0, 0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 0, 1, 0],
-    ]
+    wanted = [[0, 1, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 1, 1, 0, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
+    assert mask[0, 0].int().tolist() == wanted
+    found = mask[1, 0].int().tolist()
+    assert found == [[0, 0, 0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0, 1, 0]]
 
 
 @pytest.mark.parametrize(

@@ -20,24 +20,13 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    size = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    size = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     text = {**size, "vocab_size": len(words), "max_position_embeddings": 24}
-    text |= {
-        "bos_token_id": len(words) - 2,
-        "eos_token_id": len(words) - 1,
-        "pad_token_id": len(words) - 1,
-    }
+    last = len(words) - 1
+    text |= dict(bos_token_id=last - 1, eos_token_id=last, pad_token_id=last)
     torch.manual_seed(0)
-    config = CLIPConfig(
-        text_config=text,
-        vision_config={**size, "image_size": 32, "patch_size": 8},
-        projection_dim=8,
-    )
+    vision = size | dict(image_size=32, patch_size=8)
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     CLIPModel(config).save_pretrained(folder)
     images = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     CLIPProcessor(image_processor=images, tokenizer=tokenizer).save_pretrained(folder)

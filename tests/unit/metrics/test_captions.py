@@ -23,14 +23,11 @@ def test_bleu_is_sacrebleus_and_carries_its_signature() -> None:
 
 
 def test_cider_rewards_the_words_that_tell_captions_apart() -> None:
-    assert cider(RIGHT, {q: a[:1] for q, a in ANSWERS.items()}).value == pytest.approx(
-        10
-    )  # 10 is the most there is
+    # 10 is the most there is
+    assert cider(RIGHT, {q: a[:1] for q, a in ANSWERS.items()}).value == pytest.approx(10)
     assert cider(dict.fromkeys(ANSWERS, "the a"), ANSWERS).value < 0.5
-    assert (
-        cider(RIGHT | {"2": "Two dogs run, over the green field."}, ANSWERS).value
-        == cider(RIGHT, ANSWERS).value
-    )
+    found = cider(RIGHT | {"2": "Two dogs run, over the green field."}, ANSWERS).value
+    assert found == cider(RIGHT, ANSWERS).value
 
 
 def test_tokens() -> None:

@@ -24,10 +24,8 @@ def test_features_are_the_models_own(tiny_clip: Path) -> None:
         expected = CLIPModel.from_pretrained(tiny_clip).get_image_features(**inputs).pooler_output
     found = CLIP(weights=tiny_clip).features(given, progress=False)
     torch.testing.assert_close(found.values, expected, rtol=1e-5, atol=1e-6)
-    assert (
-        found.protocol["features"] == "CLIP ViT patch 8 image 8"
-        and "crop" in found.protocol["resize"]
-    )
+    assert found.protocol["features"] == "CLIP ViT patch 8 image 8"
+    assert "crop" in found.protocol["resize"]
 
 
 def test_clip_distance(tiny_clip: Path) -> None:
@@ -42,8 +40,6 @@ def test_long_texts_are_cut(tiny_clip: Path) -> None:
 
 
 def test_missing_weights_say_what_to_put_where(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError,
-        match=r"model\.safetensors, config\.json.* got none; put .*clip-vit-base-patch32",
-    ):
+    said = r"model\.safetensors, config\.json.* got none; put .*clip-vit-base-patch32"
+    with pytest.raises(ValueError, match=said):
         CLIP(weights=tmp_path)

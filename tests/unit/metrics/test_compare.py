@@ -87,9 +87,8 @@ def test_pairs_are_swapped_within() -> None:
     labels = relabellings(6, 6, 50, torch.Generator().manual_seed(0), paired=True)
     assert torch.equal(labels[:, :6] + labels[:, 6:], torch.ones(50, 6, dtype=torch.float64))
     x = normal(60, 0)
-    y = (
-        x + 0.05 * normal(60, 1) + 0.1
-    )  # far less than the spread of samples, yet the same way in every pair
+    # far less than the spread of samples, yet the same way in every pair
+    y = x + 0.05 * normal(60, 1) + 0.1
     assert compared(x, y, paired=True).p_value < 0.01 < 0.2 < compared(x, y).p_value
 
 
@@ -131,9 +130,8 @@ def test_seed_decides_and_json_is_plain() -> None:
     assert one == again != other
     found = json.loads(json.dumps(one.to_json()))
     assert found["differ"] == one.differ and found["protocol"]["permutations"] == 999
-    assert (
-        found["loss"]["metric"] == "kid_difference" and found["loss"]["interval"]["level"] == 0.95
-    )
+    assert found["loss"]["metric"] == "kid_difference"
+    assert found["loss"]["interval"]["level"] == 0.95
 
 
 def test_bad_input() -> None:

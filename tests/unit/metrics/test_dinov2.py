@@ -23,26 +23,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=56, **TINY)
     save_file(model.state_dict(), path / "model.safetensors")
-    settings = {
-        "architecture": "vit_small_patch14_dinov2",
-        "num_classes": 0,
-        "num_features": 16,
-        "model_args": TINY,
-    }
-    settings["pretrained_cfg"] = {
-        "input_size": [3, 56, 56],
-        "num_classes": 0,
-        "first_conv": "patch_embed.proj",
-    }
+    settings = dict(architecture="vit_small_patch14_dinov2", num_classes=0, num_features=16)
+    pretrained = dict(input_size=[3, 56, 56], num_classes=0, first_conv="patch_embed.proj")
+    settings |= dict(model_args=TINY, pretrained_cfg=pretrained)
     (path / "config.json").write_text(json.dumps(settings))
     return path
 
 
 def test_features_are_the_class_token(folder: Path) -> None:
     network = extractor("dinov2", weights=folder)
-    given = np.random.default_rng(0).integers(
-        0, 256, (2, 224, 224, 3), dtype=np.uint8
-    )  # no resize needed
+    # no resize needed
+    given = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 3), dtype=np.uint8)
     found = network.features(given, progress=False)
     model = timm.create_model(
         f"local-dir:{folder}", pretrained=True, num_classes=0, img_size=224
@@ -66,9 +57,8 @@ def test_mixed_sizes_and_streaming(folder: Path) -> None:
 
 
 def test_missing_weights_say_what_to_put_where(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors, config\.json in .*vit_large_patch14_dinov2"
-    ):
+    said = r"model\.safetensors, config\.json in .*vit_large_patch14_dinov2"
+    with pytest.raises(ValueError, match=said):
         extractor("dinov2", weights=tmp_path)
 
 

@@ -40,12 +40,8 @@ def test_resize_is_tensorflows(shape: tuple[int, int]) -> None:
 
 def test_resize_worked_case() -> None:
     row = torch.tensor([[[[0.0, 4.0]]]])
-    assert tensorflow_resize(row, 4)[0, 0, 0].tolist() == [
-        0.0,
-        2.0,
-        4.0,
-        4.0,
-    ]  # tf.compat.v1.image.resize_bilinear
+    # tf.compat.v1.image.resize_bilinear
+    assert tensorflow_resize(row, 4)[0, 0, 0].tolist() == [0.0, 2.0, 4.0, 4.0]
 
 
 @pytest.mark.slow
@@ -61,10 +57,8 @@ def test_features_are_the_graphs_own() -> None:
         expected = torch.jit.load(locate("inception"))(scaled)
     assert found.values.shape == (3, 2048) and found.values.dtype == torch.float32
     torch.testing.assert_close(found.values, expected, rtol=1e-3, atol=1e-4)
-    assert (
-        found.protocol["weights"] == "sha256:7ff4a85c3a6378f0"
-        and found.protocol["dtype"] == "float32"
-    )
+    assert found.protocol["weights"] == "sha256:7ff4a85c3a6378f0"
+    assert found.protocol["dtype"] == "float32"
 
 
 @installed

@@ -41,9 +41,8 @@ def test_folder_and_glob(tmp_path: Path, workers: int) -> None:
     given = pictures()
     fill(tmp_path, given)
     source = open_pictures(tmp_path, workers=workers)
-    assert same(source, given[IN_ORDER]) and same(
-        source, given[IN_ORDER]
-    )  # twice: it can be read again
+    # twice: it can be read again
+    assert same(source, given[IN_ORDER]) and same(source, given[IN_ORDER])
     assert source.__length_hint__() == 4 and "transparency on white" in source.protocol["decoding"]
     assert same(open_pictures(str(tmp_path / "1/*.png")), given[[1, 3]])
     assert same(open_pictures(str(tmp_path / "**/*.png"), workers=workers), given[IN_ORDER])

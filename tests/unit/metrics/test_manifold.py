@@ -31,21 +31,15 @@ def test_is_the_definition() -> None:
     inside = apart(y, x) < reach(x, 5)
     assert density.value == pytest.approx(float(inside.double().sum() / (5 * len(y))))
     assert coverage.value == float(inside.any(0).double().mean())
-    assert (
-        0.1 < recall.value < precision.value < 1 and 0.1 < coverage.value < 1
-    )  # the case decides something
+    # the case decides something
+    assert 0.1 < recall.value < precision.value < 1 and 0.1 < coverage.value < 1
     assert precision.metric == "precision" and density.protocol == {"counts": [90, 70], "k": 5}
 
 
 def test_agrees_with_torch_fidelity() -> None:
     prc = pytest.importorskip("torch_fidelity.metric_prc")
     x, y = sets(300, 260, width=12)
-    options = {
-        "prc_neighborhood": 3,
-        "prc_batch_size": 128,
-        "save_cpu_ram": False,
-        "verbose": False,
-    }
+    options = dict(prc_neighborhood=3, prc_batch_size=128, save_cpu_ram=False, verbose=False)
     theirs = prc.prc_features_to_metric(y, x, **options)
     precision, recall = precision_recall(x, y)
     assert precision.value == pytest.approx(theirs["precision"], rel=1e-5)
@@ -62,12 +56,8 @@ def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_copy_of_the_real_set_is_perfect_wherever_it_lies() -> None:
     x = sets()[0] + 1000
     found = [m.value for m in (*precision_recall(x, x.clone()), *density_coverage(x, x.clone()))]
-    assert found == [
-        1,
-        1,
-        1,
-        1,
-    ]  # each sample is in its own ball and in those of four others, on average: 5 / k
+    # each sample is in its own ball and in those of four others, on average: 5 / k
+    assert found == [1, 1, 1, 1]
 
 
 def test_points_on_the_surface_count_for_precision_only() -> None:
@@ -80,18 +70,12 @@ def test_points_on_the_surface_count_for_precision_only() -> None:
 
 def test_far_and_constant_sets() -> None:
     x, y = sets()
-    assert [m.value for m in (*precision_recall(x, y + 99), *density_coverage(x, y + 99))] == [
-        0,
-        0,
-        0,
-        0,
-    ]
+    wanted = [0, 0, 0, 0]
+    assert [m.value for m in (*precision_recall(x, y + 99), *density_coverage(x, y + 99))] == wanted
     flat = torch.ones(9, 3)
     assert [m.value for m in precision_recall(flat, flat)] == [1, 1]
-    assert [m.value for m in density_coverage(flat, flat)] == [
-        0,
-        0,
-    ]  # balls of no size hold nothing
+    # balls of no size hold nothing
+    assert [m.value for m in density_coverage(flat, flat)] == [0, 0]
 
 
 def test_intervals_hold_the_value() -> None:

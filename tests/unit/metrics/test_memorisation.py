@@ -16,9 +16,8 @@ def test_agrees_with_torchmetrics(spread: float) -> None:
     mifid = pytest.importorskip("torchmetrics.image.mifid")
     x, y = sets(spread)
     moments = [(s.mean(0), s.T.cov()) for s in (x, y)]
-    expected = float(
-        mifid._mifid_compute(*moments[0], x, *moments[1], y)
-    )  # the first set's distance to the second
+    # the first set's distance to the second
+    expected = float(mifid._mifid_compute(*moments[0], x, *moments[1], y))
     theirs = float(mifid._compute_cosine_distance(y, x, 2.0))
     found = memorisation_distance(x, y)
     assert found.parts["cosine_distance"] == pytest.approx(theirs, rel=1e-9)

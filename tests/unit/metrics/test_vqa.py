@@ -46,9 +46,8 @@ def test_normalisation(text: str, normal: str) -> None:
 def test_punctuation_goes_or_becomes_a_space_by_its_neighbours() -> None:
     assert strip_punctuation("what?!") == "what  "
     assert strip_punctuation("a - b") == "a  b"  # beside a space it goes
-    assert (
-        strip_punctuation("1,000/day") == "1000day"
-    )  # the comma of a number takes all marks along
+    # the comma of a number takes all marks along
+    assert strip_punctuation("1,000/day") == "1000day"
     assert strip_punctuation("U.S. 3.14 .5") == "US 3.14 .5"
 
 
@@ -70,9 +69,8 @@ def test_the_mean_over_questions_and_its_protocol() -> None:
         bootstrap=Bootstrap(torch.Generator().manual_seed(0)),
     )
     assert found.metric == "vqa" and found.value == pytest.approx((1 + 0.6 + 0) / 3)
-    assert (
-        found.protocol["counts"] == [3] and found.protocol["note"] == "1 of 3 predictions are empty"
-    )
+    assert found.protocol["counts"] == [3]
+    assert found.protocol["note"] == "1 of 3 predictions are empty"
     assert found.interval is not None and found.interval.low <= found.value <= found.interval.high
 
 
@@ -80,13 +78,11 @@ def test_what_is_refused() -> None:
     answers = {"1": ["yes"] * 10, "2": ["no"] * 10}
     with pytest.raises(ValueError, match=r"must have a question, got 1 of 3 without .first: '9'"):
         vqa_accuracy({"1": "yes", "2": "no", "9": "maybe"}, answers)
-    with pytest.raises(
-        ValueError, match=r"must have a prediction, got none for 1 of 2 .first: '2'"
-    ):
+    said = r"must have a prediction, got none for 1 of 2 .first: '2'"
+    with pytest.raises(ValueError, match=said):
         vqa_accuracy({"1": "yes"}, answers)
-    with pytest.raises(
-        ValueError, match=r"must have an answer, got empty ones for 1 of 2 .first: '2'"
-    ):
+    said = r"must have an answer, got empty ones for 1 of 2 .first: '2'"
+    with pytest.raises(ValueError, match=said):
         vqa_accuracy({"1": "yes", "2": "no"}, {"1": ["yes"] * 10, "2": ["", " "]})
     with pytest.raises(ValueError, match="at least one question"):
         vqa_accuracy({}, {})

@@ -15,15 +15,7 @@ from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
 SIDES = (1, 2, 3, 4, 6)
-TINY = VARConfig(
-    depth=2,
-    embed_dim=64,
-    num_heads=4,
-    vocab_size=32,
-    z_channels=8,
-    num_classes=10,
-    patch_nums=SIDES,
-)
+TINY = VARConfig(2, 64, 4, vocab_size=32, z_channels=8, num_classes=10, patch_nums=SIDES)
 
 
 @torch.no_grad()

@@ -47,13 +47,8 @@ def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
     with NoWaiting():
         tokens, sums, _ = graph._checked(labels, numbers)
     method = methods.CoDe(n) if n < 5 else methods.AR()
-    wanted = pipe(
-        classes=labels.tolist(),
-        generator=uniforms(3),
-        method=method,
-        output_type="uint8",
-        **options,
-    )
+    given = dict(classes=labels.tolist(), generator=uniforms(3), method=method, output_type="uint8")
+    wanted = pipe(**options, **given)
     assert torch.equal(tokens, wanted.tokens)
     assert (pipe.decode(sums).numpy() == wanted.images).all()
 

@@ -37,15 +37,11 @@ def test_packed_weights_are_no_hindrance():
 
 @pytest.mark.parametrize("n", [0, 3, 5])
 def test_forecasts(make, vqvae, n):
-    large, small = (
-        make.var(0, depth=4, embed_dim=256, num_heads=8),
-        make.var(1, embed_dim=192, num_heads=6),
-    )
-    labels, sampling, uniforms = (
-        torch.arange(10).repeat(4),
-        Sampling(2.0),
-        Uniforms.from_seeds(range(40)),
-    )
+    large = make.var(0, depth=4, embed_dim=256, num_heads=8)
+    small = make.var(1, embed_dim=192, num_heads=6)
+    labels = torch.arange(10).repeat(4)
+    sampling = Sampling(2.0)
+    uniforms = Uniforms.from_seeds(range(40))
     uniforms.draw(1)  # its block is made before
 
     @torch.inference_mode()

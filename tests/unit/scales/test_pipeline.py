@@ -46,9 +46,8 @@ def test_logits_that_are_not_finite_stop_the_run(pipe, make, method, scale):
     broken.head.bias.data[3] = float("nan")
     models = (pipe.transformer, broken) if method == methods.CoDe(2) else (broken, pipe.small)
     poisoned = VARPipeline(models[0], pipe.vae, models[1], pipe.settings)
-    with pytest.raises(
-        ValueError, match=f"NaN or infinity from VAR of depth 4 in scale {scale}, check its weights"
-    ):
+    said = f"NaN or infinity from VAR of depth 4 in scale {scale}, check its weights"
+    with pytest.raises(ValueError, match=said):
         draw(poisoned, method)
 
 
@@ -109,9 +108,8 @@ def test_temperature_by_scale_and_smooth(pipe):
     greedy = draw(pipe, "ar", temperature=0.0).tokens
     assert torch.equal(cool[:, :30], greedy[:, :30]) and not torch.equal(cool, greedy)
     smooth = draw(pipe, "ar", more_smooth=True)
-    assert smooth.tokens.shape == greedy.shape and not torch.equal(
-        smooth.tokens, draw(pipe, "ar").tokens
-    )
+    assert smooth.tokens.shape == greedy.shape
+    assert not torch.equal(smooth.tokens, draw(pipe, "ar").tokens)
 
 
 def test_code_without_n_takes_the_planners(pipe):
@@ -137,11 +135,8 @@ def test_specialised_models_are_planned_as_they_are_run(pipe, vqvae, large, smal
         large, vqvae, small, dataclasses.replace(pipe.settings, n=1, fid={"1": 3.0})
     )
     made = special.plan(3)
-    assert (
-        made.n == 1
-        and "specialised" in made.reason
-        and draw(special, "code").method == f"code: {made.reason}"
-    )
+    assert made.n == 1 and "specialised" in made.reason
+    assert draw(special, "code").method == f"code: {made.reason}"
     special.save_pretrained(tmp_path / "model")
     save_var(small, tmp_path / "other")
     again = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "other")
@@ -176,10 +171,8 @@ def test_files(pipe, large, vqvae, small, tmp_path):
     )
     assert torch.equal(draw(given, None).tokens, draw(pipe, methods.CoDe(1)).tokens)
     save_var(small, tmp_path / "weights")
-    assert (
-        VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config
-        == small.config
-    )
+    found = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config
+    assert found == small.config
 
 
 def test_published_files(pipe, large, small, vqvae, tmp_path):
@@ -193,10 +186,8 @@ def test_published_files(pipe, large, small, vqvae, tmp_path):
 def test_half_precision(pipe, tmp_path):
     pipe.save_pretrained(tmp_path / "model")
     half = VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
-    assert (
-        half.transformer.dtype == torch.bfloat16
-        and half.vae.quantize.embedding.weight.dtype == torch.float32
-    )
+    assert half.transformer.dtype == torch.bfloat16
+    assert half.vae.quantize.embedding.weight.dtype == torch.float32
     for method in ("ar", methods.CoDe(2), methods.ScaleSpeculative(2, 4)):
         assert draw(half, method, output_type="uint8").images.shape == (3, 12, 12, 3)
     with pytest.raises(ValueError, match="float16 must run on a GPU"):
@@ -259,9 +250,8 @@ def test_models_that_do_not_fit(make, large, vqvae, sizes, message):
 
 
 def test_tokenizers_that_do_not_fit(make, large, small, vqvae, pipe, tmp_path):
-    with pytest.raises(
-        ValueError, match="transformer and tokenizer must share vocab_size, got 32 and 16"
-    ):
+    said = "transformer and tokenizer must share vocab_size, got 32 and 16"
+    with pytest.raises(ValueError, match=said):
         VARPipeline(large, make.vqvae(codes=16))
     pipe.save_pretrained(tmp_path / "large")
     VARPipeline(small, make.vqvae(seed=1), None).save_pretrained(tmp_path / "small")

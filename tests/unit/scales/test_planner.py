@@ -30,9 +30,8 @@ D16, D30 = VARConfig(), VARConfig(depth=30, embed_dim=1920, num_heads=30)
 )
 def test_published_counts(config, wanted, size):
     draw = Workload(1)
-    again = condition_work(
-        config, draw
-    ).flops  # the release computes it at every scale, and the head of both halves
+    # the release computes it at every scale, and the head of both halves
+    again = condition_work(config, draw).flops
     heads = [
         2 * config.schedule.tokens(k) * config.embed_dim * config.vocab_size * (k > 0)
         for k in range(10)

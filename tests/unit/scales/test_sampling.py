@@ -48,9 +48,8 @@ def test_distributions_of_sampling():
     torch.testing.assert_close(SAMPLING.probs(LOGITS, 0)[0, 0].double(), probs())
     assert SAMPLING.probs(LOGITS, 0).sum() == pytest.approx(1)
     greedy = Sampling(temperature=(0.0, 1.0))
-    assert (
-        greedy.probs(LOGITS, 0).argmax() == LOGITS.argmax() and greedy.probs(LOGITS, 0).max() == 1
-    )
+    assert greedy.probs(LOGITS, 0).argmax() == LOGITS.argmax()
+    assert greedy.probs(LOGITS, 0).max() == 1
     torch.testing.assert_close(greedy.probs(LOGITS, 1), LOGITS.softmax(-1))
     assert Sampling().masked(LOGITS) is LOGITS
 

@@ -83,11 +83,9 @@ def duel(make):
     """
     sizes = dict(depth=1, vocab_size=2, patch_nums=(1, 2), embed_dim=32, num_heads=2)
     vqvae = make.vqvae((1, 2), 2)
-    large, small, sampling = (
-        make.var(3, **sizes),
-        make.var(4, **sizes),
-        Sampling(1.0, temperature=1.5),
-    )
+    large = make.var(3, **sizes)
+    small = make.var(4, **sizes)
+    sampling = Sampling(1.0, temperature=1.5)
     return large, small, vqvae, sampling, exact_probs(large, vqvae, sampling)
 
 
@@ -142,21 +140,10 @@ def test_what_it_cannot_do(large, small, vqvae):
         with pytest.raises(ValueError, match=f"got {window} and {until}"):
             run(ScaleSpeculation, large, small, vqvae, LABELS, Sampling(), [1, 2, 3], window, until)
     with pytest.raises(ValueError, match="more_smooth must be off"):
-        run(
-            ScaleSpeculation,
-            large,
-            small,
-            vqvae,
-            LABELS,
-            Sampling(more_smooth=True),
-            [1, 2, 3],
-            1,
-            1,
-        )
+        smooth = Sampling(more_smooth=True)
+        run(ScaleSpeculation, large, small, vqvae, LABELS, smooth, [1, 2, 3], 1, 1)
 
 
 def test_coarse_scales_of_the_published_schedules():
-    assert (
-        coarse_scales(ScaleSchedule(PATCHES_256)) == 6
-        and coarse_scales(ScaleSchedule(PATCHES_512)) == 5
-    )
+    assert coarse_scales(ScaleSchedule(PATCHES_256)) == 6
+    assert coarse_scales(ScaleSchedule(PATCHES_512)) == 5

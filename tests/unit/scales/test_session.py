@@ -23,9 +23,8 @@ def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
     )
     assert all(torch.equal(a, b) for a, b in zip(feature_map.tokens, tokens, strict=True))
     torch.testing.assert_close(feature_map.f_hats[-1], f_hat, atol=1e-4, rtol=1e-4)
-    assert (
-        len(torch.cat(tokens, 1).unique()) > 8
-    )  # the test would prove little with one token everywhere
+    # the test would prove little with one token everywhere
+    assert len(torch.cat(tokens, 1).unique()) > 8
 
 
 def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
@@ -88,10 +87,8 @@ def test_no_work_for_nothing(large, vqvae):
 
 def drawn_map(vqvae, labels, seed=0):
     """A feature map full of random tokens."""
-    feature_map, generator = (
-        FeatureMap(vqvae.quantize, len(labels)),
-        torch.Generator().manual_seed(seed),
-    )
+    feature_map = FeatureMap(vqvae.quantize, len(labels))
+    generator = torch.Generator().manual_seed(seed)
     for k in range(len(feature_map.schedule)):
         shape = (len(labels), feature_map.schedule.tokens(k))
         feature_map.add(

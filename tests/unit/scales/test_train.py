@@ -27,7 +27,8 @@ from specmm.recipes.recipe import train
 from specmm.training import seeded
 
 SIDES = (1, 2, 3)
-CONFIG = VARConfig(1, 32, 2, vocab_size=16, z_channels=4, num_classes=3, patch_nums=SIDES)
+SHARED = dict(vocab_size=16, z_channels=4, num_classes=3, patch_nums=SIDES)
+CONFIG = VARConfig(1, 32, 2, **SHARED)
 QUICK = dict(batch=4, compiled=False)
 
 
@@ -93,12 +94,7 @@ def test_a_resumed_run_equals_an_unbroken_one(examples, tmp_path, monkeypatch):
 
 
 def test_losses_look_at_their_scales_only(examples, make):
-    model = make.var(
-        0,
-        **{
-            k: getattr(CONFIG, k) for k in ("vocab_size", "z_channels", "num_classes", "patch_nums")
-        },
-    )
+    model = make.var(0, **SHARED)
     labels, tokens = examples.batch(0, 4, 0)
     changed = tokens.clone()
     changed[:, 5:] = (changed[:, 5:] + 1) % 16  # the last scale
@@ -117,13 +113,8 @@ def test_losses_look_at_their_scales_only(examples, make):
 
 
 def test_the_pair_of_code(examples, make, tmp_path):
-    sizes = {
-        k: getattr(CONFIG, k) for k in ("vocab_size", "z_channels", "num_classes", "patch_nums")
-    }
-    large, small = (
-        make.var(0, **sizes),
-        make.var(1, **sizes | {"depth": 1, "embed_dim": 32, "num_heads": 2}),
-    )
+    large = make.var(0, **SHARED)
+    small = make.var(1, **SHARED | {"depth": 1, "embed_dim": 32, "num_heads": 2})
     before = {k: v.clone() for k, v in large.state_dict().items()}
     drafter = train_drafter(large, examples, 2, tmp_path / "drafter", steps=21, lr=1e-3, **QUICK)
     refiner = train_refiner(
@@ -159,10 +150,8 @@ def test_recipes(pictures, tmp_path, monkeypatch):
     pipe = VARPipeline.from_pretrained(tmp_path / "code/model", method="code")
     assert pipe.small is not None and pipe.settings == VARSettings(classes=("x", "y", "z"), n=1)
     drawn = pipe(classes=["y"])
-    assert (
-        drawn.images[0].size == (6, 6)
-        and drawn.method == "code: n 1: what the models were specialised for"
-    )
+    assert drawn.images[0].size == (6, 6)
+    assert drawn.method == "code: n 1: what the models were specialised for"
     assert made["n"] == 1
     with pytest.raises(ValueError, match="n must leave scales to both models, from 1 to 2, got 3"):
         train("code", model=model, small=small, n=3, out=tmp_path / "code", **run)

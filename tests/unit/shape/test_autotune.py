@@ -62,15 +62,8 @@ def test_expensive_host_turns_speculation_off():
 
 def test_lookup_between_and_beyond_the_measured_sizes():
     table = {10: 1.0, 20: 2.0, 40: 3.0}
-    assert [lookup(table, n) for n in (1, 10, 15, 20, 30, 40, 60)] == [
-        1.0,
-        1.0,
-        1.5,
-        2.0,
-        2.5,
-        3.0,
-        4.0,
-    ]
+    wanted = [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+    assert [lookup(table, n) for n in (1, 10, 15, 20, 30, 40, 60)] == wanted
     assert lookup({8: 0.5}, 99) == 0.5
     assert lookup({10: 2.0, 20: 1.0}, 100) == 1.0  # noise must not promise that larger is free
     assert lookup(lambda n: 2.0 * n, 3) == 6.0
@@ -81,9 +74,8 @@ def test_measure_is_a_median_after_warmup():
 
     def work():
         calls.append(None)
-        time.sleep(
-            0.05 if len(calls) in (1, 4) else 0.001
-        )  # the first call and one outlier are slow
+        # the first call and one outlier are slow
+        time.sleep(0.05 if len(calls) in (1, 4) else 0.001)
 
     assert 0.001 <= measure(work, repeats=5, warmup=1) < 0.03
     assert len(calls) == 6
@@ -140,9 +132,8 @@ def test_a_steady_machine_needs_three_passes():
 def test_a_machine_that_slows_down_changes_no_forecast():
     steady, _ = settled([(1.0, 1.1, 1.5)] * 9)
     slower, _ = settled([(k, 1.1 * k, 1.5 * k) for k in (1.0, 2.0, 5.0)])
-    assert slower.shape is CHAIN and slower.expected_speedup == pytest.approx(
-        steady.expected_speedup
-    )
+    assert slower.shape is CHAIN
+    assert slower.expected_speedup == pytest.approx(steady.expected_speedup)
 
 
 def test_one_pass_that_something_else_disturbed_decides_nothing():

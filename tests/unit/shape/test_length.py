@@ -19,11 +19,8 @@ def test_adaedl_by_hand():
         torch.tensor([1.0, 1 - math.sqrt(0.2 * math.log(2)), 1 - math.sqrt(0.2 * math.log(4))]),
     )
     assert adaedl_stop(PROBS, 0.55, gamma=0.2).tolist() == [False, False, True]
-    assert adaedl_stop(PROBS, 0.0, gamma=5.0).tolist() == [
-        False,
-        False,
-        False,
-    ]  # the bound is never below 0
+    # the bound is never below 0
+    assert adaedl_stop(PROBS, 0.0, gamma=5.0).tolist() == [False, False, False]
 
 
 def test_a_certain_draft_never_stops():

@@ -140,18 +140,14 @@ def test_a_rows_result_does_not_depend_on_the_others(rule, scheme, parents, per_
     shape = TreeShape.from_parents(parents)
     drawn = draws(shape, tables(12, 3, 3), scheme)
     repeat = torch.arange(12) % len(drawn.chance)
-    tokens, probs = (
-        drawn.tree.tokens[repeat],
-        None if drawn.tree.probs is None else drawn.tree.probs[repeat],
-    )
+    tokens = drawn.tree.tokens[repeat]
+    probs = None if drawn.tree.probs is None else drawn.tree.probs[repeat]
     p = node_probs(drawn, tables(11, 3, 3))[repeat]
 
     def result(rows: list[int]) -> VerifyResult:
-        own = (
-            shape
-            if not per_row
-            else TreeShape(shape.parents.expand(len(rows), -1), shape.depth, shape.width)
-        )
+        own = shape
+        if per_row:
+            own = TreeShape(shape.parents.expand(len(rows), -1), shape.depth, shape.width)
         tree = DraftTree(tokens[rows], own, None if probs is None else probs[rows])
         return decide(rule, tree, p[rows], Uniforms.from_seeds(rows))
 
@@ -159,21 +155,16 @@ def test_a_rows_result_does_not_depend_on_the_others(rule, scheme, parents, per_
     for row in range(12):
         alone = result([row])
         assert torch.equal(alone.path[0], together.path[row])
-        assert (
-            alone.next_token[0] == together.next_token[row] and alone.kept[0] == together.kept[row]
-        )
+        assert alone.next_token[0] == together.next_token[row]
+        assert alone.kept[0] == together.kept[row]
 
 
 def test_a_path_is_made_of_parents_and_children(tables):
     shape, target = TreeShape.from_parents(TREE), tables(11, 3, 3)
     drawn = draws(shape, tables(12, 3, 3), "without replacement")
     for rule in (Recursive(), Traversal()):
-        result = decide(
-            rule,
-            drawn.tree,
-            node_probs(drawn, target),
-            Uniforms.from_seeds(range(len(drawn.chance))),
-        )
+        uniforms = Uniforms.from_seeds(range(len(drawn.chance)))
+        result = decide(rule, drawn.tree, node_probs(drawn, target), uniforms)
         for path, kept in zip(result.path.tolist(), result.kept.tolist(), strict=True):
             assert path[0] == 0 and path[kept:] == [-1] * (len(path) - kept)
             assert all(TREE[child] == parent for parent, child in pairwise(path[:kept]))
@@ -200,9 +191,8 @@ def test_the_excess_of_a_result_is_that_of_its_path():
     result = decide(
         Relaxed(), tree, torch.full((1, 4, 2), 0.5), Uniforms.from_seeds([0]), measure=True
     )
-    assert result.path.tolist() == [[0, 1, -1]] and result.excess.tolist() == [
-        pytest.approx([0.1, 0.2, 0])
-    ]
+    assert result.path.tolist() == [[0, 1, -1]]
+    assert result.excess.tolist() == [pytest.approx([0.1, 0.2, 0])]
 
 
 def test_the_sampled_distribution_is_the_enumerated_one(tables):

@@ -27,10 +27,8 @@ from specmm.verify.exhaustive import (
 from specmm.verify.naive import borrowed
 
 PARITY = Path(__file__).parents[2] / "parity" / "lantern_accept"
-RECORD, TENSORS = (
-    json.loads(PARITY.with_suffix(".json").read_text()),
-    load_file(PARITY.with_suffix(".safetensors")),
-)
+RECORD = json.loads(PARITY.with_suffix(".json").read_text())
+TENSORS = load_file(PARITY.with_suffix(".safetensors"))
 TABLE = TENSORS["out.neighbor_table"].long()
 CASES = [SimpleNamespace(**case) for case in RECORD["cases"]]
 
@@ -161,12 +159,8 @@ def test_whole_trees_as_released(case):
 
 
 CODES = neighbour_table(torch.randn(4, 2, generator=torch.Generator().manual_seed(3)), 3)
-RULES = [
-    Lantern(CODES, 3, 0.15),
-    Lantern(CODES, 2, 0.4),
-    LanternPP(CODES, 2, 2.0),
-    LanternPP(CODES, 3, 5.0),
-]
+RULES = [Lantern(CODES, 3, 0.15), Lantern(CODES, 2, 0.4)]
+RULES += [LanternPP(CODES, 2, 2.0), LanternPP(CODES, 3, 5.0)]
 
 
 def stated(rule, p: Tensor, q: Tensor) -> Tensor:
@@ -283,9 +277,8 @@ def test_of_equals_the_smaller_token_wins_when_greedy():
     """A draft whose relaxed mass is that of the likeliest token is kept where the argmax would take
     it.
     """
-    probs = torch.tensor(
-        [[0.25, 0.5, 0.25, 0.0], [0.5, 0.25, 0.25, 0.0]]
-    )  # a half is borrowed from token 2
+    # a half is borrowed from token 2
+    probs = torch.tensor([[0.25, 0.5, 0.25, 0.0], [0.5, 0.25, 0.25, 0.0]])
     tree = DraftTree(torch.tensor([[3, 0], [3, 1]]), TreeShape.chain(1))
     rule = Lantern(torch.tensor([[2], [2], [0], [0]]), 1, 0.3, greedy=True)
     accept = rule.decisions(tree, probs[:, None].expand(-1, 2, -1)).accept

@@ -36,11 +36,9 @@ def test_one_draft_reaches_the_overlap():
 
 @pytest.mark.parametrize("drafts", [2, 3])
 def test_rules_by_distance_to_the_bound(drafts, tables):
-    shape, target, drafter = (
-        TreeShape.from_parents([-1] + [0] * drafts),
-        tables(1, 4, 2),
-        tables(2, 4, 2),
-    )
+    shape = TreeShape.from_parents([-1] + [0] * drafts)
+    target = tables(1, 4, 2)
+    drafter = tables(2, 4, 2)
     kept = {}
     for rule in (Recursive(), KSeq(steps=0), KSeq(steps=2), KSeq(), KSeq(steps=60)):
         drawn = draws(shape, drafter, "independent")

@@ -191,10 +191,8 @@ def test_easy_vqa_is_read_by_picture(tmp_path):
     rows = [["is it red?", "no", 2], ["what is it?", "circle", 2]]
     (tmp_path / "questions.json").write_text(json.dumps(rows))
     (example,) = read_easy(tmp_path)
-    assert [(t.answer, t.kind) for t in example.turns] == [
-        ("no", "easy yes/no"),
-        ("circle", "easy shape"),
-    ]
+    wanted = [("no", "easy yes/no"), ("circle", "easy shape")]
+    assert [(t.answer, t.kind) for t in example.turns] == wanted
     assert example.image.shape == (R, R, 3) and tuple(example.image[0, 0]) == (9, 8, 7)
     assert to_pixels(example.image)[0, 0, 0] == pytest.approx((9 / 255 - 0.5) / 0.5)
 

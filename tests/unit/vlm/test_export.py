@@ -9,13 +9,8 @@ from safetensors.torch import load_file
 from specmm.vlm.export import Verifier, export_speculators, speculators_config
 from specmm.vlm.msd import MSDConfig, MSDHead
 
-SIZES = dict(
-    vocab_size=20,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SIZES = dict(vocab_size=20, hidden_size=16, intermediate_size=24)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=2)
 VERIFIER = Verifier("some/llava", ["LlavaForConditionalGeneration"])
 
 
@@ -40,10 +35,8 @@ def test_the_config_says_what_engines_read():
     config = speculators_config(MSDConfig(**SIZES), VERIFIER, tokens=3)
     inner = config["speculators_config"]
     assert config["speculators_model_type"] == inner["algorithm"] == "eagle"
-    assert inner["verifier"] == {
-        "name_or_path": "some/llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-    }
+    wanted = {"name_or_path": "some/llava", "architectures": ["LlavaForConditionalGeneration"]}
+    assert inner["verifier"] == wanted
     assert inner["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 3}]
     assert config["transformer_layer_config"]["hidden_size"] == 16 and config["fusion_bias"] is True
     json.dumps(config)

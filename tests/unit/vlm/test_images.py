@@ -26,9 +26,8 @@ def test_a_truncated_picture(tmp_path):
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(noise).save(file)
     file.write_bytes(file.read_bytes()[:2000])
-    with pytest.raises(
-        ValueError, match=r"cut\.png must be a whole picture, got a damaged or truncated one"
-    ):
+    said = r"cut\.png must be a whole picture, got a damaged or truncated one"
+    with pytest.raises(ValueError, match=said):
         open_image(file)
 
 

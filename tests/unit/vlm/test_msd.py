@@ -23,11 +23,8 @@ from specmm.vlm.msd import MSDConfig, MSDHead
 
 LENGTH = 12
 TREE = Dynamic(top_k=3, depth=2, total=10)
-ROWS = [
-    ["1", 5, "2", 6, 7],
-    [1, 9, 10, 11],
-    [1, "3", 12, 4, "4", 3],
-]  # a picture first, none, the last but one
+# a picture first, none, the last but one
+ROWS = [["1", 5, "2", 6, 7], [1, 9, 10, 11], [1, "3", 12, 4, "4", 3]]
 
 
 def drafter_of(target, tree=TREE, sampled=True, **changes):

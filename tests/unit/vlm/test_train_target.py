@@ -98,10 +98,8 @@ def test_a_question_is_answered_as_if_alone(world, encoder, model):
 @torch.no_grad()
 def test_whole_answers_are_what_greedy_decoding_says(world, encoder, model):
     model.lm_head.weight.mul_(20)
-    image, turns = (
-        world.scene(Random(1))[0].image,
-        [Turn("Is it?", "", "what"), Turn("Is it?", "a cat", "what")],
-    )
+    image = world.scene(Random(1))[0].image
+    turns = [Turn("Is it?", "", "what"), Turn("Is it?", "a cat", "what")]
     prompt = encoder.chat(turns[:1], image)
     said = model.generate(
         input_ids=prompt.input_ids[None, :-1],

@@ -27,10 +27,8 @@ class Words:
 
 
 def test_shared_tokens_keep_their_logits_and_others_are_never_drafted():
-    target, drafter = (
-        Words("<e>", "\u0120a", "\u0120bc", "dog"),
-        Words("</s>", "dog", "\u2581a", "\u2581b", "x"),
-    )
+    target = Words("<e>", "\u0120a", "\u0120bc", "dog")
+    drafter = Words("</s>", "dog", "\u2581a", "\u2581b", "x")
     between = Translation.between(target, drafter, 5, 99)
     between.ban([3])
     logits = torch.arange(5.0)[None, None]
@@ -52,38 +50,25 @@ def test_tokens_are_compared_as_bytes():
 
 
 def test_too_little_in_common_is_refused():
-    with pytest.raises(
-        ValueError, match="drafter must share at least 5% of the target's 40 tokens, got 1"
-    ):
+    said = "drafter must share at least 5% of the target's 40 tokens, got 1"
+    with pytest.raises(ValueError, match=said):
         Translation.between(Words("<e>", "a", "b"), Words("</s>", "c"), 40, 99)
 
 
 def test_padded_vocabularies_are_the_same():
     wider, narrower = Translation.same(6, 4), Translation.same(4, 6)
     assert wider.from_drafter(torch.arange(6.0)).tolist() == [0, 1, 2, 3]
-    assert narrower.from_drafter(torch.arange(4.0)).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        float("-inf"),
-        float("-inf"),
-    ]
-    with pytest.raises(
-        ValueError, match="must share the target's vocabulary of 40 tokens, got 4000"
-    ):
+    found = narrower.from_drafter(torch.arange(4.0)).tolist()
+    assert found == [0, 1, 2, 3, float("-inf"), float("-inf")]
+    said = "must share the target's vocabulary of 40 tokens, got 4000"
+    with pytest.raises(ValueError, match=said):
         Translation.same(4000, 40)
 
 
 def test_one_tokenizer_may_be_padded_at_will():
     """The caller who knows both tokenizers to be equal sets no limit."""
-    wider, narrower = (
-        Translation.same(4000, 40, padding=None),
-        Translation.same(40, 4000, padding=None),
-    )
-    assert (
-        bool(wider.shared.all())
-        and int(narrower.shared.sum()) == 40
-        and int(narrower.ids.max()) == 39
-    )
+    wider = Translation.same(4000, 40, padding=None)
+    narrower = Translation.same(40, 4000, padding=None)
+    assert bool(wider.shared.all()) and int(narrower.shared.sum()) == 40
+    assert int(narrower.ids.max()) == 39
     assert not wider.foreign and not narrower.foreign
