@@ -14,7 +14,7 @@ from specmm.hf.drafting import load_drafter
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from tests.noisy import noisy
-from tests.saying import saying
+from tests.tiny.saying import saying
 
 METHODS = ["ar", "prompt-lookup"]
 

@@ -4,7 +4,7 @@ import pytest
 
 import specmm
 from specmm.hf.stop_strings import StopStrings
-from tests.saying import LLAMA, saying
+from tests.tiny.saying import LLAMA, saying
 
 END = "<|im_end|>"
 LETTERS = [*"abcdef", END, *"ghijklmnopqrstuvwxyz"]
