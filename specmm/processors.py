@@ -43,11 +43,13 @@ class History:
     def __init__(self, tokens: Tensor, lengths: Tensor, room: int) -> None:
         self.tokens = F.pad(tokens, (0, room + 1))  # the last column takes what does not count
         self.lengths = lengths.clone()
+        self.prompts = lengths.clone()  # [B], tokens before the answers
 
     def take(self, row: int, other: History) -> None:
         """Replace ``row``'s tokens by those of the only row of ``other``, which must fit."""
         self.tokens[row, : other.tokens.shape[1]] = other.tokens[0]
         self.lengths[row] = other.lengths[0]
+        self.prompts[row] = other.prompts[0]
 
     def append(self, tokens: Tensor, kept: Tensor) -> None:
         """Add the first ``kept`` [B] of ``tokens`` [B, M]."""
@@ -72,6 +74,11 @@ class History:
     def sequence(self, row: int) -> Tensor:
         """The committed tokens [S'] of a row."""
         return self.tokens[row, : int(self.lengths[row])]
+
+    def answer(self, row: int) -> list[int]:
+        """The committed tokens of a row after its prompt."""
+        found: list[int] = self.sequence(row)[int(self.prompts[row]) :].tolist()
+        return found
 
 
 @dataclass(frozen=True)

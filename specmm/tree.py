@@ -105,6 +105,11 @@ class TreeShape:
             raise ValueError(f"a chain must have at least 0 drafts, got {length}")
         return cls.from_parents(list(range(-1, length)), device)
 
+    def parents_of(self, row: int) -> list[int]:
+        """The parent of each node of a ``row``, -1 for the root."""
+        found: list[int] = self.parents[row if len(self.parents) > 1 else 0].tolist()
+        return found
+
     @property
     def size(self) -> int:
         """N, the root included."""

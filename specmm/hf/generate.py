@@ -22,11 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
-    SynthIDTextWatermarkLogitsProcessor,
 )
 from transformers.cache_utils import DummyLayer
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
@@ -45,15 +43,15 @@ from specmm.hf.drafting import (
 )
 from specmm.hf.families import CACHES
 from specmm.hf.options import stop_texts
+from specmm.hf.path_processors import Criteria, PathProcessor
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of
 from specmm.hf.target import VLMTarget
 from specmm.kinds import shown
 from specmm.outside import of_others, with_own
-from specmm.processors import History, Processor
+from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
-from specmm.tree import DraftTree
 from specmm.turns import in_its_turn
 
 NOT_INPUTS = {*CACHES, "logits_to_keep", "use_cache", "cache_position"}
@@ -91,7 +89,8 @@ def custom_generate(
     lookup without one. Method ``auto`` plans for an MSD, EAGLE-3, DEER or block ``drafter``, once
     for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
-    the like), for guidance, SynthID's watermarks, ``inputs_embeds``, caches that hold tokens,
+    the like), for guidance, processors whose memory cannot
+    be copied, ``inputs_embeds``, caches that hold tokens,
     positions other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
     attentions or hidden states, ``stop`` without a tokenizer, and auto with another drafter or
     none.
@@ -123,13 +122,14 @@ def custom_generate(
             given = bool(caller.get("kwargs_has_position_ids"))
             inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
             sampled = bool(generation_config.do_sample)
-            target = VLMTarget(model, PathProcessor(logits_processor, input_ids, sampled))
             prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
             parts = None
             chosen = choice(model, prompt, sampled)
+            target = VLMTarget(
+                model, PathProcessor(logits_processor, input_ids, sampled, chosen.drafts)
+            )
             if chosen.drafts:
-                _check_processors(logits_processor)
                 parts = assemble(chosen, target, drafter_of(model), tokenizer)
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
             end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
@@ -195,15 +195,6 @@ def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> 
                 "not go on from; leave them out"
             )
     return inputs
-
-
-def _check_processors(processors: LogitsProcessorList) -> None:
-    """Raise ``ValueError`` for those that must see every token once, in order."""
-    if any(isinstance(found, SynthIDTextWatermarkLogitsProcessor) for found in processors):
-        raise ValueError(
-            "watermarking_config must not be SynthID's, which keeps a state from token to token "
-            "and would hear drafts that are rejected; give WatermarkingConfig, or method='ar'"
-        )
 
 
 def _stop_criteria(
@@ -282,140 +273,6 @@ def _filled(cache: Any) -> int:
     layers = [layer for layer in kept if getattr(layer, "is_initialized", False)]
     counts = [layer.get_seq_length() if hasattr(layer, "get_seq_length") else 1 for layer in layers]
     return max((int(count) for count in counts), default=0)
-
-
-class PathProcessor:
-    """transformers' logits processors, applied to every path of a tree as to a sequence by itself.
-
-    Those that read the scores only are called once for all nodes. The others see batches of B
-    sequences of one length, each in its own row, since they may keep something by row (what to
-    ignore of its prompt, for instance). Raises ``ValueError`` for classifier-free guidance.
-    """
-
-    def __init__(self, processors: Any, input_ids: Tensor, sample: bool) -> None:
-        for processor in processors:
-            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                raise ValueError(
-                    "guidance_scale must be 1, got a processor that runs the model itself; leave "
-                    "it out"
-                )
-        self.processors = processors
-        self.input_ids = input_ids
-        self.greedy = not sample
-        self.prompts: list[int] = []  # their lengths
-        self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
-
-    def check_vocabulary(self, size: int) -> None:
-        """Nothing: transformers' processors limit their options to the vocabulary themselves."""
-
-    def probs(
-        self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
-    ) -> Tensor:
-        """Distributions [B, N, V] of ``logits`` [B, N, V]."""
-        logits = logits.float()
-        scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
-        if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        return scores.softmax(-1)
-
-    def _at_once(self, logits: Tensor) -> Tensor:
-        flat = logits.flatten(0, 1)
-        return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
-
-    def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
-        """Scores by batches of sequences of one length, at most one a row."""
-        scores = torch.empty_like(logits)
-        rows = range(len(logits))
-        waiting: dict[int, list[list[tuple[int, Tensor]]]] = {}  # nodes and sequences by length
-        for row in rows:
-            before = self._before(history, row)
-            for node, path in enumerate(_paths(tree, row, before)):
-                ids = torch.cat([before, path])
-                waiting.setdefault(len(ids), [[] for _ in rows])[row].append((node, ids))
-        for found in waiting.values():
-            while left := {row: found[row].pop() for row in rows if found[row]}:
-                filler = next(iter(left.values()))  # for rows that have none of this length left
-                batch = [left.get(row, filler) for row in rows]
-                nodes = [node for node, _ in batch]
-                sequences = torch.stack([ids for _, ids in batch])
-                processed = self.processors(sequences, logits[rows, nodes])
-                for row, (node, _) in left.items():
-                    scores[row, node] = processed[row]
-        return scores
-
-    def _before(self, history: History, row: int) -> Tensor:
-        """The row as generate has it: its padded prompt and what it has committed."""
-        if not self.prompts:
-            self.prompts = history.lengths.tolist()  # the first call is the prefill's
-        return torch.cat([self.input_ids[row], history.sequence(row)[self.prompts[row] :]])
-
-
-def _paths(tree: DraftTree | None, row: int, like: Tensor) -> list[Tensor]:
-    """Tokens from the root to each node of a row's tree; one empty path without a tree."""
-    if tree is None:
-        return [like[:0]]
-    ancestors = tree.shape.ancestors[row if len(tree.shape.parents) > 1 else 0]
-    return [tree.tokens[row][on_path] for on_path in ancestors]  # numbered from the root down
-
-
-class Criteria:
-    """transformers' stopping criteria as a :class:`specmm.decode.Stop`, tried after every new
-    token of every row.
-
-    Rows that end are padded where one of the criteria knows an end token. Where none does, they go
-    on until the last of them ends, as in generate. Criteria that are not transformers' own see a
-    row in its place of a batch, since they may keep something by row. Raises ``ValueError`` for one
-    that does not answer row by row.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
-        self.criteria = criteria
-        self.input_ids = input_ids
-        self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
-        self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.ends: list[int | None] = [None] * len(input_ids)
-
-    @property
-    def width(self) -> int | None:
-        """Where all rows end that end together; None where they do not, or not yet."""
-        ends = [end for end in self.ends if end is not None]
-        return max(ends) if self.together and len(ends) == len(self.ends) else None
-
-    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.decode.Stop`."""
-        bounds = zip(before.tolist(), after.tolist(), strict=True)
-        for row, pair in enumerate(bounds):
-            if self.ends[row] is None:
-                ids = torch.cat([self.input_ids[row], tokens[row]])
-                self.ends[row] = self._end(row, ids, *pair)
-        ends = [self.width] * len(self.ends) if self.together else self.ends
-        counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
-        done = (counts >= 0) & (counts <= after)
-        return torch.where(done, counts.maximum(before), after), done
-
-    def _end(self, row: int, ids: Tensor, before: int, after: int) -> int | None:
-        """The first count above ``before``, up to ``after``, at which a row's ``ids`` are done."""
-        width = self.input_ids.shape[1]
-        rows = 1 if self.own else len(self.input_ids)
-        for count in range(before + 1, after + 1):
-            batch = ids[None, : width + count].expand(rows, -1)
-            if self._done(batch)[row if rows > 1 else 0]:
-                return count
-        return None
-
-    def _done(self, batch: Tensor) -> list[bool]:
-        """By row, whether one of the criteria ends a ``batch`` [B, L + T] of sequences."""
-        done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
-        for criterion in self.criteria:
-            found = criterion(batch, None)
-            if len(batch) > 1 and not (isinstance(found, Tensor) and found.ndim):
-                raise ValueError(
-                    f"stopping criteria must answer row by row for {len(batch)} rows, got one "
-                    f"{type(found).__name__} for all from {type(criterion).__name__}; return a "
-                    "tensor of bools"
-                )
-            done = done | found
-        return done.tolist()
 
 
 def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:

@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import specmm
-from specmm.hf.generate import PathProcessor
+from specmm.hf.path_processors import PathProcessor
 from specmm.vlm.asking import Questions
 from tests.cases import some
 from tests.noisy import noisy
@@ -284,10 +284,6 @@ REFUSED = {
         name: ({name: True, "return_dict_in_generate": True}, f"{name} must be off, got True")
         for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
     },
-    "synthid": (
-        dict(watermarking_config=tf.SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)),
-        "must not be SynthID's, which keeps a state",
-    ),
     "three greedy ones": (dict(num_return_sequences=3), "num_return_sequences"),
 }
 
@@ -310,12 +306,13 @@ def test_an_assistant_and_embeddings_are_refused(texts, prompt):
             sequences((model, embeds | ids), fn)
 
 
-def test_synthid_s_watermark_is_written_without_drafts(texts):
-    """Token by token, as its state wants it."""
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+def test_synthid_s_watermark_is_written(texts, method):
+    """Whose state must hear token by token."""
     config = tf.SynthIDTextWatermarkingConfig(keys=[654, 400, 836, 123], ngram_len=3)
     made = (texts("llama"), {"input_ids": torch.tensor([[1, 5, 6, 7]])})
     wanted = sequences(made, dict(watermarking_config=config))
-    fn = specmm.custom_generate(method="ar")
+    fn = specmm.custom_generate(method=method)
     assert torch.equal(
         sequences(made, dict(watermarking_config=config, custom_generate=fn)), wanted
     )

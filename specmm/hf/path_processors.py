@@ -1,0 +1,293 @@
+"""transformers' logits processors and stopping criteria on paths of draft trees, each asked what
+generate would ask it, in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import (
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+
+from specmm.processors import History
+from specmm.structured import GrammarProcessor, paths
+from specmm.tree import DraftTree
+
+T = TypeVar("T")
+Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by what they have heard
+Place: TypeAlias = tuple[int, int]  # a row and a node
+
+WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
+SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
+STORES = {"STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF", "DELETE_GLOBAL"}
+KEPT = (list, dict, set, bytearray)
+XGRAMMAR = "xgrammar.contrib.hf"
+
+
+class PathProcessor:
+    """transformers' logits processors, applied to every path of a tree as to a sequence by itself.
+
+    Those that read the scores only are called once for all nodes, the others along the paths, and
+    never below a token that may not come. One that may keep something from call to call is asked
+    as generate asks it, one longer sequence after the other: each node has its own copy of what its
+    parent has heard, and a row goes on from the copy of the last accepted node. Sequences come in
+    batches of B, each in its own row, since processors may keep something by row (what to ignore of
+    its prompt, for instance). Raises ``ValueError`` for classifier-free guidance, and where it
+    ``drafts`` for processors that keep something that cannot be copied, or answer the same sequence
+    in two ways.
+    """
+
+    def __init__(
+        self, processors: Any, input_ids: Tensor, sample: bool, drafts: bool = False
+    ) -> None:
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                raise ValueError(
+                    "guidance_scale must be 1, got a processor that runs the model itself; leave "
+                    "it out"
+                )
+        self.processors: Any = LogitsProcessorList(map(_by_ids, processors))
+        self.input_ids = input_ids
+        self.greedy = not sample
+        self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
+        self.remembering = drafts and any(map(_may_remember, self.processors))
+        # what has heard a row's sequence, by the answer in it
+        self.heard: list[Heard] = [{} for _ in input_ids]
+
+    def check_vocabulary(self, size: int) -> None:
+        """Nothing: transformers' processors limit their options to the vocabulary themselves."""
+
+    def probs(
+        self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Distributions [B, N, V] of ``logits`` [B, N, V]."""
+        logits = logits.float()
+        scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return scores.softmax(-1)
+
+    def _at_once(self, logits: Tensor) -> Tensor:
+        flat = logits.flatten(0, 1)
+        return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
+
+    def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
+        """Scores [B, N, V]; those of nodes that cannot be reached are the ``logits``."""
+        scores = logits.clone()
+        answers = [history.answer(row) for row in range(len(logits))]
+        nodes = [paths(tree, row) for row in range(len(logits))]
+        # a row that has ended stays where it is
+        told: list[Heard] = [
+            {key: heard[key] for key in [tuple(answer)] if key in heard}
+            for answer, heard in zip(answers, self.heard, strict=True)
+        ]
+        reached: list[set[int]] = [set() for _ in nodes]
+        for asked in _by_length(answers, nodes):
+            alive = [
+                (row, node)
+                for row, node in asked
+                if self._may_come(scores[row], reached[row], *nodes[row][node])
+            ]
+            for row, node in alive:
+                reached[row].add(node)
+            batches: list[list[tuple[int, int]]] = (
+                [[one] for one in alive] if self.remembering else list(_in_rows(alive))
+            )
+            for batch in batches:
+                by_row = dict(batch)
+                filler = batch[0]  # in rows that have none of this length left
+                places = [(row, by_row.get(row, -1)) for row in range(len(logits))]
+                places = [place if place[1] >= 0 else filler for place in places]
+                ids = torch.stack(
+                    [self._sequence(row, [*answers[row], *nodes[row][n][1]]) for row, n in places]
+                )
+                processors = self.processors
+                if self.remembering:
+                    row, node = filler
+                    answer = (*answers[row], *nodes[row][node][1])
+                    processors = told[row][answer] = self._listening(answer, told[row])
+                own = torch.stack([logits[place] for place in places])
+                processed = processors(ids, own.clone())
+                if self.remembering and tree is None and not answers[filler[0]]:
+                    self._check_mind(ids, own, processed)
+                for row, node in batch:
+                    scores[row, node] = processed[row]
+        if self.remembering:
+            self.heard = told
+        return scores
+
+    def _sequence(self, row: int, answer: list[int]) -> Tensor:
+        """The row as generate has it: its padded prompt and an ``answer``."""
+        return torch.cat([self.input_ids[row], self.input_ids.new_tensor(answer)])
+
+    def _may_come(self, scores: Tensor, reached: set[int], parent: int, path: list[int]) -> bool:
+        """Whether a row's node at the end of ``path`` can be reached by its ``scores`` [N, V]."""
+        if parent < 0:
+            return True
+        if parent not in reached:
+            return False
+        own = scores[parent]
+        return bool(own.argmax() == path[-1] if self.greedy else own[path[-1]] > -torch.inf)
+
+    def _listening(self, answer: tuple[int, ...], told: Heard) -> Any:
+        """What has heard all before ``answer`` and hears it next."""
+        if not answer:
+            return copied(self.processors)
+        return copied(told[answer[:-1]])
+
+    def _check_mind(self, ids: Tensor, logits: Tensor, processed: Tensor) -> None:
+        """Raise ``ValueError`` where the first call does not give the same again."""
+        again = copied(self.processors)(ids, logits.clone())
+        if not torch.equal(again, processed):
+            names = ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
+            raise ValueError(
+                f"logits processors must answer one sequence in one way, got two of {names}; draw "
+                "random numbers elsewhere, or give method='ar'"
+            )
+
+
+def _by_ids(processor: Any) -> Any:
+    """``processor``, or one that does the same by the ids it is given."""
+    if type(processor).__module__ == XGRAMMAR and hasattr(processor, "compiled_grammars"):
+        return GrammarProcessor(*processor.compiled_grammars)
+    return processor
+
+
+def _may_remember(processor: Any) -> bool:
+    """Whether ``processor`` may keep something from call to call, as transformers' own do not."""
+    if isinstance(processor, GrammarProcessor):
+        return False
+    known = type(processor).__module__.startswith("transformers.")
+    odd = (PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+    return not known or isinstance(processor, odd)
+
+
+def copied(things: T) -> T:
+    """Copies of processors or criteria, with the models and tokenizers that they use shared.
+
+    Raises ``ValueError`` for what keeps something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for thing in things:  # type: ignore[attr-defined]
+        function = getattr(thing, "_prefix_allowed_tokens_fn", thing)
+        if isinstance(function, FunctionType):
+            _check_function(function)
+        for value in getattr(function, "__dict__", {}).values():
+            if isinstance(value, nn.Module | PreTrainedTokenizerBase):
+                memo[id(value)] = value
+    try:
+        return copy.deepcopy(things, memo)
+    except Exception as error:  # of any class
+        said = " ".join(str(error).split()) or type(error).__name__
+        names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
+        raise ValueError(
+            "what processors and criteria keep must be copied, for drafts that are rejected; of "
+            f"{names} it cannot be ({said}): go by the ids alone, or give method='ar'"
+        ) from error
+
+
+def _check_function(function: FunctionType) -> None:
+    """Raise ``ValueError`` for a ``function`` that keeps something outside of itself."""
+    stores = any(one.opname in STORES for one in dis.get_instructions(function))
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    if stores or any(isinstance(cell, KEPT) for cell in cells):
+        raise ValueError(
+            f"{function.__name__} keeps something between calls, which cannot be copied for drafts "
+            "that are rejected; make it an object with attributes, or go by the ids alone"
+        )
+
+
+def _by_length(
+    answers: list[list[int]], nodes: list[list[tuple[int, list[int]]]]
+) -> Iterator[list[Place]]:
+    """Rows and nodes by the length of their sequences, the shortest first."""
+    by_length: dict[int, list[Place]] = {}
+    for row, found in enumerate(nodes):
+        for node, (_, path) in enumerate(found):
+            by_length.setdefault(len(answers[row]) + len(path), []).append((row, node))
+    for length in sorted(by_length):
+        yield by_length[length]
+
+
+def _in_rows(places: list[Place]) -> Iterator[list[Place]]:
+    """``places`` in batches of at most one a row."""
+    waiting: dict[int, list[int]] = {}
+    for row, node in places:
+        waiting.setdefault(row, []).append(node)
+    while waiting:
+        yield [(row, found.pop()) for row, found in waiting.items()]
+        waiting = {row: found for row, found in waiting.items() if found}
+
+
+class Criteria:
+    """transformers' stopping criteria as a :class:`specmm.decode.Stop`, tried after every new
+    token of every row.
+
+    Rows that end are padded where one of the criteria knows an end token. Where none does, they go
+    on until the last of them ends, as in generate. Criteria that are not transformers' own may keep
+    something: each row has some of its own, which see it in its place of a batch. Raises
+    ``ValueError`` for one that does not answer row by row.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
+        self.input_ids = input_ids
+        self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
+        rows = range(len(input_ids))
+        self.criteria = [criteria if self.own else copied(criteria) for _ in rows]  # by row
+        self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.ends: list[int | None] = [None] * len(input_ids)
+
+    @property
+    def width(self) -> int | None:
+        """Where all rows end that end together; None where they do not, or not yet."""
+        ends = [end for end in self.ends if end is not None]
+        return max(ends) if self.together and len(ends) == len(self.ends) else None
+
+    def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`specmm.decode.Stop`."""
+        bounds = zip(before.tolist(), after.tolist(), strict=True)
+        for row, pair in enumerate(bounds):
+            if self.ends[row] is None:
+                ids = torch.cat([self.input_ids[row], tokens[row]])
+                self.ends[row] = self._end(row, ids, *pair)
+        ends = [self.width] * len(self.ends) if self.together else self.ends
+        counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
+        done = (counts >= 0) & (counts <= after)
+        return torch.where(done, counts.maximum(before), after), done
+
+    def _end(self, row: int, ids: Tensor, before: int, after: int) -> int | None:
+        """The first count above ``before``, up to ``after``, at which a row's ``ids`` are done."""
+        width = self.input_ids.shape[1]
+        rows = 1 if self.own else len(self.input_ids)
+        for count in range(before + 1, after + 1):
+            batch = ids[None, : width + count].expand(rows, -1)
+            if self._done(row, batch)[row if rows > 1 else 0]:
+                return count
+        return None
+
+    def _done(self, row: int, batch: Tensor) -> list[bool]:
+        """By row, whether one of a ``row``'s criteria ends a ``batch`` [B, L + T] of sequences."""
+        done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+        for criterion in self.criteria[row]:
+            found = criterion(batch, None)
+            if len(batch) > 1 and not (isinstance(found, Tensor) and found.ndim):
+                raise ValueError(
+                    f"stopping criteria must answer row by row for {len(batch)} rows, got one "
+                    f"{type(found).__name__} for all from {type(criterion).__name__}; return a "
+                    "tensor of bools"
+                )
+            done = done | found
+        return done.tolist()

@@ -1,0 +1,191 @@
+"""Logits processors and stopping criteria that keep something from call to call hear what generate
+would tell them, whatever is drafted; what cannot be copied is refused.
+"""
+
+import threading
+
+import pytest
+import torch
+import transformers as tf
+
+import specmm
+from specmm.hf.path_processors import PathProcessor
+from tests.tiny.saying import saying
+
+LETTERS = "abcdefghij"
+ROWS = ["a b c d e f g h i j a b c", "e f g h i j a b c d e f g"]  # which prompt lookup finds again
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def made():
+    return saying(LETTERS)
+
+
+def answers(made, method, rows=ROWS, **options):
+    model, words = made
+    inputs = words(rows, return_tensors="pt")
+    given = dict(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+    if method is not None:
+        options["custom_generate"] = specmm.custom_generate(method=method)
+    return model.generate(**given, max_new_tokens=LENGTH, do_sample=False, **options)
+
+
+class Budget(tf.LogitsProcessor):
+    """The token ``end`` after so many tokens, counted by calls."""
+
+    def __init__(self, budget=9, end=5):
+        self.budget, self.end, self.made = budget, end, 0
+
+    def __call__(self, ids, scores):
+        self.made += 1
+        if self.made == self.budget:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, self.end] = 0
+        return scores
+
+
+class Heard(tf.LogitsProcessor):
+    """Forbids the letter that it has heard most, by row; it looks at the last one only."""
+
+    def __init__(self):
+        self.counts = torch.zeros(2, 16)
+
+    def __call__(self, ids, scores):
+        for row, last in enumerate(ids[:, -1].tolist()):
+            self.counts[row, last] += 1
+        scores[torch.arange(len(ids)), self.counts[: len(ids)].argmax(-1)] = -torch.inf
+        return scores
+
+
+class Shy(tf.StoppingCriteria):
+    """Ends a row when it has been asked so often."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def __call__(self, ids, scores, **kwargs):
+        self.asked += 1
+        return torch.full((len(ids),), self.asked == 17)
+
+
+class Allowed:
+    """The next letters, of which every fifth call leaves one alone."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, row, ids):
+        self.calls += 1
+        return [4] if self.calls % 5 == 0 else list(range(3, 13))
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one", "two"])
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda: dict(logits_processor=[Budget()]),
+        lambda: dict(logits_processor=[Heard(), Budget()], repetition_penalty=1.1),
+        lambda: dict(stopping_criteria=[Shy()]),
+    ],
+    ids=["a budget", "two of them", "criteria"],
+)
+def test_tokens_are_those_of_generate(made, rows, method, options):
+    wanted = answers(made, None, rows, **options())
+    assert torch.equal(answers(made, method, rows, **options()), wanted)
+    assert not torch.equal(wanted, answers(made, None, rows))
+
+
+def test_a_function_that_says_what_may_come_may_remember(made):
+    wanted = answers(made, None, ROWS[:1], prefix_allowed_tokens_fn=Allowed())
+    found = answers(made, "prompt-lookup", ROWS[:1], prefix_allowed_tokens_fn=Allowed())
+    assert torch.equal(found, wanted)
+
+
+def test_the_callers_processor_has_heard_no_draft(made):
+    """It is copied, also by plain decoding's rounds: a second call is as the first."""
+    budget = Budget()
+    first = answers(made, "prompt-lookup", logits_processor=[budget])
+    assert budget.made == 0
+    assert torch.equal(answers(made, "prompt-lookup", logits_processor=[budget]), first)
+
+
+def test_nothing_is_asked_below_a_token_that_may_not_come(made):
+    asked = []
+
+    class Asked(tf.LogitsProcessor):
+        def __call__(self, ids, scores):
+            asked.append(tuple(ids[0].tolist()))
+            return scores
+
+    out = answers(made, "prompt-lookup", ROWS[:1], logits_processor=[Asked()])[0].tolist()
+    within = [list(ids) for ids in asked if len(ids) <= len(out)]
+    odd = [ids for ids in within if ids != out[: len(ids)]]
+    assert len(asked) > LENGTH and not odd
+
+
+def remembering():
+    seen = []
+
+    def function(ids, scores):
+        seen.append(len(ids))
+        return scores
+
+    return function
+
+
+def counting():
+    calls = 0
+
+    def function(ids, scores):
+        nonlocal calls
+        calls += 1
+        return scores
+
+    return function
+
+
+class Locked(tf.LogitsProcessor):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, ids, scores):
+        return scores
+
+
+class Moody(tf.LogitsProcessor):
+    def __call__(self, ids, scores):
+        return scores + torch.randn_like(scores)
+
+
+@pytest.mark.parametrize(
+    "processor, sentence",
+    [
+        (remembering, "function keeps something between calls"),
+        (counting, "function keeps something between calls"),
+        (Locked, "of Locked it cannot be .*method='ar'"),
+        (Moody, "must answer one sequence in one way, got two of Moody"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(made, processor, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        answers(made, "prompt-lookup", logits_processor=[processor()])
+    assert "\n" not in str(caught.value)
+    assert answers(made, "ar", logits_processor=[processor()]).shape[1] > LENGTH
+
+
+def test_a_model_in_a_processor_is_not_copied(made, monkeypatch):
+    class Judge(Budget):
+        def __init__(self):
+            super().__init__()
+            self.model = made[0]
+
+    seen = []
+    probs = PathProcessor.probs
+    monkeypatch.setattr(
+        PathProcessor, "probs", lambda own, *rest: seen.append(own) or probs(own, *rest)
+    )
+    answers(made, "prompt-lookup", logits_processor=[Judge()])
+    heard = [own for row in seen[-1].heard for own in row.values()]
+    assert heard and all(own[-1].model is made[0] for own in heard)
