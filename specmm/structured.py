@@ -12,6 +12,7 @@ Shape letters: B batch, N nodes, V vocabulary.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +76,11 @@ class Grammar:
             return how[self.kind](self.source)
         except Exception as error:  # of several classes, none of them documented
             said = " ".join(str(error).split()) or type(error).__name__
+            said = re.sub(r"^\[[\d:]+\] \S+: ", "", said)  # when, and where in its source
             raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
 
     def __str__(self) -> str:
-        return self.kind.replace("_", " ")
+        return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "EBNF")
 
 
 def json_schema(schema: str | Path | Mapping[str, Any] | type) -> Grammar:
@@ -97,6 +99,21 @@ def json_schema(schema: str | Path | Mapping[str, Any] | type) -> Grammar:
     if not isinstance(found, Mapping):
         raise ValueError(f"json_schema must be a JSON object, got {type(found).__name__}")
     return Grammar("json_schema", json.dumps(found))
+
+
+def of_call(given: Any) -> Grammar:
+    """What a call is given as its grammar: one, a JSON schema as a dict, or a class of pydantic.
+
+    Raises ``ValueError`` for anything else.
+    """
+    if isinstance(given, Grammar):
+        return given
+    if isinstance(given, Mapping) or hasattr(given, "model_json_schema"):
+        return json_schema(given)
+    raise ValueError(
+        f"grammar must be of specmm.structured or a dict, got {type(given).__name__}; give "
+        "specmm.structured.json_schema(…), regex(…) or grammar(…)"
+    )
 
 
 def regex(pattern: str) -> Grammar:
@@ -170,7 +187,7 @@ class Constrained:
     """
 
     plain: Processor
-    name: str
+    settings: Mapping[str, Any]  # for certificates
     matchers: Matchers
     stateful = True
 
@@ -178,11 +195,6 @@ class Constrained:
     def greedy(self) -> bool:
         """As ``plain``."""
         return self.plain.greedy
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those of ``plain``, and the grammar's kind."""
-        return self.plain.settings | {"grammar": self.name}
 
     def check_vocabulary(self, size: int) -> None:
         """As ``plain``."""

@@ -28,7 +28,6 @@ from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS, Drafters, load_drafter
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
 from specmm.hf.options import CallOptions, Options, lists_options
-from specmm.hf.own_settings import warn_of_unapplied
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
@@ -98,7 +97,6 @@ class VQAPipeline(Pipeline):
         self.processor = processor
         self.name = name
         self.tokenizer = processor.tokenizer
-        warn_of_unapplied(self.model, name)
         wording.warn_of_none(processor, name)
         method, drafter = with_own(methods.VQA, method, drafter)
         self.method = methods.resolve_vqa(method)
@@ -324,6 +322,7 @@ class VQAPipeline(Pipeline):
         prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
         prompt = prompts.first(target)
         method, name = self.chosen(method, target, prompt)
+        self.constrain(target, method, options, prompt)
         return self._run(name, self.rounds_of(method, target, options), prompt, options, prompts)
 
     def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:

@@ -65,6 +65,17 @@ TopP = Annotated[float, typer.Option(help="1 is off.")]
 RepetitionPenalty = Annotated[
     float | None, typer.Option(help="1 is off; without it the checkpoint's own.")
 ]
+Stop = Annotated[
+    list[str],
+    typer.Option(help="Text that ends it; may be repeated. Without any the checkpoint's own."),
+]
+JsonSchema = Annotated[
+    str | None, typer.Option("--json-schema", help="Spell JSON by this schema, a file or text.")
+]
+Regex = Annotated[str | None, typer.Option(help="Spell what matches this as a whole.")]
+GrammarFile = Annotated[
+    str | None, typer.Option("--grammar", help="Spell its rule root: EBNF, a file or text.")
+]
 
 
 def ask(
@@ -86,6 +97,10 @@ def ask(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     repetition_penalty: RepetitionPenalty = None,
+    stop: Stop = [],  # noqa: B006
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: GrammarFile = None,
     draw: Annotated[
         Path | None,
         typer.Option(help="Folder for the pictures in the answer of a model that draws some."),
@@ -106,6 +121,8 @@ def ask(
     chosen = parse_method(VQA, method or default_method("questions", drafter), option)
     sampling = _sampling(temperature, top_k, top_p, repetition_penalty)
     options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
+    options |= _spelled(json_schema, regex, grammar) | ({"stop": stop} if stop else {})
+    _check_seed(seed, temperature)
     if draw is not None:
         options["draw"] = bool(writable(draw, "--draw"))
     options["compiled"] = compiled_as(compiled, compile_all)
@@ -113,7 +130,7 @@ def ask(
 
     def call(pipe: Any) -> Any:
         started()
-        echo = None if draw else Echo(pipe.stops(pipe.options(options)))
+        echo = None if draw else Echo(pipe.stops(_reading(pipe, options)))
         return pipe(list(images), question, echo, list(video) or None, **options)
 
     with stdout_reserved():
@@ -157,7 +174,10 @@ def complete(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     repetition_penalty: RepetitionPenalty = None,
-    stop: Annotated[list[str], typer.Option(help="Stop string; may be repeated.")] = [],  # noqa: B006
+    stop: Stop = [],  # noqa: B006
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: GrammarFile = None,
     chat: Annotated[
         bool, typer.Option(help="Put the prompt into the model's chat template.")
     ] = False,
@@ -185,13 +205,15 @@ def complete(
         check_plot(plot)
     sampling = _sampling(temperature, top_k, top_p, repetition_penalty)
     options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
+    options |= _spelled(json_schema, regex, grammar) | ({"stop": stop} if stop else {})
+    _check_seed(seed, temperature)
     options["compiled"] = compiled_as(compiled, compile_all)
-    options |= {"stop": stop, "chat": chat}
+    options["chat"] = chat
     options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
         started()
-        echo = Echo(pipe.stops(pipe.options(options))) if len(prompt) == 1 else None
+        echo = Echo(pipe.stops(_reading(pipe, options))) if len(prompt) == 1 else None
         return pipe(prompt, echo, **options)
 
     with stdout_reserved():
@@ -207,6 +229,31 @@ def complete(
         _show_drafting(out)
     if plot is not None:  # last: if it fails, the text has been printed
         plot_drafting(out.stats, out.trace, plot)
+
+
+def _reading(pipe: Any, options: dict[str, Any]) -> Any:
+    """Those of a call's options that say how its ids are read."""
+    return pipe.options({name: options[name] for name in ("stop", "chat") if name in options})
+
+
+def _spelled(json_schema: str | None, regex: str | None, grammar: str | None) -> dict[str, Any]:
+    """The grammar of a call, if one is given; raises ``ValueError`` for two of them."""
+    given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
+    found = {name: text for name, text in given.items() if text is not None}
+    if len(found) > 1:
+        names = ", ".join("--" + name.replace("_", "-") for name in found)
+        raise ValueError(f"give one of {names}; an answer is spelled by one")
+    if not found:
+        return {}
+    from specmm import structured
+
+    ((name, text),) = found.items()
+    return {"grammar": getattr(structured, name)(text)}
+
+
+def _check_seed(seed: int | None, temperature: float) -> None:
+    if seed is not None and not temperature:
+        say("--seed changes nothing at temperature 0; give --temperature 1 to sample")
 
 
 def _sampling(

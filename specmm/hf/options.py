@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -12,10 +13,12 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from specmm import methods
+from specmm.compiled import NotCompiled
 from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
 from specmm.registry import Registry, unknown
+from specmm.structured import of_call
 from specmm.when_compiled import Compiled, check_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,6 +30,34 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
     "num_return_sequences": "give a list with the prompt so many times",
     "return_dict": "outputs always have fields, leave it out",
 }
+
+
+OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # of generate's
+SCORES = (  # further settings of generate that change scores
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "no_repeat_ngram_size",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "min_length",
+    "min_new_tokens",
+    "renormalize_logits",
+    "remove_invalid_values",
+    "watermarking_config",
+)
+CALLED = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")  # its arguments
+FILTERS = ("top_k", "top_p", "min_p", "typical_p")  # of what is sampled
+CONFIG = "generation_config"
+LOGGER = logging.getLogger(__name__)
 
 
 class CallOptions(TypedDict, total=False):
@@ -48,6 +79,7 @@ class CallOptions(TypedDict, total=False):
     drafter: Any
     tree: Any
     rule: Any
+    grammar: Any
 
 
 @dataclass(frozen=True)
@@ -65,7 +97,13 @@ class Options:
     them once they pay (:mod:`specmm.when_compiled`), and never for streams. On a GPU rounds, of
     questions about pictures, too, are graphs (:mod:`specmm.captured`). ``drafter``,
     ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
-    :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers.
+    :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
+    answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
+
+    ``more`` are settings of transformers' generate, which are given by their names as all others:
+    those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like),
+    ``logits_processor``, ``prefix_allowed_tokens_fn``, ``stopping_criteria`` and a
+    ``generation_config``. With them rows are answered all at once, and never compiled.
     """
 
     max_new_tokens: int = 64
@@ -84,21 +122,51 @@ class Options:
     drafter: Any = None
     tree: Any = None
     rule: Any = None
+    grammar: Any = None
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **defaults: Any) -> Options:
         """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
-        known = [f.name for f in dataclasses.fields(cls)]
+        given = _unpacked(given)
+        known = [f.name for f in dataclasses.fields(cls) if f.name != "more"]
+        more = {**defaults.pop("more", {})}
         for name in given.keys() - set(known):
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
-            raise unknown("option", name, known)
-        found = cls(**{**defaults, **given})
+            if name not in (*SCORES, *CALLED):
+                raise unknown("option", name, [*known, *SCORES, *CALLED, CONFIG])
+            more[name] = given[name]
+        own = {name: value for name, value in given.items() if name in known}
+        more = {name: value for name, value in more.items() if value is not None}
+        found = cls(**{**defaults, **own}, more=more)
+        idle = [name for name in FILTERS if given.get(name) not in (None, 0, 1)]
+        if idle and not found.temperature:
+            LOGGER.warning(
+                "%s changes nothing at temperature 0; give a temperature to sample", idle[0]
+            )
+        if found.grammar is not None or more:
+            found = found._constrained()
         check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
         check_compiled(found.compiled)
         if found.batch_size < 0:
             raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
         return found
+
+    def _constrained(self) -> Options:
+        """As these, without what settings of generate's and grammars do not go with."""
+        names = [*self.more, *(["grammar"] if self.grammar is not None else [])]
+        if self.compiled is True:
+            raise NotCompiled(
+                f"compiled=True takes {', '.join(OWN[:-1])}, got {names[0]}; leave one out"
+            )
+        if self.draw:
+            raise ValueError(f"draw=True takes no {names[0]}; leave one out")
+        if self.more and self.batch_size:
+            raise ValueError(
+                f"batch_size must be 0 with {names[0]}, got {self.batch_size}; leave one out"
+            )
+        return dataclasses.replace(self, compiled=False)
 
     def chosen(self, registry: Registry, usual: Any) -> Any:
         """The method of these options, else the ``usual`` one, with what was chosen by hand."""
@@ -110,6 +178,14 @@ class Options:
         """From logits to distributions."""
         penalty = self.repetition_penalty
         return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=penalty)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is on, for certificates."""
+        found: dict[str, Any] = dict(self.processor.settings)
+        if self.grammar is not None:
+            found["grammar"] = str(of_call(self.grammar))
+        return found | {name: _short(value) for name, value in self.more.items()}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -136,6 +212,32 @@ class Options:
             return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
         seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
         return sample_generators(seeded or self.generator, count, device)
+
+
+def _short(value: Any) -> Any:
+    """A setting in few words."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    items = value if isinstance(value, list | tuple) else [value]
+    named = (getattr(x, "__name__", type(x).__name__) for x in items if not isinstance(x, int))
+    return "+".join(dict.fromkeys(named)) or f"of {len(items)}"
+
+
+def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options ``given``, with what a ``generation_config`` among them sets in its place."""
+    found = dict(given)
+    config = found.pop(CONFIG, None)
+    if config is None:
+        return found
+    settings = config if isinstance(config, Mapping) else config.to_diff_dict()
+    taken = {name: settings[name] for name in (*OWN, *SCORES) if settings.get(name) is not None}
+    if settings.get("do_sample") is not True:
+        taken["temperature"] = 0.0
+    elif "temperature" not in taken:
+        taken["temperature"] = 1.0
+    if settings.get("stop_strings"):
+        taken["stop"] = settings["stop_strings"]
+    return taken | found
 
 
 def _is_seed(seed: object) -> bool:

@@ -1,14 +1,12 @@
 """What a checkpoint's ``generation_config`` asks of all its answers, whatever is sampled: the
-repetition penalty and texts that end, which pipelines apply, and what they leave to generate of
-transformers.
+repetition penalty, texts that end, and further settings of generate.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-UNAPPLIED = (  # settings that change scores, whatever the temperature
+ALWAYS = (  # settings that change scores, whatever the temperature
     "no_repeat_ngram_size",
     "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size",
@@ -23,7 +21,6 @@ UNAPPLIED = (  # settings that change scores, whatever the temperature
     "min_new_tokens",
     "watermarking_config",
 )
-LOGGER = logging.getLogger(__name__)
 
 
 def own_penalty(model: Any) -> float:
@@ -38,13 +35,7 @@ def own_stops(model: Any) -> tuple[str, ...]:
     return (found,) if isinstance(found, str) else tuple(found)
 
 
-def warn_of_unapplied(model: Any, name: str) -> None:
-    """Log which settings of ``model``, called ``name``, only generate applies."""
-    asked = [one for one in UNAPPLIED if getattr(model.generation_config, one, None)]
-    if asked:
-        LOGGER.warning(
-            "%s asks for %s in its generation_config, which pipelines do not apply; for answers as "
-            "generate's call model.generate(…, custom_generate=specmm.custom_generate(…))",
-            name,
-            ", ".join(asked),
-        )
+def own_scores(model: Any) -> dict[str, Any]:
+    """The settings that change scores, whatever is sampled, that ``model`` was published with."""
+    asked = {name: getattr(model.generation_config, name, None) for name in ALWAYS}
+    return {name: value for name, value in asked.items() if value}

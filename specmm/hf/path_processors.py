@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import copy
 import dis
-from collections.abc import Iterator
-from types import FunctionType
+from collections.abc import Iterator, Mapping
+from types import FunctionType, MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    GenerationConfig,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
     PreTrainedTokenizerBase,
@@ -22,6 +23,8 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from specmm.hf.options import CALLED, Options
+from specmm.hf.prompt import VLMPrompt
 from specmm.processors import History
 from specmm.structured import GrammarProcessor, paths
 from specmm.tree import DraftTree
@@ -51,7 +54,12 @@ class PathProcessor:
     """
 
     def __init__(
-        self, processors: Any, input_ids: Tensor, sample: bool, drafts: bool = False
+        self,
+        processors: Any,
+        input_ids: Tensor,
+        sample: bool,
+        drafts: bool = False,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -62,6 +70,7 @@ class PathProcessor:
         self.processors: Any = LogitsProcessorList(map(_by_ids, processors))
         self.input_ids = input_ids
         self.greedy = not sample
+        self.settings = settings  # for certificates
         self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
         self.remembering = drafts and any(map(_may_remember, self.processors))
         # what has heard a row's sequence, by the answer in it
@@ -157,6 +166,35 @@ class PathProcessor:
                 f"logits processors must answer one sequence in one way, got two of {names}; draw "
                 "random numbers elsewhere, or give method='ar'"
             )
+
+
+def processors_of(model: Any, options: Options, prompt: VLMPrompt, grammar: Any) -> Any:
+    """transformers' logits processors for ``options`` of a call on a ``prompt``, and what a
+    compiled ``grammar`` (None: none) lets come.
+    """
+    scores = {k: v for k, v in options.more.items() if k not in CALLED}
+    plain = options.processor
+    if not plain.greedy:
+        scores |= dict(do_sample=True, temperature=plain.temperature)
+        scores |= dict(top_k=plain.top_k or None, top_p=plain.top_p)
+    if plain.repetition_penalty != 1:
+        scores["repetition_penalty"] = plain.repetition_penalty
+    own = model.generation_config
+    config = GenerationConfig(
+        eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id, bos_token_id=own.bos_token_id
+    )
+    config.update(**scores)
+    model._prepare_special_tokens(config, True, device=model.device)
+    ids = prompt.at_left()[0]["input_ids"]
+    found = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=ids.shape[1],
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=options.more.get("prefix_allowed_tokens_fn"),
+        logits_processor=LogitsProcessorList(options.more.get("logits_processor") or ()),
+        device=model.device,
+    )
+    return found if grammar is None else [GrammarProcessor(grammar), *found]
 
 
 def _by_ids(processor: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from transformers import EosTokenCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
@@ -37,7 +38,8 @@ from specmm.hardware import contiguous_state
 from specmm.hf.choosing import chosen_of, kinds_of
 from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, method_of, preset_of
 from specmm.hf.options import Options
-from specmm.hf.own_settings import own_penalty, own_stops
+from specmm.hf.own_settings import own_penalty, own_scores, own_stops
+from specmm.hf.path_processors import Criteria, PathProcessor, processors_of
 from specmm.hf.placing import is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
@@ -49,6 +51,7 @@ from specmm.outside import of_others
 from specmm.randomness import Uniforms
 from specmm.registry import Registry
 from specmm.stats import Certificate
+from specmm.structured import Constrained, Matchers, of_call
 from specmm.turns import in_its_turn
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
@@ -335,11 +338,30 @@ class Pipeline:
         return self.tokenizer
 
     def options(self, given: Mapping[str, Any]) -> Options:
-        """The options of a call where these are ``given``; the repetition penalty and the texts
-        that end are otherwise the checkpoint's own. Raises ``ValueError`` as :meth:`Options.of`.
+        """The options of a call where these are ``given``; the repetition penalty, texts that end
+        and settings that change all scores are otherwise the checkpoint's own. Raises
+        ``ValueError`` as :meth:`Options.of`.
         """
         own = dict(repetition_penalty=own_penalty(self.model), stop=own_stops(self.model))
-        return Options.of(given, **own, **self.usual)
+        return Options.of(given, more=own_scores(self.model), **own, **self.usual)
+
+    def constrain(
+        self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt
+    ) -> None:
+        """Give ``target`` the processor of ``options`` with a grammar or settings of generate's."""
+        compiled = None
+        if options.grammar is not None:
+            vocabulary = target.family.vocabulary
+            compiled = of_call(options.grammar).compiled(self.tokenizer, vocabulary, self.ends())
+        if options.more:
+            made = processors_of(self.model, options, prompt, compiled)
+            ids = prompt.at_left()[0]["input_ids"]
+            sample = not options.processor.greedy
+            settings = options.settings
+            target.processor = PathProcessor(made, ids, sample, method.drafts, settings)
+        elif compiled is not None:
+            matchers = Matchers([compiled])
+            target.processor = Constrained(options.processor, options.settings, matchers)
 
     @cached_property
     def texts(self) -> Continuations:
@@ -486,13 +508,16 @@ class Pipeline:
         stops = self.stops(options)
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
-        settings = options.processor.settings
+        settings = options.settings
+        if criteria := options.more.get("stopping_criteria"):
+            own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
+            stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
         if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
             return Run(name, shared.alone(steps), None, stops, settings, play=play)
         drafter, rule = parts or without_drafts()
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
-        sampled = queue is not None or not options.processor.greedy
+        sampled = queue is not None or not target.processor.greedy
         if sampled and isinstance(inner, BatchingDrafter):
             drafter = inner  # or a sample's uniforms would depend on whether it is a row's first
         steps = decode(

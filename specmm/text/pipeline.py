@@ -28,7 +28,6 @@ from specmm.hardware import Place, prepack
 from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.drafting import Drafters, load_drafter
 from specmm.hf.options import CallOptions, Options, lists_options
-from specmm.hf.own_settings import warn_of_unapplied
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find, find_target, load_target, use_tree_attention
 from specmm.hf.prompt import VLMPrompt, padded
@@ -93,7 +92,6 @@ class TextPipeline(Pipeline):
         self.model, self.adapter = split(model)
         self.tokenizer = tokenizer
         self.name = name
-        warn_of_unapplied(self.model, name)
         method, drafter = with_own(methods.TEXT, method, drafter)
         self.method: methods.TextMethod = methods.make(methods.TEXT, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
@@ -271,6 +269,7 @@ class TextPipeline(Pipeline):
         batch = PromptBatch(prepared, len(ids), options.batch_size)
         prompt = batch.first(target)
         method, name = self.chosen(method, target, prompt)
+        self.constrain(target, method, options, prompt)
         shared = None
         if options.compiled is True and not captured:
             shared = self._compiled(method, options)

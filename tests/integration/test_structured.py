@@ -1,0 +1,181 @@
+"""Answers that are spelled by a grammar: those of transformers' generate with the same, whatever
+drafts, in batches, streams and by questions; one sentence for what is none.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import xgrammar
+
+import specmm
+from specmm import structured
+from specmm.structured import GrammarProcessor, Matchers
+from tests.commands import refused, succeed
+from tests.noisy import noisy
+from tests.tiny.saying import saying
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+    },
+    "required": ["name", "n", "tags"],
+}
+SPELLED = structured.json_schema(SCHEMA)
+METHODS = ["ar", "prompt-lookup", "block", "deer", "text-draft", "diffuspec"]
+PROMPTS = ["def f():\n    return ", "x = ", "import os\n\nNAME = "]
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def coder():
+    return specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def wanted(coder):
+    """By transformers' generate and xgrammar's own class."""
+    coder.tokenizer.padding_side = "left"
+    inputs = coder.tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    inputs.pop("token_type_ids", None)
+    width = inputs["input_ids"].shape[1]
+    own = xgrammar.contrib.hf.LogitsProcessor(compiled(coder))
+    found = coder.model.generate(
+        **inputs, max_new_tokens=LENGTH, do_sample=False, logits_processor=[own]
+    )
+    return found[:, width:].tolist()
+
+
+def compiled(pipe):
+    return SPELLED.compiled(pipe.tokenizer, pipe.model.config.vocab_size, pipe.ends())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_tokens_are_those_of_generate(coder, wanted, method):
+    out = coder(PROMPTS, method=method, max_new_tokens=LENGTH, grammar=SPELLED)
+    found = [ids.tolist() for ids in out.tokens]
+    assert found == [row[: len(ids)] for row, ids in zip(wanted, found, strict=True)]
+    assert all(len(ids) == LENGTH or ids[-1] in coder.ends() for ids in found)
+    assert "grammar JSON schema" in str(out.certificate) and out.certificate.kind == "exact"
+    for text in out.texts:
+        json.loads(text) if len(text) < LENGTH else None
+
+
+@pytest.mark.parametrize("method", ["block", "prompt-lookup"])
+def test_rows_that_begin_later_and_streams(coder, method):
+    options = dict(method=method, max_new_tokens=24, grammar=SPELLED)
+    whole = coder(PROMPTS, **options).texts
+    assert coder(PROMPTS, batch_size=2, **options).texts == whole
+    parts = list(coder.stream(PROMPTS, **options))
+    assert ["".join(row) for row in zip(*parts, strict=True)] == whole
+
+
+def test_settings_of_generate_go_with_it(coder):
+    """And xgrammar's own class, given where generate takes it."""
+    options = dict(max_new_tokens=24, no_repeat_ngram_size=6)
+    own = xgrammar.contrib.hf.LogitsProcessor(compiled(coder))
+    given = coder(PROMPTS[0], method="block", logits_processor=[own], **options)
+    assert coder(PROMPTS[0], grammar=SCHEMA, **options).texts == given.texts
+
+
+@pytest.mark.parametrize("method", ["ar", "msd", "prompt-lookup"])
+def test_answers_about_pictures(method):
+    pipe = specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+    spelled = structured.regex("I see (one|two) (red|pink|green) [a-z]{3,6}")
+    out = pipe(noisy((96, 96), 1), "What is it?", method=method, grammar=spelled)
+    words = out.answers[0].split()
+    assert words[:2] == ["I", "see"] and words[2] in ("one", "two") and len(words) == 5
+
+
+def test_what_is_sampled_has_the_law_of_plain_decoding():
+    """All texts of a small grammar, drawn 4,000 times."""
+    model, words = saying("abcd")
+    model.lm_head.weight.data.mul_(0.2)
+    pipe = specmm.TextPipeline(model, words)
+    spelled = structured.grammar('root ::= ("a" | "b") ("c" | "d") ("a" | "d")')
+    options = dict(max_new_tokens=4, temperature=1.0, grammar=spelled)
+    prompts = ["a c a b d a"] * 4000
+    counts = [
+        Counter(pipe(prompts, method=method, seed=seed, **options).texts)
+        for seed, method in enumerate(("ar", "prompt-lookup"))
+    ]
+    assert set(counts[0]) == set(counts[1]) and len(counts[0]) == 8
+    off = sum((counts[0][x] - counts[1][x]) ** 2 / (counts[0][x] + counts[1][x]) for x in counts[0])
+    assert off < 24.3, "chi-square of 7 degrees, one in a thousand"
+
+
+def test_matchers_go_back(coder):
+    matchers = Matchers([compiled(coder)])
+    encode = lambda text: coder.tokenizer(text)["input_ids"]  # noqa: E731
+    begin = matchers.mask(0, [])
+    assert matchers.mask(0, encode('{"name": "ab')).sum() > 5
+    assert matchers.mask(0, encode("[")) is None, "which may not come"
+    assert torch.equal(matchers.mask(0, []), begin)
+    assert torch.equal(matchers.mask(1, []), begin)
+    whole = encode('{"name": "ab", "n": 7, "tags": []}')
+    allowed = matchers.mask(0, whole)
+    assert set(coder.ends()) <= set(allowed.nonzero()[:, 0].tolist())
+    assert matchers.mask(0, [*whole, *coder.ends()]) is None, "an answer that has ended"
+
+
+def test_a_processor_for_generate_itself(coder, wanted):
+    ids = coder.tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    for options in ({}, dict(custom_generate=specmm.custom_generate(method="prompt-lookup"))):
+        processor = GrammarProcessor(compiled(coder))
+        found = coder.model.generate(
+            ids, max_new_tokens=12, do_sample=False, logits_processor=[processor], **options
+        )
+        assert found[0, ids.shape[1] :].tolist() == wanted[0][:12]
+
+
+MISTAKES = {
+    "{nope": (structured.json_schema, "json_schema must be JSON, got '{nope'"),
+    "[1]": (structured.json_schema, "json_schema must be a JSON object, got list"),
+    '{"type": "nothing"}': (structured.json_schema, "json_schema cannot be used, got: Unsupported"),
+    "[a-z": (structured.regex, "regex cannot be used, got: Regex parsing error"),
+    'root ::= "a': (structured.grammar, "grammar cannot be used, got: EBNF"),
+    'start ::= "a"': (structured.grammar, "grammar cannot be used, got: "),
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_what_is_no_grammar_is_one_sentence(coder, text):
+    make, sentence = MISTAKES[text]
+    with pytest.raises(ValueError) as caught:
+        coder("x", grammar=make(text), max_new_tokens=4)
+    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(grammar="[a-z]"), "grammar must be of specmm.structured or a dict, got str"),
+        (dict(grammar=SCHEMA, compiled=True), "compiled=True takes temperature, .*, got grammar"),
+        (dict(min_p=0.1, compiled=True), "compiled=True takes temperature, .*, got min_p"),
+        (dict(min_p=0.1, batch_size=1), "batch_size must be 0 with min_p"),
+    ],
+)
+def test_what_does_not_go_together(coder, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        coder(["x", "y"], max_new_tokens=4, **options)
+
+
+def test_a_grammar_that_cannot_be_spelled():
+    model, words = saying("abcd")
+    pipe = specmm.TextPipeline(model, words)
+    with pytest.raises(ValueError, match="no token may follow by this grammar"):
+        pipe("a", grammar=structured.regex("a[x-z]"), max_new_tokens=4)
+
+
+def test_the_commands(tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "integer", "minimum": 10, "maximum": 99}))
+    words = ["complete", "pocket/coder", "-p", "x = ", "--max-new-tokens", "8"]
+    said = succeed(*words, "--json-schema", schema, "--method", "prompt-lookup")
+    assert 10 <= int(said.stdout) <= 99
+    assert succeed(*words, "--regex", "ab|cd").stdout.strip() in ("ab", "cd")
+    assert "give one of --regex, --grammar" in refused(*words, "--regex", "a", "--grammar", "b")
