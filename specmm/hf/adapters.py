@@ -23,9 +23,9 @@ def base_of(name: str | Path) -> tuple[str | Path, Path | None]:
 
     Raises ``ValueError`` where that does not tell its base.
     """
-    folder = Path(name)
-    if not (folder / CONFIG).is_file():
+    if not isinstance(name, str | Path) or not (Path(name) / CONFIG).is_file():
         return name, None
+    folder = Path(name)
     base = read_json(folder / CONFIG).get(BASE)
     if not base or not isinstance(base, str):
         raise ValueError(

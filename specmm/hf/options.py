@@ -33,34 +33,49 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
 
 
 OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # of generate's
-SCORES = (  # further settings of generate that change scores
-    "min_p",
-    "typical_p",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "encoder_no_repeat_ngram_size",
-    "bad_words_ids",
-    "sequence_bias",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "min_length",
-    "min_new_tokens",
-    "renormalize_logits",
-    "remove_invalid_values",
-    "watermarking_config",
-)
-CALLED = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")  # its arguments
 FILTERS = ("top_k", "top_p", "min_p", "typical_p")  # of what is sampled
 CONFIG = "generation_config"
 LOGGER = logging.getLogger(__name__)
 
 
-class CallOptions(TypedDict, total=False):
+class ScoreOptions(TypedDict, total=False):
+    """Further settings of transformers' generate that change scores."""
+
+    min_p: Any
+    typical_p: Any
+    epsilon_cutoff: Any
+    eta_cutoff: Any
+    no_repeat_ngram_size: Any
+    encoder_repetition_penalty: Any
+    encoder_no_repeat_ngram_size: Any
+    bad_words_ids: Any
+    sequence_bias: Any
+    suppress_tokens: Any
+    begin_suppress_tokens: Any
+    forced_bos_token_id: Any
+    forced_eos_token_id: Any
+    exponential_decay_length_penalty: Any
+    min_length: Any
+    min_new_tokens: Any
+    renormalize_logits: Any
+    remove_invalid_values: Any
+    watermarking_config: Any
+
+
+class GenerateOptions(ScoreOptions, total=False):
+    """What else of generate's is taken."""
+
+    logits_processor: Any
+    prefix_allowed_tokens_fn: Any
+    stopping_criteria: Any
+    generation_config: Any
+
+
+SCORES = tuple(ScoreOptions.__annotations__)
+OTHERS = tuple(GenerateOptions.__annotations__)
+
+
+class CallOptions(GenerateOptions, total=False):
     """The options of a call for type checkers; what they do is said in :class:`Options`."""
 
     max_new_tokens: int
@@ -134,11 +149,11 @@ class Options:
         for name in given.keys() - set(known):
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
-            if name not in (*SCORES, *CALLED):
-                raise unknown("option", name, [*known, *SCORES, *CALLED, CONFIG])
+            if name not in OTHERS:
+                raise unknown("option", name, [*known, *OTHERS])
             more[name] = given[name]
         own = {name: value for name, value in given.items() if name in known}
-        more = {name: value for name, value in more.items() if value is not None}
+        more = {name: value for name, value in more.items() if value}  # 0 and the like are off
         found = cls(**{**defaults, **own}, more=more)
         idle = [name for name in FILTERS if given.get(name) not in (None, 0, 1)]
         if idle and not found.temperature:
@@ -271,8 +286,13 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
                 annotation=field.type,
             )
             for field in dataclasses.fields(Options)
+            if field.name != "more"
         ]
-        function.__signature__ = found.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any)
+            for name in OTHERS
+        ]
+        function.__signature__ = found.replace(parameters=[*own, *listed, *more])  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -23,7 +23,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from specmm.hf.options import CALLED, Options
+from specmm.hf.options import SCORES, Options
 from specmm.hf.prompt import VLMPrompt
 from specmm.processors import History
 from specmm.structured import GrammarProcessor, paths
@@ -172,7 +172,7 @@ def processors_of(model: Any, options: Options, prompt: VLMPrompt, grammar: Any)
     """transformers' logits processors for ``options`` of a call on a ``prompt``, and what a
     compiled ``grammar`` (None: none) lets come.
     """
-    scores = {k: v for k, v in options.more.items() if k not in CALLED}
+    scores = {k: v for k, v in options.more.items() if k in SCORES}
     plain = options.processor
     if not plain.greedy:
         scores |= dict(do_sample=True, temperature=plain.temperature)

@@ -13,7 +13,7 @@ from PIL import Image
 import specmm
 from specmm import zoo
 from specmm.hardware import Place
-from specmm.hf.options import CallOptions, Options
+from specmm.hf.options import OTHERS, CallOptions, Options
 from specmm.hf.placing import Placing
 
 PROMPT = "def add(a, b):\n"
@@ -31,7 +31,7 @@ def test_help_lists_options(kind, name):
     listed = inspect.signature(getattr(kind, name)).parameters
     assert not any(p.kind is p.VAR_KEYWORD for p in listed.values())
     fields = Options.__dataclass_fields__
-    assert set(fields) == set(typing.get_type_hints(CallOptions)) <= set(listed)
+    assert {*fields, *OTHERS} - {"more"} == set(typing.get_type_hints(CallOptions)) <= set(listed)
     assert listed["temperature"].default == 0.0 and listed["max_new_tokens"].default == 64
     assert listed["chat"].default is (kind is specmm.VQAPipeline)
 

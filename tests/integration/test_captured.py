@@ -156,7 +156,7 @@ def test_a_call_beside_a_stream_has_memory_of_its_own(coder, taped, strict):
     assert coder.graphs.newest.busy
     beside = coder("import os\n", **options).texts
     *_, end = steps
-    assert [first.text(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
+    assert [first.stops.cut(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
     assert not coder.graphs.newest.busy
 
 

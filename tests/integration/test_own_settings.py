@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import transformers as tf
 
 import specmm
 from tests.commands import run
@@ -62,10 +63,60 @@ def test_the_command_says_which_penalty_it_took(penalised):
         assert record["sampling"]["repetition_penalty"] == wanted
 
 
-def test_settings_that_pipelines_do_not_apply_are_told(penalised, text_folder, caplog):
+@pytest.mark.parametrize("method", ["ar", "block"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"suppress_tokens": [20, 21, 22, 23, 24, 25]},
+        {"min_new_tokens": 9, "stop_strings": ["e"]},
+    ],
+)
+def test_settings_that_change_scores_apply_as_in_generate(text_folder, settings, method, tmp_path):
+    """The checkpoint's own, a call's, and those of a ``GenerationConfig``."""
+    shutil.copytree(text_folder, tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    own = json.loads(file.read_text())
+    plain = specmm.TextPipeline.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    file.write_text(json.dumps(own | settings))
+    pipe = specmm.TextPipeline.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    inputs = pipe.tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    ends = {"tokenizer": pipe.tokenizer} if "stop_strings" in settings else {}
+    said = pipe.model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False, **ends)
+    wanted = said[:, inputs["input_ids"].shape[1] :].tolist()
+    config = tf.GenerationConfig(max_new_tokens=LONGEST, **settings)
+    by_call = {"stop" if k == "stop_strings" else k: v for k, v in settings.items()}
+    for each, options in ((pipe, {}), (plain, by_call), (plain, dict(generation_config=config))):
+        out = each(PROMPTS, method=method, **{"max_new_tokens": LONGEST} | options)
+        found = [ids.tolist() for ids in out.tokens]
+        assert found == [row[: len(ids)] for row, ids in zip(wanted, found, strict=True)]
+        assert set(settings) - {"stop_strings"} <= set(out.certificate.settings)
+
+
+def test_what_is_sampled_by_them_is_what_generate_samples(text_pipe):
+    """The distributions after three prompts, by what either draws 3,000 times."""
+    for options in (dict(min_p=0.2), dict(typical_p=0.4), dict(epsilon_cutoff=0.05)):
+        prompt = PROMPTS[0]
+        inputs = text_pipe.tokenizer([prompt] * 3000, return_tensors="pt")
+        torch.manual_seed(0)
+        theirs = text_pipe.model.generate(
+            **inputs, max_new_tokens=1, do_sample=True, temperature=1.0, top_k=0, **options
+        )[:, -1]
+        ours = text_pipe(
+            [prompt] * 3000, max_new_tokens=2, temperature=1.0, seed=0, method="block", **options
+        )
+        drawn = torch.stack([ids[0] for ids in ours.tokens])
+        counts = [torch.bincount(ids, minlength=280) for ids in (theirs, drawn)]
+        off = ((counts[0] - counts[1]) ** 2 / (counts[0] + counts[1]).clamp(min=1)).sum()
+        free = int((counts[0] + counts[1] > 0).sum()) - 1
+        assert float(off) < free + 5 * (2 * free) ** 0.5 + 1
+
+
+def test_filters_without_a_temperature_are_named(text_pipe, caplog):
     with caplog.at_level(logging.WARNING, "specmm"):
-        specmm.TextPipeline.from_pretrained(text_folder)
+        text_pipe("x", max_new_tokens=1)
         assert not caplog.messages
-        specmm.TextPipeline.from_pretrained(penalised)
-    (said,) = caplog.messages
-    assert "asks for no_repeat_ngram_size in its generation_config" in said
+        text_pipe("x", max_new_tokens=1, top_p=0.9)
+    assert caplog.messages == [
+        "top_p changes nothing at temperature 0; give a temperature to sample"
+    ]
