@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmm import methods as methods
+    from specmm import structured as structured
     from specmm.choose.threads import threads as threads
     from specmm.extension import register as register
     from specmm.hf.generate import custom_generate as custom_generate
@@ -38,13 +39,14 @@ __all__ = [
     "custom_pipeline",
     "methods",
     "register",
+    "structured",
     "threads",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "methods":
-        return import_module("specmm.methods")
+    if name in ("methods", "structured"):
+        return import_module(f"specmm.{name}")
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'specmm' has no attribute {name!r}")
