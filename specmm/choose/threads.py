@@ -289,6 +289,8 @@ class Products:
 def _plain(layer: nn.Linear) -> bool:
     """Whether its products are a CPU's, with a weight of numbers that PyTorch multiplies."""
     weight = layer.weight
+    if type(weight) is not nn.Parameter:  # a quantiser's
+        return False
     return weight.device.type == "cpu" and weight.is_floating_point() and weight.ndim == 2
 
 

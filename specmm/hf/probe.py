@@ -14,6 +14,7 @@ Shape letters: B batch, N tokens of the trees, T tokens of the model's own, V vo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.001, torch.float64: 0.001}  # of the spread of log-probabilities
 ROUNDED = 0.03  # the same in half precision
 STATES = 0.06  # there, where layers have states
+NOISES = 2.0  # as many of them at most are ours from its own
+NOISIEST = 0.1  # of the range, beyond which nothing is told apart
+LOGGER = logging.getLogger(__name__)
 LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
 DIFFERS = "its scores of a small draft tree differ from its own"
 Answer = Way | str  # the way that agrees, or what is wrong
@@ -156,9 +160,26 @@ def _prepares_otherwise(model: PreTrainedModel) -> bool:
     return found is not None and getattr(found, "__func__", found) is not own
 
 
+def _noise(model: PreTrainedModel) -> float:
+    """How far two forwards of the model's own are from one another, as a share of the range of
+    log-probabilities: a text at once, and token by token.
+    """
+
+    def find() -> float:
+        tokens = plain_tokens(model.config, PROMPTS[0] + len(TREE[0][0]))
+        try:
+            found = (own(model, tokens, _paths(TREE)) for own in (_own, _own_steps))
+            return _distance(*found)
+        except Exception as error:  # it reads no text alone
+            _told(error)
+            return 0.0
+
+    return fact(model, "noise", find)
+
+
 def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
-    """The first of the ``family``'s ways whose log-probabilities are those ``wanted``; else what is
-    wrong with the one that comes nearest.
+    """The first of the ``family``'s ways whose log-probabilities are those ``wanted``; else the
+    nearest one, if it is as near as the model is to itself; else what is wrong with that.
     """
     ways = family.ways
     if not _embeds_alike(family):
@@ -166,18 +187,28 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
     if bool(wanted.isnan().any()):
         return ways[0]
     close = CLOSE.get(family.model.dtype, STATES if family.chains_only else ROUNDED)
-    faults = []
+    faults: list[tuple[float, str, Way]] = []
     for way in ways:
         try:
             off = _distance(found(way), wanted)
         except Exception as error:
             fault = f"its forward fails with a cache that holds draft trees ({_told(error)})"
-            faults.append((float("inf"), fault))
+            faults.append((float("inf"), fault, way))
             continue
         if off <= close:
             return way
-        faults.append((off, f"{DIFFERS} by {off:.1%} of their range"))
-    return min(faults, key=lambda fault: fault[0])[1]
+        faults.append((off, f"{DIFFERS} by {off:.1%} of their range", way))
+    off, fault, way = min(faults, key=lambda fault: fault[0])
+    own = min(_noise(family.model), NOISIEST) if off < float("inf") else 0.0
+    if off <= NOISES * own:
+        LOGGER.warning(
+            "%s: two forwards of its own differ by %.1f%% of the range of its scores, as of "
+            "quantised activations; its drafted answers are its own up to that",
+            family.model.config.model_type,
+            100 * own,
+        )
+        return way
+    return f"{fault}, its own forwards by {own:.1%}" if own > close else fault
 
 
 def _embeds_alike(family: Family) -> bool:

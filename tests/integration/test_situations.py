@@ -174,6 +174,48 @@ def test_weights_that_are_nowhere_are_one_sentence():
         VLMTarget(model, Processor(0.0))
 
 
+# ---- targets that do something to their numbers
+
+
+class Rounded(torch.nn.Linear):
+    """A product of inputs in 8 bits of the whole input's range, as quantisers make it."""
+
+    bits = 127
+
+    def forward(self, x):
+        step = x.abs().amax() / self.bits
+        return super().forward((x / step).round() * step)
+
+
+def rounded(model, bits=127):
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = Rounded
+            module.bits = bits
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_that_rounds_its_inputs_is_served(method, caplog):
+    """Its own forwards of one token and of several differ."""
+    model = rounded(scaled("yarn"))
+    ids = torch.tensor([[5, 6, 7, 8, 5, 6]])
+    with caplog.at_level(logging.WARNING, "specmm"):
+        found = generated(model, ids, method)
+    assert "two forwards of its own differ by" in caplog.text
+    assert torch.equal(found, generated(model, ids))
+
+
+def test_what_differs_by_more_than_the_model_itself_is_refused(monkeypatch):
+    from specmm.hf import probe
+
+    ours = probe._ours
+    monkeypatch.setattr(probe, "_ours", lambda *given: ours(*given) * 0.7 + 0.1)
+    said = r"differ from its own by \d.*, its own forwards by \d"
+    with pytest.raises(ValueError, match=said):
+        generated(rounded(scaled("yarn")), torch.tensor([[5, 6, 7, 8, 5, 6]]), "ar")
+
+
 # ---- auto beside several drafters
 
 

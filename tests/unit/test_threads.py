@@ -195,3 +195,12 @@ def test_what_is_made_again_takes_the_threads_recorded(network, machine) -> None
 
 def test_a_network_without_products_of_a_cpu_takes_pytorchs_own() -> None:
     assert choose(nn.Embedding(3, 3)).reason == "PyTorch's own" or in_use().count == 1
+
+
+def test_a_quantisers_weights_are_not_timed():
+    class Packed(nn.Parameter):
+        """As torchao's, which know few operators."""
+
+    network = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    network[0].weight = Packed(torch.zeros(8, 8))
+    assert Products.of(network, 4).layers == [network[1]]
