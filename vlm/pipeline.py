@@ -59,7 +59,8 @@ class VQAOutput:
     """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
     ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
     chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
-    ``compiled`` says whether rounds were graphs on a GPU.
+    ``compiled`` says whether rounds were graphs on a GPU. ``prompt_tokens`` [B] were read, pictures
+    included, and ``finish_reasons`` [B] are "stop" or "length".
     """
 
     answers: list[str]
@@ -70,6 +71,8 @@ class VQAOutput:
     ruling: Any = None
     pictures: list[list[Image.Image]] = field(default_factory=list)
     compiled: bool = False
+    prompt_tokens: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
 
 
 class VQAPipeline(Pipeline):
@@ -203,6 +206,8 @@ class VQAPipeline(Pipeline):
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
         output = VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
+        output.prompt_tokens = run.prompt_tokens
+        output.finish_reasons = run.finish_reasons(tokens)
         output.compiled = run.compiled and uncompiled_calls() == failed
         if given.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,7 +43,7 @@ from specmm.hf.drafting import (
     preset_of,
 )
 from specmm.hf.families import CACHES
-from specmm.hf.options import stop_texts
+from specmm.hf.options import SCORES, stop_texts
 from specmm.hf.path_processors import Criteria, PathProcessor
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
@@ -52,7 +53,9 @@ from specmm.kinds import shown
 from specmm.outside import of_others, with_own
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn
+from specmm.verify.claims import run_claim
 
 NOT_INPUTS = {*CACHES, "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -76,7 +79,7 @@ def custom_generate(
     streamer: BaseStreamer | None = None,
     generator: torch.Generator | None = None,
     stop: str | Sequence[str] = (),
-) -> Callable[..., Any]:
+) -> Generating:
     """A callable for transformers' ``model.generate(**inputs, custom_generate=…)``, of any batch.
 
     Any logits processors and stopping criteria apply, to each path of a tree. A ``streamer`` may be
@@ -85,7 +88,8 @@ def custom_generate(
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded one
     or its folder, which is read for the model at the first call, or one's own (see
-    :func:`specmm.register`). ``method`` None is the one that the ``drafter`` is for, and prompt
+    :func:`specmm.register`). The ``last`` call's method, statistics and certificate are
+    kept. ``method`` None is the one that the ``drafter`` is for, and prompt
     lookup without one. Method ``auto`` plans for an MSD, EAGLE-3, DEER or block ``drafter``, once
     for each batch size. Raises ``ValueError`` for whatever
     makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
@@ -133,6 +137,9 @@ def custom_generate(
                 parts = assemble(chosen, target, drafter_of(model), tokenizer)
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
             end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
+            rule, drafts_with = (parts.rule, parts.drafter) if parts else (None, None)
+            claim = run_claim(rule, end, drafts_with).under(_settings(generation_config))
+            found.last = GenerateRun(str(chosen), end.stats, claim)
             return _joined(input_ids, end, criteria.width, generation_config)
 
     def choice(model: PreTrainedModel, prompt: VLMPrompt, sampled: bool) -> Method:
@@ -141,7 +148,41 @@ def custom_generate(
             return choose(plain, drafter_of(model), prompt, plans, planned)
         return preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
 
-    return run
+    found = Generating(run)
+    return found
+
+
+@dataclass(frozen=True)
+class GenerateRun:
+    """What there is to say of a call of generate: the ``method`` that ran, its ``stats``, its
+    ``certificate``.
+    """
+
+    method: str
+    stats: Stats
+    certificate: Certificate
+
+
+@dataclass
+class Generating:
+    """The callable for generate, and the ``last`` call by it: of several threads' any."""
+
+    run: Callable[..., Any]
+    last: GenerateRun | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See :func:`custom_generate`."""
+        return self.run(*args, **kwargs)
+
+
+def _settings(config: GenerationConfig) -> dict[str, object]:
+    """What generate was asked for, for certificates."""
+    given = config.to_diff_dict()
+    found: dict[str, object] = {"temperature": 0.0}
+    if config.do_sample:
+        found["temperature"] = 1.0 if config.temperature is None else config.temperature
+    names = ("repetition_penalty", *(("top_k", "top_p") if config.do_sample else ()), *SCORES)
+    return found | {name: given[name] for name in names if given.get(name) not in (None, 0, 1)}
 
 
 def _method_for(drafter: object) -> str:

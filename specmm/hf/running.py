@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -97,8 +97,10 @@ class PromptBatch:
             )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
+        each = (prompt, *self.waiting.values())
+        self.lengths = [length for one in each for length in one.lengths.tolist()]
         prompt.longest = max((p.width for p in self.waiting.values()), default=0)
-        for one in (prompt, *self.waiting.values()):
+        for one in each:
             target.check(one)
         return prompt.to(target.device, target.dtype)
 
@@ -181,6 +183,17 @@ class Run:
     queue: Queue | None = None
     drafter: Drafter | None = None
     play: Play = one_round
+    prompt_tokens: list[int] = field(default_factory=list)  # of each row
+    longest: int = 0  # tokens that an answer may have
+    ends: frozenset[int] = frozenset()  # tokens that end one
+
+    def finish_reasons(self, tokens: Sequence[Tensor]) -> list[str]:
+        """Why each row's ``tokens`` end: "stop" by an end token or text, or "length"."""
+
+        def stopped(ids: list[int]) -> bool:
+            return len(ids) < self.longest or ids[-1] in self.ends or self.stops.stopped(ids)
+
+        return ["stop" if stopped(ids.tolist()) else "length" for ids in tokens]
 
     @property
     def compiled(self) -> bool:
@@ -509,12 +522,14 @@ class Pipeline:
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
         settings = options.settings
+        told: dict[str, Any] = dict(prompt_tokens=prompts.lengths, longest=length)
+        told["ends"] = frozenset(self.ends())
         if criteria := options.more.get("stopping_criteria"):
             own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
             stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
         if parts is None and queue is None and not isinstance(play, CapturedRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
-            return Run(name, shared.alone(steps), None, stops, settings, play=play)
+            return Run(name, shared.alone(steps), None, stops, settings, play=play, **told)
         drafter, rule = parts or without_drafts()
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not target.processor.greedy
@@ -525,4 +540,4 @@ class Pipeline:
         )
         ran = (rule, drafter) if parts else (None, None)
         rest = (queue, ran[1], play)
-        return Run(name, shared.alone(steps), ran[0], stops, settings, *rest)
+        return Run(name, shared.alone(steps), ran[0], stops, settings, *rest, **told)

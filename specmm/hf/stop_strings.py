@@ -127,10 +127,11 @@ class StopStrings:
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
         """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
-        if before < after and not self._stops(ids[:after]):
+        if before < after and not self.stopped(ids[:after]):
             return None
-        return next((n for n in range(before + 1, after + 1) if self._stops(ids[:n])), None)
+        return next((n for n in range(before + 1, after + 1) if self.stopped(ids[:n])), None)
 
-    def _stops(self, ids: Tensor) -> bool:
+    def stopped(self, ids: Ids) -> bool:
+        """Whether a row's ``ids`` hold one of the texts."""
         text = self.whole(ids)
         return any(stop in text for stop in self.texts)

@@ -55,7 +55,8 @@ from specmm.zoo import Source
 class TextOutput:
     """``texts`` [B] after the prompts, ``tokens`` [B] of ids (an end token included), ``stats``,
     ``certificate``, ``method``, whether the call was ``compiled``; of DiffuSpec also the ``trace``
-    of each row's controller: (drafted, accepted) by round.
+    of each row's controller: (drafted, accepted) by round. ``prompt_tokens`` [B] were read, and
+    ``finish_reasons`` [B] are "stop" or "length".
     """
 
     texts: list[str]
@@ -65,6 +66,8 @@ class TextOutput:
     method: str
     trace: list[list[tuple[int, int]]] = field(default_factory=list)
     compiled: bool = False
+    prompt_tokens: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
 
 
 class TextPipeline(Pipeline):
@@ -182,7 +185,8 @@ class TextPipeline(Pipeline):
                 made = max(sum(map(len, tokens)), 1)
                 work.observe(time.perf_counter() - start, made, quick, built)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        rest = (run.certificate(end), run.method, trace, quick)
+        ends = (run.prompt_tokens, run.finish_reasons(tokens))
+        rest = (run.certificate(end), run.method, trace, quick, *ends)
         return TextOutput(texts, tokens, end.stats, *rest)
 
     @lists_options(chat=False)

@@ -85,3 +85,27 @@ def test_a_stream_waits_where_texts_are_tidied():
     shown = [stops.sure(ids[:n]) for n in range(1, len(ids) + 1)]
     assert shown == ["", "aa", "aa", "aa bb..", "aa bb.."] and stops.cut(ids) == "aa bb.. bb.."
     assert all(stops.cut(ids).startswith(text) for text in shown)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_say_why_they_end_and_what_was_read(letters, method):
+    prompts = ["a", "a b c", "x y"]
+    out = letters(prompts, max_new_tokens=6, method=method, stop=["k", END])
+    assert out.prompt_tokens == [1, 3, 2]
+    assert out.finish_reasons == ["stop", "stop", "length"]
+    fewer = letters(prompts, max_new_tokens=5, method=method, stop=["k", END], batch_size=2)
+    assert fewer.finish_reasons == ["length", "stop", "length"]
+    assert fewer.prompt_tokens == out.prompt_tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_custom_generate_tells_of_its_run(letters, method):
+    fn = specmm.custom_generate(method=method)
+    assert fn.last is None
+    ids = letters.tokenizer("a b a b", return_tensors="pt")["input_ids"]
+    options = dict(max_new_tokens=9, do_sample=True, top_k=4, min_p=0.1)
+    letters.model.generate(ids, custom_generate=fn, **options)
+    assert fn.last.method.startswith({"ar": "AR", "prompt-lookup": "PromptLookup"}[method])
+    assert fn.last.stats.tokens == 8 and fn.last.certificate.kind == "exact"
+    wanted = {"temperature": 1.0, "top_k": 4, "min_p": 0.1}
+    assert fn.last.certificate.settings == wanted
