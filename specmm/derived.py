@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 T = TypeVar("T")
 
-SMALL = 2**15  # bytes up to which a tensor is remembered as it is
-ROWS = 4  # of a larger one, remembered as they are: sums do not tell the order in a row
 WORD = 8  # bytes of the numbers that are summed
 NUMBERS = (bool, int, float, str)
 PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network, at first
@@ -68,19 +66,22 @@ class Derived(Generic[T]):
     def __init__(self) -> None:
         self._found: T | None = None
         self._places: list[tuple[Any, ...]] | None = None
-        self._numbers: list[Tensor] = []
+        self._seen: list[_Seen] = []
         self._call: object | None = None
 
     def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
         """What ``make`` gives for these ``tensors``: now, or when they were the same."""
         places = [_place(tensor) for tensor in tensors]
-        if places == self._places and self._call is _call.token is not None:
-            return self._found  # type: ignore[return-value]
-        numbers = [part for tensor in tensors for part in _numbers(tensor)]
-        if places != self._places or not _equal(numbers, self._numbers):
+        if places != self._places or not (self._looked or all(seen.same() for seen in self._seen)):
             self._found = make()
-        self._places, self._numbers, self._call = places, numbers, _call.token
+            self._places, self._seen = places, [_Seen(x) for x in tensors if not x.is_meta]
+        self._call = _call.token
         return self._found  # type: ignore[return-value]
+
+    @property
+    def _looked(self) -> bool:
+        """Whether this call has looked at the numbers already."""
+        return self._call is _call.token is not None
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
@@ -90,28 +91,38 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return place, version, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
-@torch.no_grad()
-def _numbers(tensor: Tensor) -> list[Tensor]:
-    """Integers that are others when ``tensor`` holds other numbers: its own bytes where it is
-    small, else the sum of each row, and a few rows.
+class _Seen:
+    """What ``tensor`` held: the sum of each row, and the first row, which tells of the order.
+
+    As long as it stays in its place it is read by views of its memory.
     """
-    if tensor.is_meta:  # accelerate brings it when its layer runs
-        return []
-    tensor = tensor.detach()
-    if tensor.ndim == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous():
-        tensor = tensor.t()  # stored by column
-    tensor = tensor.contiguous()
-    if tensor.nbytes <= SMALL:
-        return [tensor.flatten().view(torch.uint8).clone()]
-    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[None]
-    own = rows[:: max(1, len(rows) // ROWS)].reshape(-1).view(torch.uint8)
-    if rows.shape[1] * rows.element_size() % WORD or rows.data_ptr() % WORD:
-        return [rows.view(torch.uint8).sum(1, dtype=torch.int64), own.clone()]
-    return [rows.view(torch.int64).sum(1), own.clone()]
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.rows, self.copied = _rows(tensor)
+        self.sums, self.first = _summed(self.rows), self.rows[0].clone()
+
+    def same(self) -> bool:
+        """Whether it holds the same."""
+        rows = _rows(self.tensor)[0] if self.copied else self.rows
+        return torch.equal(_summed(rows), self.sums) and torch.equal(rows[0], self.first)
 
 
-def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
+def _summed(rows: Tensor) -> Tensor:
+    return rows.sum(1, dtype=torch.int64)
+
+
+@torch.no_grad()
+def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
+    """The memory of ``tensor`` as rows of whole numbers, and whether it had to be copied for it."""
+    found = tensor.detach()
+    if found.ndim == 2 and not found.is_contiguous() and found.t().is_contiguous():
+        found = found.t()  # stored by column
+    copied = not found.is_contiguous()
+    found = found.contiguous()
+    rows = found.flatten(1) if found.ndim > 1 else found.flatten()[None]
+    whole = rows.shape[1] * rows.element_size() % WORD == 0 and rows.data_ptr() % WORD == 0
+    return rows.view(torch.int64 if whole else torch.uint8), copied
 
 
 _forms: WeakKeyDictionary[nn.Module, tuple[object, list[Any], dict[Any, Any]]]
@@ -139,8 +150,8 @@ def facts(network: nn.Module) -> dict[Any, Any]:
 
 def form_of(network: nn.Module) -> list[Any]:
     """What a ``network`` computes by beside its weights, as far as it is seen at a glance: its
-    modules and their classes, hooks that are not ours, methods in place of a class's own, plain
-    numbers and texts of the config and of modules that are not ours.
+    modules and their classes, hooks that are not ours, a forward in place of a class's own; its own
+    methods, plain numbers and texts, and those of its config.
     """
     first = next(network.parameters(), None)
     found: list[Any] = [] if first is None else [first.dtype, first.device]
@@ -160,10 +171,10 @@ def form_of(network: nn.Module) -> list[Any]:
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             if hooks:  # by numbers that PyTorch gives to no other hook
                 found += [key for key, hook in hooks.items() if not of_ours(hook)]
-        if not module.__module__.startswith("specmm."):  # ours count what they do
-            found += _marks(own)
+        if "forward" in own:
+            found.append(_mark(own["forward"]))
     found += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
-    return found
+    return found + _marks(vars(network))
 
 
 def _marks(own: dict[str, Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import re
 import urllib.request
 import warnings
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specmm.kinds import shown
 
-Source: TypeAlias = str | Path | Image.Image | npt.NDArray[Any] | Tensor
+Source: TypeAlias = str | Path | bytes | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
 MOST_BYTES = 200_000_000  # of a picture from the network
 PATIENCE = 30  # seconds that a server may keep silent
@@ -28,8 +28,8 @@ DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 
 def open_image(source: Source) -> Image.Image:
-    """RGB picture of a file, an address (http, https, data), a PIL image, or an array or tensor,
-    turned as its camera says, transparency on white.
+    """RGB picture of a file, its bytes, an address (http, https, data), a PIL image, or an array or
+    tensor, turned as its camera says, transparency on white.
 
     An animation gives its first frame; 16 bits are scaled to 8. Raises ``ValueError`` for what is
     no picture, is damaged, or has more than ``MOST_PIXELS`` pixels, as its header tells before
@@ -57,9 +57,14 @@ def _opened(source: Source) -> tuple[Image.Image, str]:
         return source, "picture"
     if isinstance(source, np.ndarray | Tensor):
         return from_numbers(source), "picture"
+    read = source if isinstance(source, bytes) else getattr(source, "read", None)
+    if read is not None:
+        return _read_header(
+            io.BytesIO(read if isinstance(read, bytes) else read()), "picture"
+        ), "picture"
     if not isinstance(source, str | Path):
         raise ValueError(
-            "picture must be a file, an address, a PIL image, an array or a tensor, "
+            "picture must be a file, its bytes, an address, a PIL image, an array or a tensor, "
             f"got {shown(source)}"
         )
     if isinstance(source, str) and ADDRESS.match(source):
