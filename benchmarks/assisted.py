@@ -135,13 +135,11 @@ def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
             methods.SelfDraft(exit=layers, length=2),
             *(methods.SelfDraft(exit=layers, length=n, sure=0.3) for n in (1, 2, 6)),
             methods.SelfDraft(exit=layers, length=6, sure=0.5),
-            methods.SelfDraft(),
         ],
         counted({"assistant_early_exit": layers}),
         [
             methods.Auto(),
             *(methods.SelfDraft(exit=layers, length=2, sure=sure) for sure in (0.0, 0.5)),
-            methods.SelfDraft(),
         ],
     )
 

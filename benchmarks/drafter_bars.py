@@ -14,7 +14,6 @@ FEATURES = ("msd", "eagle3")
 TEXT = ("block", "eagle3", "self", "deer", "mtp")
 OVER_THEIRS = 1.15  # times as fast as transformers' own assisted generation
 OVER_PLAIN = 0.97  # in batches
-SEARCHED = ("auto", "self")  # they choose what drafts, so that it is not the same drafter
 DRAFTS = 1.05  # tokens a round of one that drafts at all
 
 
@@ -44,7 +43,7 @@ def assisted_bars(rows: Sequence[Row]) -> list[Bar]:
         ours = [
             r for r in own if not r["method"].startswith("transformers") and r["method"] != "ar"
         ]
-        same = [r for r in ours if r["method"] not in SEARCHED and r["tau"] > DRAFTS]
+        same = [r for r in ours if r["method"] != "auto" and r["tau"] > DRAFTS]
         for temperature in (0, 1):
             alone = [r for r in same if r["batch"] == 1 and r["temperature"] == temperature]
             alone = [r for r in alone if temperature or r["token_equal"] == 1]

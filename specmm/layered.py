@@ -7,7 +7,6 @@ V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from torch import Tensor
@@ -16,28 +15,6 @@ from specmm.cache import Cache
 
 Skip: TypeAlias = tuple[int, ...]
 """The layers that are left out, in order."""
-ENTRY = 1.0  # what a pass costs beside its layers and its head, in layers
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What passes cost: the numbers of weights of each of the ``layers``, and of the ``head``."""
-
-    layers: tuple[float, ...]
-    head: float
-
-    @property
-    def whole(self) -> float:
-        """Of a pass of all layers."""
-        return self.head + ENTRY * sum(self.layers) / len(self.layers) + sum(self.layers)
-
-    def draft(self, skip: Skip) -> float:
-        """Of a pass without ``skip``, in passes of all layers."""
-        return 1 - sum(self.layers[i] for i in skip) / self.whole
-
-    def rest(self, first: int) -> float:
-        """Of a pass from layer ``first`` on."""
-        return 1 - sum(self.layers[:first]) / self.whole
 
 
 class Layered(Protocol):
@@ -50,11 +27,6 @@ class Layered(Protocol):
     @property
     def layers(self) -> int:
         """How many layers it has."""
-        ...
-
-    @property
-    def weights(self) -> Weights:
-        """What passes cost."""
         ...
 
     @property
@@ -91,17 +63,21 @@ class Layered(Protocol):
 
 
 def skipped(layers: int, exit: int = 0, skip: Sequence[int] = ()) -> Skip:
-    """The layers left out of ``layers``: all from ``exit`` on, or those of ``skip``.
+    """The layers left out of ``layers``: all from ``exit`` on, or those of ``skip``, or else the
+    second half.
 
-    Raises ``ValueError`` for both at once, layers that there are not, and if none would be left.
+    Raises ``ValueError`` for both at once, layers that there are not, if none would be left, and
+    for models of one layer.
     """
+    if layers < 2:
+        raise ValueError("method 'self' needs a model of two layers or more, got one of 1")
     if exit and skip:
         raise ValueError(f"give exit or skip, not both, got exit {exit} and skip {tuple(skip)}")
     if exit and not 0 < exit < layers:
         raise ValueError(
             f"exit must be in [1, {layers - 1}], for the model has {layers} layers, got {exit}"
         )
-    found = tuple(range(exit, layers)) if exit else tuple(sorted(set(skip)))
+    found = tuple(sorted(set(skip))) or tuple(range(exit or layers // 2, layers))
     strange = [layer for layer in found if not 0 <= layer < layers]
     if strange:
         raise ValueError(

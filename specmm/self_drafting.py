@@ -23,15 +23,13 @@ from specmm.layered import Layered, Skip
 from specmm.methods import check_sure
 from specmm.processors import Processor
 from specmm.randomness import UniformSource, categorical
-from specmm.self_search import WINDOW, Search, Setting, Verified, trial
 from specmm.shape.blocks import adaedl_stop
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 
 
 class SelfDrafter:
-    """Chains of at most ``length`` drafts by the target without the layers ``skip``, which a search
-    may find.
+    """Chains of at most ``length`` drafts by the target without the layers ``skip``.
 
     Drafts are drawn from ``processor``'s distributions, which are recorded; where it is greedy they
     are the likeliest tokens, as point masses. ``sure`` above 0 ends a chain in front of the first
@@ -45,7 +43,7 @@ class SelfDrafter:
         self,
         target: Layered,
         processor: Processor,
-        skip: Skip | Search,
+        skip: Skip,
         length: int = 4,
         sure: float = 0.0,
         device: torch.device | str = "cpu",
@@ -55,17 +53,16 @@ class SelfDrafter:
         check_sure(sure)
         self.target = target
         self.processor = processor
-        self.search = skip if isinstance(skip, Search) else None
-        self.fixed = None if isinstance(skip, Search) else Setting(skip, length, sure, 1.0)
+        self.skip = skip
+        self.sure = sure
         self.max_depth = length
-        self.max_nodes = length + 1 if self.search is None else max(length + 1, WINDOW)
+        self.max_nodes = length + 1
         self.shapes = [TreeShape.chain(n, device) for n in range(length + 1)]
 
     @property
     def common(self) -> int:
         """Layers from the first on that compute for a draft what the whole target would."""
-        skip = self.setting.skip
-        return skip[0] if skip and self.target.resumes else 0
+        return self.skip[0] if self.target.resumes else 0
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Make the masks of the drafting passes."""
@@ -77,50 +74,30 @@ class SelfDrafter:
         self.bias = torch.full(shape, float("-inf"), dtype=cache.dtype, device=nodes.device)
         self.bias[..., cache.size.capacity :].masked_fill_(nodes <= nodes[:, None], 0)
         self.gated = self.processor.greedy or len(feedback.token) == 1
-        self.setting = self.fixed or self._found()
-        self.verified = None if self.search is None else Verified(cache)
 
     def start_row(self, row: int) -> None:
         """The target has begun ``row`` anew; see :class:`specmm.drafter.BatchingDrafter`."""
         self.target.begin()
-        if self.verified is not None:
-            self.verified.forget(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
         numbers = None if self.processor.greedy else uniforms.draw(self.max_depth)
         with self.clock("draft"):
-            if feedback.result is not None and self.verified is not None:
-                self.verified.add(feedback)
-                self._learn(self.verified)
             first = self.target.cache.size.capacity
             self.bias[..., :first] = self.target.cache.prefix_bias()[:, None, None]
             return self._chain(feedback.token, numbers)
 
-    def _found(self) -> Setting:
-        assert self.search is not None
-        return self.search.best(self.gated)
-
-    def _learn(self, verified: Verified) -> None:
-        """Try a set of layers, if it is time to."""
-        search = self.search
-        if search is not None and verified.enough and search.may_try():
-            skip = search.next(self.gated)
-            search.saw(skip, trial(self.target, self.processor, skip, verified), self.gated)
-            self.setting = self._found()
-
     def _chain(self, root: Tensor, numbers: Tensor | None) -> DraftTree:
-        skip, length, sure, _ = self.setting
         tokens = [root]
         probs: list[Tensor] = []
         states: list[Tensor] = []
         ended = torch.zeros_like(root, dtype=torch.bool)
-        for place in range(length):
-            logits, state = self.target.logits(skip, *self._at(place, tokens[-1]))
+        for place in range(self.max_depth):
+            logits, state = self.target.logits(self.skip, *self._at(place, tokens[-1]))
             states.append(state)
             q = self._probs(logits[:, 0], numbers)
-            if sure and self.gated:
-                ended = ended | adaedl_stop(q, sure)
+            if self.sure and self.gated:
+                ended = ended | adaedl_stop(q, self.sure)
                 if bool(ended.all()):
                     break
             probs.append(q)
@@ -138,7 +115,7 @@ class SelfDrafter:
         """
         if numbers is not None:
             return self.processor(logits)
-        return logits.float().softmax(-1) if self.setting.sure else logits
+        return logits.float().softmax(-1) if self.sure else logits
 
     def _tree(self, tokens: list[Tensor], probs: list[Tensor] | None) -> DraftTree:
         shape = self.shapes[len(tokens) - 1]

@@ -20,14 +20,13 @@ from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.kinds import check_whole
-from specmm.layered import Layered, Skip, skipped
+from specmm.layered import Layered, skipped
 from specmm.methods.base import DRAFTERS as PLACES
 from specmm.methods.images import Init
 from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
 from specmm.registry import named, parse_spec, unknown
 from specmm.self_drafting import SelfDrafter
-from specmm.self_search import Search, search_of
 from specmm.shape.trees import make_tree, static_tree
 from specmm.verify import GreedyMatch, Rule, neighbour_table
 from specmm.verify.rule import RuleKind, RuleName, make_rule, rule_kind
@@ -231,11 +230,8 @@ def _self(
     """The target without some of its layers, on a chain."""
     method = choice.method or methods.SelfDraft(length=_chain(choice, 4))
     layered: Layered = named(target.layered)(target)
-    processor = target.processor
-    skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
-    if not skip:
-        skip = search_of(target.network, layered, method.length, method.seed, processor.greedy)
-    return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
+    skip = skipped(layered.layers, method.exit, method.skip)
+    return SelfDrafter(layered, target.processor, skip, method.length, method.sure, target.device)
 
 
 def _lookup(

@@ -235,11 +235,9 @@ class SelfDraft(Declared):
     """The target drafts without some of its layers, on its own keys and values.
 
     With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168). Without either they are searched on the text as it grows
-    (SWIFT, arXiv 2410.06916), in an order that ``seed`` gives, and remembered for later calls;
-    where no set of layers promises to be faster, nothing is drafted. Chains have at most ``length``
-    drafts. ``sure`` above 0 ends one before the first token that promises less acceptance; a search
-    finds it, too. In a batch of several at T > 0 chains are of one length.
+    (Draft & Verify, arXiv 2309.08168), without either the first half of them. Chains have at most
+    ``length`` drafts. ``sure`` above 0 ends one before the first token that promises less
+    acceptance; in a batch of several at T > 0 chains are of one length.
     """
 
     name: ClassVar[str] = "self"
@@ -249,12 +247,11 @@ class SelfDraft(Declared):
     skip: tuple[int, ...] = ()
     length: int = 4
     sure: float = 0.0
-    seed: int = 0
 
     @property
     def batch_dependent(self) -> bool:
-        """A search reads all rows; where a row is unsure it is cut by itself, not beside others."""
-        return self.sure > 0 or not (self.exit or self.skip)
+        """Where a row is unsure it is cut by itself, not beside others."""
+        return self.sure > 0
 
     @property
     def choice(self) -> Choice:

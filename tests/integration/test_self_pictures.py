@@ -7,12 +7,11 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from specmm import methods, self_search
+from specmm import methods
 from specmm.decode import decode, decode_plain
 from specmm.guidance import Guidance
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
 from specmm.image_ar.tokens.choosing import UNPLANNED, method_of, planned_for
-from specmm.image_ar.tokens.drafters.early_exit import LayeredLlamaGen
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
@@ -26,14 +25,9 @@ SELF = {
     "exit": methods.SelfDraft(exit=2, length=3),
     "unsure": methods.SelfDraft(exit=2, length=3, sure=0.35),
     "without the first": methods.SelfDraft(skip=(0, 2), length=3),
-    "searched": methods.SelfDraft(length=3),
+    "half": methods.SelfDraft(length=3),
 }
 GUIDED = Guidance(2.0)
-
-
-@pytest.fixture(autouse=True)
-def _each_test_searches_anew():
-    self_search._searches.clear()
 
 
 def model(config=CONFIG, weak=0.5):
@@ -149,25 +143,6 @@ def test_states_of_another_picture_are_caught():
     plain = drawn(made, None, Processor(0))
     broken = drawn(made, SELF["exit"], Processor(0), break_it=twin)
     assert not torch.equal(broken.tokens[:, :36], plain.tokens)
-
-
-def test_layers_that_add_nothing_are_found():
-    made = model(weak=1.0)
-    with torch.no_grad():
-        for layer in made.layers[1:3]:
-            layer.attention.wo.weight.zero_()
-            layer.feed_forward.w2.weight.zero_()
-    for _ in range(6):
-        end = drawn(made, methods.SelfDraft(), Processor(0))
-    [search] = self_search._searches[made].values()
-    assert search.best(True).skip and set(search.best(True).skip) <= {1, 2}
-    assert end.stats.tau > 1.5
-
-
-def test_weights_and_layers_are_the_models():
-    layered = LayeredLlamaGen(LlamaGenTarget(model(), GUIDED, Processor()))
-    assert layered.layers == 4 and len(layered.weights.layers) == 4
-    assert layered.weights.head == 24 * 32
 
 
 def test_auto_measures_the_target_by_itself(monkeypatch):

@@ -91,7 +91,6 @@ def test_methods_declare_what_jobs_and_the_app_ask():
     assert having(methods.SCALES, "timed") == {"auto", "code"} and not methods.CoDe(n=2).timed
     assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
-    assert having(methods.TEXT, "batch_dependent") == {"self"}
     pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "self", "draft"}
     assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
     assert methods.SelfDraft(3, sure=0.1).batch_dependent

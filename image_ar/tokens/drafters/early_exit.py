@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specmm.cache import Cache
 from specmm.image_ar.tokens.target import Known, LlamaGenTarget
-from specmm.layered import Skip, Weights
+from specmm.layered import Skip
 
 
 class LayeredLlamaGen:
@@ -26,13 +26,6 @@ class LayeredLlamaGen:
     def layers(self) -> int:
         """See :class:`specmm.layered.Layered`."""
         return self.target.model.config.n_layer
-
-    @property
-    def weights(self) -> Weights:
-        """See :class:`specmm.layered.Layered`."""
-        model = self.target.model
-        sizes = (sum(p.numel() for p in layer.parameters()) for layer in model.layers)
-        return Weights(tuple(map(float, sizes)), float(model.output.weight.numel()))
 
     @property
     def cache(self) -> Cache:

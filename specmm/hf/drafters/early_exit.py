@@ -23,12 +23,10 @@ from specmm.derived import fact
 from specmm.hf.drafting import Assembly, chain_rule
 from specmm.hf.families import Family, empty_cache, plain_tokens
 from specmm.hf.target import VLMTarget
-from specmm.layered import Skip, Weights, skipped
+from specmm.layered import Skip, skipped
 from specmm.processors import Processor
 from specmm.self_drafting import SelfDrafter
-from specmm.self_search import Search, search_of
 
-ROOM = 48  # tokens of text that a plan searches on
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -173,13 +171,6 @@ class LayeredTarget:
         return self.asked.resumes
 
     @property
-    def weights(self) -> Weights:
-        """See :class:`Layered`."""
-        family = self.target.family
-        head = getattr(family.head, "weight", torch.empty(0))
-        return Weights(tuple(map(_size, family.layers)), float(head.numel()))
-
-    @property
     def cache(self) -> Cache:
         """See :class:`Layered`."""
         return self.target.cache
@@ -220,10 +211,6 @@ class LayeredTarget:
         return self.views[skip]
 
 
-def _size(module: nn.Module) -> float:
-    return float(sum(p.numel() for p in module.parameters()))
-
-
 def _check(target: VLMTarget) -> None:
     family = target.family
     kind = target.model.config.model_type
@@ -251,11 +238,9 @@ def make(
 
 
 def drafter_of(method: methods.SelfDraft, target: VLMTarget) -> SelfDrafter:
-    """Chains by ``target`` itself, without the layers that ``method`` or a search names."""
+    """Chains by ``target`` itself, without the layers that ``method`` names."""
     layered = LayeredTarget(target)
     own = target.processor
-    skip: Skip | Search = skipped(layered.layers, method.exit, method.skip)
-    if not skip:
-        skip = search_of(target.model, layered, method.length, method.seed, own.greedy)
+    skip = skipped(layered.layers, method.exit, method.skip)
     processor = own if isinstance(own, Processor) else Processor(float(not own.greedy))
     return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)

@@ -11,20 +11,19 @@ import pytest
 import torch
 import transformers as tf
 
-from specmm import methods, self_search
+from specmm import methods
 from specmm.continuous_batching import Queue
 from specmm.decode import decode, decode_plain
 from specmm.derived import one_call
 from specmm.drafter import Feedback
-from specmm.hf.drafters.early_exit import LayeredTarget, LeftOut
+from specmm.hf.drafters.early_exit import LeftOut
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.layered import Weights, skipped
+from specmm.layered import skipped
 from specmm.processors import Processor
 from specmm.randomness import PredrawnUniforms, Uniforms
 from specmm.self_drafting import SelfDrafter
-from specmm.self_search import Search, Trial, beginnings
 from specmm.stats import Clock
 from specmm.tree import DraftTree
 from specmm.verify import Block, Recursive
@@ -36,14 +35,9 @@ SELF = {
     "exit": methods.SelfDraft(exit=1, length=3),
     "unsure": methods.SelfDraft(exit=1, length=3, sure=0.35),
     "without the first": methods.SelfDraft(skip=(0,), length=3),
-    "searched": methods.SelfDraft(length=3),
+    "half": methods.SelfDraft(length=3),
 }
 V = 4
-
-
-@pytest.fixture(autouse=True)
-def _each_test_searches_anew():
-    self_search._searches.clear()
 
 
 def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH, break_it=None):
@@ -61,7 +55,7 @@ def run(zoo, name, processor, method, rows=None, seeds=(0, 1, 2), length=LENGTH,
 
 def test_greedy_answers_are_plain_decodings(zoo, family):
     plain = run(zoo, family, Processor(0), None)
-    for name in ("exit", "searched"):
+    for name in ("exit", "half"):
         end = run(zoo, family, Processor(0), SELF[name])
         assert torch.equal(end.tokens[:, :LENGTH], plain.tokens), name
 
@@ -72,7 +66,7 @@ def test_longer_texts_of_deeper_models_are_plain_decodings(deep, method):
     plain = generated(deep, None, 48)
     end = generated(deep, method, 48)
     assert torch.equal(end.tokens[:, :48], plain.tokens)
-    assert end.stats.tau > 1 or method == SELF["searched"]
+    assert end.stats.tau > 1
 
 
 def test_keys_of_drafts_that_stay_are_caught(deep):
@@ -362,97 +356,6 @@ def test_a_draft_costs_its_layers_and_verification_the_rest(deep):
     assert seen == [prompt + 4 * len(end.stats.depths)] * 5
 
 
-# ---- the search
-
-
-def useless(model, layers):
-    """``model`` with layers that add nothing."""
-    found = copy.deepcopy(model)
-    with torch.no_grad():
-        for i in layers:
-            found.model.layers[i].mlp.down_proj.weight.zero_()
-            found.model.layers[i].self_attn.o_proj.weight.zero_()
-    return found
-
-
-def searched(model, texts=6, length=64, temperature=0.0):
-    for _ in range(texts):
-        end = generated(model, methods.SelfDraft(length=4), length, temperature=temperature)
-    [found] = self_search._searches[model].values()
-    return found, end
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_layers_that_add_nothing_are_found(temperature):
-    idle = {2, 3, 4, 5, 6}
-    model = useless(deep_model(8, weak=1.0), idle)
-    found, end = searched(model, temperature=temperature)
-    best = found.best(gated=temperature == 0)
-    assert best.skip and set(best.skip) <= idle and len(best.skip) >= 3
-    assert end.stats.tau > 2
-
-
-def test_where_no_set_promises_anything_nothing_is_drafted():
-    found, end = searched(deep_model(4, weak=3.0))
-    assert found.best(True).skip == () and end.stats.tau == 1 and set(end.stats.depths) == {0}
-
-
-def test_a_search_depends_on_its_seed_and_what_trials_saw():
-    tried = []
-    for seed in (0, 0, 1):
-        search = Search(Weights((1.0,) * 8, 0.0), True, 4, seed)
-        for _ in range(40):
-            skip = search.next(True)
-            kept = torch.full((7,), 16.0 - len(skip), dtype=torch.float64)
-            search.saw(skip, Trial(16.0, torch.full_like(kept, 16.0), kept), True)
-        tried.append(list(search.tried))
-    assert tried[0] == tried[1] != tried[2]
-    assert len(tried[0]) > len(beginnings(8))
-
-
-def test_trials_take_a_bounded_share_of_the_time():
-    found, _ = searched(deep_model(8), 2)
-    assert found.trials > 5
-    assert found.spent <= self_search.SHARE * found.passed + self_search.AHEAD + 2
-
-
-def test_a_trial_sees_what_drafting_would(deep):
-    """Without any layer left out that matters, every token would have been drafted and kept."""
-    model = useless(deep, [4])
-    target = VLMTarget(model, Processor(0))
-    layered = LayeredTarget(target)
-    search = Search(layered.weights, True, 4)
-    drafter = SelfDrafter(layered, Processor(0), search, 4)
-    prompt = VLMPrompt(padded(PROMPTS, "cpu"), 40)
-    last(decode(target, drafter, Recursive(), prompt, 40, Uniforms.from_seeds([0, 1, 2])))
-    with torch.inference_mode():
-        seen = self_search.trial(layered, Processor(0), (4,), drafter.verified)
-        other = self_search.trial(layered, Processor(0), (0,), drafter.verified)
-    assert 2 * self_search.WINDOW < seen.tokens <= 3 * self_search.WINDOW
-    assert seen.kept[0] == seen.drafted[0] == seen.tokens
-    assert other.kept[0] < other.drafted[0]
-
-
-def test_what_settings_promise():
-    """By hand: two equal layers and no head; a draft costs 1/2 of what is 3 with the entry."""
-    search = Search(Weights((1.0, 1.0), 0.0), True, 1)
-    sums = torch.tensor([8.0] + [0.0] * 6, dtype=torch.float64)
-    search.saw((1,), Trial(12.0, sums, sums), True)
-    share = 8 / (12 + self_search.PRIOR)
-    rounds = (1 - share) / (1 - share**2)
-    assert search._setting((1,), True).gain == pytest.approx(1 / (2 / 3 + 2 / 3 * rounds))
-    assert search._setting((1,), False).gain == pytest.approx((1 + share) / (2 / 3 + 1))
-    assert search.best(True).skip == ()
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3, 4, 18, 40])
-def test_sets_to_begin_with_leave_some_layers(layers):
-    found = beginnings(layers)
-    assert all(0 < len(one) < layers and set(one) < set(range(layers)) for one in found)
-    assert bool(found) == (layers > 1) and len(set(found)) == len(found)
-
-
 # ---- mistakes
 
 
@@ -476,7 +379,9 @@ def test_mistakes_get_a_sentence(deep, options, message):
 def test_layers_are_counted_from_the_first():
     assert skipped(5, exit=3) == (3, 4)
     assert skipped(5, skip=(3, 1, 3)) == (1, 3)
-    assert skipped(5) == ()
+    assert skipped(5) == (2, 3, 4) and skipped(2) == (1,)
+    with pytest.raises(ValueError, match="needs a model of two layers or more"):
+        skipped(1)
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2"])
