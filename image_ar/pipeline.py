@@ -54,7 +54,7 @@ TRANSFORMERS_FAMILY = ImageFamily(
     "specmm.image_ar.transformers_pipeline",
     "TransformersImagePictures",
     methods.TRANSFORMERS_IMAGES,
-    "sjd,prompt-lookup,speculative,lantern++",
+    "sjd,prompt-lookup",
     takes_drafter=True,
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 import transformers
@@ -46,17 +46,8 @@ from specmm.image_ar.shared import (
 )
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.choosing import ran_as, settled
-from specmm.image_ar.tokens.loading import (
-    DrafterHead,
-    DrafterHeads,
-    Owner,
-    kind_of,
-    load_drafters,
-    save_drafters_of,
-)
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
-from specmm.image_ar.tokens.transformers_drafters import owner_of
 from specmm.kinds import check_numbers, check_whole, either, texts_of
 from specmm.outside import with_own
 from specmm.processors import Processor
@@ -67,7 +58,7 @@ EXAMPLE = "a red apple on a table"  # what methods are measured on before there 
 
 
 class TransformersImagePictures(PicturePipeline[methods.Method]):
-    """A model of transformers that draws pictures, its tokenizer and drafters, after one call.
+    """A model of transformers that draws pictures, and its tokenizer, after one call.
 
     Several threads may share one.
 
@@ -81,7 +72,6 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
     plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
-    _optional_components: ClassVar[list[str]] = ["drafters"]
 
     def __init__(
         self,
@@ -91,14 +81,9 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         folder: Path,
         method: str | methods.Method = "ar",
         name: str = "pictures",
-        drafters: Mapping[str, DrafterHead] | None = None,
-        owner: Owner | None = None,
     ) -> None:
         super().__init__()
-        heads = dict((drafters or {}).items())
-        self.register_modules(
-            transformer=transformer, tokenizer=tokenizer, drafters=DrafterHeads(heads)
-        )
+        self.register_modules(transformer=transformer, tokenizer=tokenizer)
         self.facts = facts
         self.folder = folder
         self.name = name
@@ -107,13 +92,7 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         usual = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
         self.settings = read_settings(LlamaGenSettings, folder) if given else usual
         self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
-        self.owner = owner or owner_of(transformer, facts)
-        self.parts = PictureParts(
-            heads,
-            trees=self.settings.trees,
-            acceptance=self.settings.acceptance,
-            taus=self.settings.taus,
-        )
+        self.parts = PictureParts()
         self._read_codebook()
         self._decoder: Decoder | None = None
 
@@ -137,16 +116,19 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         """A pipeline of a folder or hub id, on this machine's best device and in its fastest dtype
         unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        Drafters are those in the folder's ``drafters/``, and a ``drafter`` in a folder of its own,
-        in place of the model's of its kind, or one's own (see :func:`specmm.register`).
-        ``device_map``, ``quantization_config`` and ``variant`` are transformers', of the model
-        alone; ``revision`` and ``cache_dir`` are a hub id's.
-        Raises ``ValueError`` for a drafter of another target, and for ``text_encoder``: these
+        A ``drafter`` is one's own (see :func:`specmm.register`). ``device_map``,
+        ``quantization_config`` and ``variant`` are transformers'; ``revision`` and ``cache_dir``
+        are a hub id's. Raises ``ValueError`` for any other drafter, and for ``text_encoder``: these
         models read prompts themselves.
         """
         if text_encoder is not None:
             raise ValueError(f"text_encoder must be None for {name}, which reads prompts itself")
-        method, drafter = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
+        method, folder_of_one = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
+        if folder_of_one is not None:
+            raise ValueError(
+                f"drafter must be one's own for {name}, got {folder_of_one}: trained ones are for "
+                "LlamaGens; sjd and gsd need none"
+            )
         piped = (Path(name) / zoo.PIPELINE).is_file()
         place = Place.named(device, dtype, torch_dtype, device_map)
         index = zoo.PIPELINE if piped else zoo.TRANSFORMERS
@@ -157,19 +139,11 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         weights, words = facts.folders(folder)
         placing = Placing.of(weights, place, device_map, quantization_config, variant)
         model = placing.put(_loaded(facts, weights, placing)).eval()
-        owner = owner_of(model, facts)
-        drafters = load_drafters(owner, folder, drafter)
-        for module in (use_tree_attention(model), *drafters.values()):
-            prepack(module)
-        tokenizer = load_tokenizer(words)
-        given = (str(name), drafters, owner)
-        pipe = cls(model, tokenizer, facts, folder, method, *given)
-        if drafter is not None:
-            pipe.parts.take_given(kind_of(drafter))
-        return pipe
+        prepack(use_tree_attention(model))
+        return cls(model, load_tokenizer(words), facts, folder, method, str(name))
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write model, tokenizer, drafters, settings, and what pixels are made with."""
+        """Write model, tokenizer, settings, and what pixels are made with."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if not folder.samefile(self.folder):
@@ -177,13 +151,12 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         weights, words = self.facts.folders(folder)
         self.transformer.save_pretrained(weights, state_dict=contiguous_state(self.transformer))
         self.tokenizer.save_pretrained(words)
-        save_drafters_of(self.owner.fingerprint, self.parts.drafters, folder / "drafters")
         write_settings(self.settings, folder)
 
     @property
     def components(self) -> dict[str, Any]:
         """Networks and tokenizer; what else the pipeline is made of comes from the folder."""
-        return {name: getattr(self, name) for name in ("transformer", "tokenizer", "drafters")}
+        return {name: getattr(self, name) for name in ("transformer", "tokenizer")}
 
     @property
     def device(self) -> torch.device:

@@ -19,6 +19,7 @@ from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
+from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kinds import check_whole
 from specmm.layered import Layered, skipped
 from specmm.methods.base import DRAFTERS as PLACES
@@ -93,7 +94,7 @@ class PictureParts:
             there = ", ".join(sorted(self.drafters)) or "none"
             raise ValueError(
                 f"this model has no {kind!r} drafter (it has: {there}); "
-                "train one or use method sjd or ar"
+                "use method sjd or ar, or train one for a LlamaGen"
             )
         return self.drafters[kind]
 
@@ -179,6 +180,11 @@ def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Ten
     return table, first
 
 
+def llamagen(target: DrawingTarget) -> LlamaGenTarget:
+    """``target``, for which there is a trained drafter: only a LlamaGen has any."""
+    return cast(LlamaGenTarget, target)
+
+
 def _block(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
@@ -188,7 +194,7 @@ def _block(
     tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return BlockDrafter(head, target, shape, sampled, choice.rejected_weight, siblings)
+    return BlockDrafter(head, llamagen(target), shape, sampled, choice.rejected_weight, siblings)
 
 
 def _eagle(
@@ -197,7 +203,7 @@ def _eagle(
     """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return EagleDrafter(parts.head("eagle"), target, tree, sampled, siblings)
+    return EagleDrafter(parts.head("eagle"), llamagen(target), tree, sampled, siblings)
 
 
 def _jacobi(

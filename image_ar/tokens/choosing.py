@@ -20,7 +20,7 @@ from specmm import autotune, methods
 from specmm.autotune import Candidate, Measured, Plan, Rival
 from specmm.decode import decode, decode_plain
 from specmm.drawing import DrawingTarget
-from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
+from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble, llamagen
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
@@ -90,7 +90,7 @@ def _exact(target: DrawingTarget, parts: PictureParts, batch: int) -> Plan:
     uniforms = Uniforms.from_seeds(range(batch), target.device)
 
     def drafter_of(shape: TreeShape) -> BlockDrafter:
-        return BlockDrafter(head, target, shape, rejected_weight=PLANNED.rejected_weight)
+        return BlockDrafter(head, llamagen(target), shape, rejected_weight=PLANNED.rejected_weight)
 
     shapes = candidates(parts)
     prompt = target.any_prompt(batch)

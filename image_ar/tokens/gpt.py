@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.cache import Memory
-from specmm.drawing import Sizes
 from specmm.kernels.tree_attention import Mask, attend
 
 
@@ -58,16 +57,6 @@ class GPTConfig:
         return round(self.block_size**0.5)
 
     @property
-    def rows(self) -> int:
-        """Rows of the picture."""
-        return self.grid
-
-    @property
-    def columns(self) -> int:
-        """Tokens a row."""
-        return self.grid
-
-    @property
     def ffn_dim(self) -> int:
         """Inner width of the feed-forward layers: 8C/3 (times a multiplier), rounded up."""
         wanted = int(8 * self.dim / 3)
@@ -85,22 +74,17 @@ PUBLISHED = {
 }
 
 
-def rotary_table(
-    grid: int, head_dim: int, prefix: int, base: float = 10000.0, columns: int = 0
-) -> Tensor:
+def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -> Tensor:
     """Two-dimensional rotary factors [prefix + cells, D/2, 2] (cos, sin); the prefix rows are all
     zero.
-
-    Cells are those of ``grid`` rows and, 0 for as many, ``columns``.
 
     Cell (r, c) turns the first half of the pairs by r·f and the second by c·f.
     """
     half = head_dim // 2
-    columns = columns or grid
     freqs = base ** (-torch.arange(0, half, 2)[: half // 2].float() / half)  # [D/4]
-    angles = torch.outer(torch.arange(max(grid, columns)).float(), freqs)  # [longer side, D/4]
-    down = angles[:grid, None].expand(grid, columns, -1)
-    across = angles[None, :columns].expand(grid, columns, -1)
+    angles = torch.outer(torch.arange(grid).float(), freqs)  # [side, D/4]
+    down = angles[:, None].expand(grid, grid, -1)
+    across = angles[None].expand(grid, grid, -1)
     cells = torch.cat([down, across], dim=-1).flatten(0, 1)  # [cells, D/2]
     table = torch.stack([cells.cos(), cells.sin()], dim=-1)
     return torch.cat([torch.zeros(prefix, half, 2), table])
@@ -161,7 +145,7 @@ class RMSNorm(nn.Module):
 class LlamaGenAttention(nn.Module):
     """Self-attention whose ``wqkv`` rows are [all queries | all keys | all values]."""
 
-    def __init__(self, config: Sizes) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.n_head
         self.wqkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
@@ -207,7 +191,7 @@ class TransformerBlock(nn.Module):
     residual.
     """
 
-    def __init__(self, config: Sizes, inner: int = 0) -> None:
+    def __init__(self, config: GPTConfig, inner: int = 0) -> None:
         super().__init__()
         self.attention = LlamaGenAttention(config)
         self.feed_forward = FeedForward(config.dim, inner or config.ffn_dim)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from specmm.checkpoints import (
     read_json,
     weights_file,
 )
-from specmm.drawing import Sizes
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.shared import count, read_config, save_module, save_weights, shape_of
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
@@ -243,26 +242,8 @@ def target_fingerprint(model: Transformer) -> str:
     return fingerprint(weights["output.weight"], first, last)
 
 
-@dataclass(frozen=True)
-class Owner:
-    """What a drafter must fit: the ``sizes`` and ``fingerprint`` of its target; and where and in
-    which dtype that runs.
-    """
-
-    sizes: Sizes
-    fingerprint: str
-    device: torch.device
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, target: Transformer) -> Owner:
-        """A LlamaGen."""
-        weight = target.output.weight
-        return cls(target.config, target_fingerprint(target), weight.device, weight.dtype)
-
-
 def load_drafters(
-    owner: Owner, model: Path, drafter: str | Path | None = None
+    target: Transformer, model: Path, drafter: str | Path | None = None
 ) -> dict[str, DrafterHead]:
     """Every drafter in the folder of a ``model``, at ``drafters/<kind>/{model.safetensors,
     config.json}``, by kind and in the target's dtype; a ``drafter`` in a folder of its own in place
@@ -274,7 +255,7 @@ def load_drafters(
     folders = {kind: own / kind for kind in READERS if (own / kind).is_dir()}
     if drafter is not None:
         folders[kind_of(drafter)] = Path(drafter)
-    return {kind: READERS[kind](owner, folder) for kind, folder in folders.items()}
+    return {kind: READERS[kind](folder, target) for kind, folder in folders.items()}
 
 
 def kind_of(drafter: str | Path) -> str:
@@ -297,16 +278,7 @@ def save_drafters(
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write every drafter with the target's fingerprint."""
-    save_drafters_of(target_fingerprint(target), drafters, folder, dtype)
-
-
-def save_drafters_of(
-    fingerprint: str,
-    drafters: Mapping[str, DrafterHead],
-    folder: Path,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """As :func:`save_drafters`, for a target with this ``fingerprint``."""
+    fingerprint = target_fingerprint(target) if drafters else None
     for kind, head in drafters.items():
         save_drafter(head, folder / kind, fingerprint=fingerprint, dtype=dtype)
 
@@ -330,38 +302,26 @@ def load_block(folder: Path, target: Transformer) -> BlockHead:
     """The block drafter in ``folder``; raises ``ValueError`` when it was trained for another
     target.
     """
-    return load_block_for(Owner.of(target), folder)
-
-
-def load_block_for(owner: Owner, folder: Path) -> BlockHead:
-    """As :func:`load_block`, for a target of any class."""
     facts = read_json(folder / "config.json")
-    _check_facts(owner, folder, facts, ("levels", "layers", "aux_layers"))
-    sizes = facts["levels"], facts["layers"], owner.sizes, tuple(facts["aux_layers"])
-    config = BlockConfig(*sizes, facts.get("inner", 0))
-    with WithoutWeights():
-        head = BlockHead(config)
-    load_strict(head, read_checkpoint(folder), source=folder, dtype=owner.dtype)
-    return head.to(owner.device, owner.dtype).eval()
-
-
-def _check_facts(
-    owner: Owner, folder: Path, facts: Mapping[str, Any], needed: tuple[str, ...]
-) -> None:
-    """Raise ``ValueError`` unless the ``facts`` of a drafter say what is ``needed``, and that it is
-    of this target.
-    """
-    missing = [key for key in (*needed, "target_fingerprint") if key not in facts]
+    needed = ("levels", "layers", "aux_layers", "target_fingerprint")
+    missing = [key for key in needed if key not in facts]
     if missing:
         raise ValueError(
             f"{folder / 'config.json'} must say {', '.join(missing)}, got {sorted(facts)}"
         )
-    check_fingerprint(facts["target_fingerprint"], owner.fingerprint, folder)
+    check_fingerprint(facts["target_fingerprint"], target_fingerprint(target), folder)
+    sizes = facts["levels"], facts["layers"], target.config, tuple(facts["aux_layers"])
+    config = BlockConfig(*sizes, facts.get("inner", 0))
+    with WithoutWeights():
+        head = BlockHead(config)
+    weight = target.output.weight
+    load_strict(head, read_checkpoint(folder), source=folder, dtype=weight.dtype)
+    return head.to(weight.device, weight.dtype).eval()
 
 
 def load_eagle(
     path: str | Path,
-    target: Sizes,
+    target: GPTConfig,
     *,
     fingerprint: str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -383,10 +343,12 @@ def load_eagle(
     return head.to(dtype).eval()
 
 
-def load_eagle_for(owner: Owner, folder: Path) -> EagleHead:
-    """As :func:`load_eagle`, for a target of any class, where and as that runs."""
-    head = load_eagle(folder, owner.sizes, fingerprint=owner.fingerprint, dtype=owner.dtype)
-    return head.to(owner.device)
+def _load_eagle_for(folder: Path, target: Transformer) -> EagleHead:
+    """As :func:`load_eagle`, where and as the ``target`` runs."""
+    weight = target.output.weight
+    fingerprint = target_fingerprint(target)
+    head = load_eagle(folder, target.config, fingerprint=fingerprint, dtype=weight.dtype)
+    return head.to(weight.device)
 
 
 def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
@@ -403,7 +365,7 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
             )
 
 
-READERS: Mapping[str, Callable[[Owner, Path], DrafterHead]] = {
-    "block": load_block_for,
-    "eagle": load_eagle_for,
+READERS: Mapping[str, Callable[[Path, Transformer], DrafterHead]] = {
+    "block": load_block,
+    "eagle": _load_eagle_for,
 }

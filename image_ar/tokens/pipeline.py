@@ -41,7 +41,6 @@ from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
     DrafterHeads,
-    Owner,
     kind_of,
     load_drafters,
     load_gpt,
@@ -175,7 +174,7 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         # before the weights move: the fingerprint that drafters are checked by is read on the CPU
         drafters = {}
         if drafter is not None or (folder / "drafters").is_dir():
-            drafters = load_drafters(Owner.of(transformer), folder, drafter)
+            drafters = load_drafters(transformer, folder, drafter)
         for module in (transformer, *drafters.values()):
             prepack(module.to(place.where))
         vq = load_vq(folder / "vq").to(place.where)

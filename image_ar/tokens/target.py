@@ -18,7 +18,7 @@ from torch import Tensor
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
 from specmm.compiled import CompiledRound, DeferredStop, NotCompiled, compiled
 from specmm.guidance import Guidance as Guidance
-from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.image_ar.tokens.gpt import Transformer
 from specmm.kernels.tree_attention import Mask
 from specmm.processors import Processor, check_finite
 from specmm.target import TargetOutput
@@ -97,16 +97,6 @@ class LlamaGenTarget:
     def undrawable(self) -> None:
         """Any token may come anywhere."""
         return None
-
-    @property
-    def sizes(self) -> GPTConfig:
-        """The model's own, which its drafters have as well."""
-        return self.model.config
-
-    @property
-    def network(self) -> Transformer:
-        """The model."""
-        return self.model
 
     @property
     def columns(self) -> int:
@@ -223,12 +213,10 @@ class LlamaGenTarget:
         """Logits [..., V] of ``states`` [..., C] after the final norm."""
         return self.model.output(states)
 
-    def drawable(self, tokens: Tensor) -> Tensor:
-        """``tokens`` themselves: any may be drawn."""
-        return tokens
-
     def drawn_logits(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """See :class:`specmm.drawing.DrawingTarget`."""
+        """Guided logits [B, P, V] of the ``drawn``-th token [B, 1 or P] of pictures, from 0, of
+        those of all branches [R, P, V].
+        """
         return self.guide(logits, drawn + self.model.config.cls_token_num - 1)
 
     def any_prompt(self, batch: int) -> Prompt:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,13 +26,11 @@ from specmm.hf.diffusers_parts import load_part
 from specmm.hf.interleaved import Writer
 from specmm.hf.picture_tokens import (
     Decoder,
-    Encoder,
     Layout,
     Painting,
     PictureModel,
     Size,
     lined,
-    pixels_of,
     square,
     token_codes,
     token_side,
@@ -171,28 +168,6 @@ def _sampling(model: PreTrainedModel) -> dict[str, Any]:
     return {"cfg": 4.0, "top_k": min(2000, model.config.vocab_size)}
 
 
-def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
-    """With the token that ends each line, where lines have one.
-
-    Raises ``ValueError`` for a model whose folder has no tokenizer.
-    """
-    if model.model.vqmodel is None:
-        raise ValueError(
-            "the model's folder has no image tokenizer to make tokens with: put Chameleon's "
-            "vqgan.ckpt into it, or leave data out and give prompts"
-        )
-
-    def encoder(pixels: Tensor) -> Tensor:
-        codes = model.model.vqmodel.encode(pixels).image_tokens
-        tokens = model.model.vocabulary_mapping.convert_img2bpe(codes).long()
-        lines = tokens.view(len(pixels), layout.rows, layout.columns)
-        if _lined(model):
-            lines = F.pad(lines, (0, 1), value=model.config.vocabulary_map[END_OF_LINE])
-        return lines.flatten(1)
-
-    return pixels_of(model, layout), encoder
-
-
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
     """The tokenizer's decoder; raises ``ValueError`` where there is none."""
     pictures_of = _pictures_of(model, folder)
@@ -235,7 +210,6 @@ CHAMELEON = PictureModel(
     away=_away,
     decode=_decode,
     codebook=_codebook,
-    encode=_encode,
     check=_check,
     fill=_fill,
     keep=lambda folder, into: named(KEEP)(folder, into),

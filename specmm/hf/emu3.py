@@ -16,13 +16,11 @@ from torch import Tensor
 
 from specmm.hf.picture_tokens import (
     Decoder,
-    Encoder,
     Layout,
     Painting,
     PictureModel,
     Size,
     lined,
-    pixels_of,
     token_codes,
     token_side,
 )
@@ -55,19 +53,6 @@ def _codebook(model: Any) -> tuple[Tensor, Tensor]:
     return ids, model.model.vqmodel.quantize.embedding.weight.detach()[codes]
 
 
-def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
-    """With the token that ends each line."""
-    size = pixels_of(model, layout)
-
-    def encoder(pixels: Tensor) -> Tensor:
-        sizes = torch.tensor([size] * len(pixels))
-        found = model.model.vqmodel.encode(pixels, sizes).image_tokens
-        words = model.vocabulary_mapping
-        return torch.stack([words.convert_img2bpe(codes).flatten() for codes in found]).long()
-
-    return size, encoder
-
-
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         lines = tokens.view(len(tokens), layout.rows, layout.columns + 1)
@@ -84,6 +69,5 @@ EMU3 = PictureModel(
     ids=_ids,
     decode=_decode,
     codebook=_codebook,
-    encode=_encode,
     cfg=3.0,
 )

@@ -142,12 +142,6 @@ class _Reader:
         if not names or any(picture.scores in name for name in names):
             every = methods.TRANSFORMERS_IMAGES
             found["draws"] = tuple(name for name in every if name not in picture.not_by)
-            drafters = self.folder.path / "drafters"
-            if not any((drafters / kind).is_dir() for kind in ("block", "eagle")):
-                self.notes.append(
-                    "speculative, lantern, lantern++ and eagle need a drafter, and there is none "
-                    "in drafters/block or drafters/eagle; specmm train drafter makes one"
-                )
         else:
             self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")
         if processes(self.folder.path):

@@ -19,12 +19,10 @@ from torch import Tensor
 from specmm.guidance import AllowedTokens
 from specmm.hf.picture_tokens import (
     Decoder,
-    Encoder,
     Layout,
     Painting,
     PictureModel,
     Size,
-    pixels_of,
     square,
     token_side,
     unit_codebook,
@@ -62,13 +60,6 @@ def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return [token if token in kept else config.pad_token_id for token in ids]
 
 
-def _encode(model: Any, layout: Layout) -> tuple[Size, Encoder]:
-    def encoder(pixels: Tensor) -> Tensor:
-        return model.model.vqmodel.encode(pixels).image_tokens.view(len(pixels), -1)
-
-    return pixels_of(model, layout), encoder
-
-
 def _decode(model: Any, folder: Path) -> Decoder:
     def decoder(tokens: Tensor, layout: Layout, painting: Painting) -> Tensor:
         pixels: Tensor = model.decode_image_tokens(tokens)
@@ -87,7 +78,6 @@ JANUS = PictureModel(
     away=_away,
     decode=_decode,
     codebook=unit_codebook,
-    encode=_encode,
     cfg=5.0,
     shared=False,
 )

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from specmm import zoo
 from specmm.cache import branched
 from specmm.compiled import CompiledRound
-from specmm.drawing import DrafterSizes
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
@@ -66,10 +65,6 @@ Decoder = Callable[[Tensor, Layout, Painting], Tensor]
 """Tokens [1, T] to a picture [1, 3, H, W] in [-1, 1]."""
 
 
-Encoder = Callable[[Tensor], Tensor]
-"""Pictures [B, 3, H, W] in [-1, 1] to tokens [B, T]."""
-
-
 @dataclass(frozen=True)
 class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
@@ -85,13 +80,11 @@ class PictureModel:
     no tokenizer. ``cfg`` is the usual guidance scale, ``sampling`` settings by name that a model of
     the kind is usually run with. Tokens are ``shared`` where drawn ones have the ids that a prompt
     would use. ``parts`` are the folders of model and tokenizer in a pipeline of diffusers, if the
-    model comes in one, and
-    ``paints`` tells that its pixels are made by diffusion. ``encode`` gives the size in pixels of
-    pictures of a layout, and what makes tokens of them. ``check`` raises ``ValueError`` for a model
-    that cannot draw; a checkpoint cannot without weights with ``scores`` in their names, and can
-    without those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in
-    the folder. ``keep`` copies into another folder what ``decode`` reads of the model's. Methods
-    ``not_by`` cannot draw with it.
+    model comes in one, and ``paints`` tells that its pixels are made by diffusion. ``check`` raises
+    ``ValueError`` for a model that cannot draw; a checkpoint cannot without weights with ``scores``
+    in their names, and can without those whose names begin with ``unneeded``, which ``fill`` then
+    takes from elsewhere in the folder. ``keep`` copies into another folder what ``decode`` reads of
+    the model's. Methods ``not_by`` cannot draw with it.
     """
 
     architecture: str  # the class
@@ -102,7 +95,6 @@ class PictureModel:
     away: Callable[[Any, Any, Sequence[int]], list[int]] | None = None
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
-    encode: Callable[[Any, Layout], tuple[Size, Encoder]] | None = None
     cfg: float = 1.0
     sampling: Callable[[Any], dict[str, Any]] = lambda model: {}
     shared: bool = True
@@ -162,7 +154,6 @@ class PictureTarget(VLMTarget):
         places = self.layout.places
         self.grid = places if places is None else places.to(model.device)  # [3, T]
         self.example = example
-        self.places_drawn = (drawable.cumsum(0) - 1).clamp(min=0)  # [V], in drawable ones
         never = (~drawable).nonzero()[:1, 0].tolist()
         self.undrawable = never[0] if never else None
 
@@ -193,28 +184,6 @@ class PictureTarget(VLMTarget):
         assert self.allowed is not None
         return self.allowed
 
-    @property
-    def network(self) -> PreTrainedModel:
-        """The model."""
-        return self.model
-
-    @property
-    def sizes(self) -> DrafterSizes:
-        """Those of drafters: layers as wide as the model's, pictures of its layout, as one raster
-        where it has a preview as well.
-        """
-        config = self.family.config
-        width = int(config.hidden_size)
-        most = int(config.num_attention_heads)
-        return DrafterSizes(
-            dim=width,
-            n_head=next((n for n in range(most, 0, -1) if width % (4 * n) == 0), 1),
-            ffn_dim=self.family.inner,
-            vocab_size=int(self.places_drawn[-1]) + 1,
-            rows=-(-self.length // self.line),
-            columns=self.line,
-        )
-
     def read_layers(self, layers: Sequence[int]) -> None:
         """From now on drafters read, after the states that the head reads, the inputs of
         ``layers`` [R, N, C·(1 + F)].
@@ -227,16 +196,6 @@ class PictureTarget(VLMTarget):
         if self.aux is None:
             return states
         return torch.cat([states, self.aux.context()], dim=-1)
-
-    def drawable(self, tokens: Tensor) -> Tensor:
-        """The places [...] of ``tokens`` [...] among those that may be drawn."""
-        return self.places_drawn[tokens]
-
-    def drawn_logits(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """Logits [B, P, V] of the ``drawn``-th token [B, 1 or P] of pictures, guided, ``-inf`` for
-        what may not come there, of those of all branches [R, P, V].
-        """
-        return self.guided(logits, drawn - 1 + self.begins[:, None])
 
     def with_processor(self, processor: Processor) -> PictureTarget:
         """The same model under another processor."""
@@ -300,12 +259,6 @@ def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
     places[:, -1] = 1
     allowed = AllowedTokens(torch.stack([pictures, line]), places.flatten())
     return Layout(rows, columns, rows * (columns + 1), allowed)
-
-
-def pixels_of(model: Any, layout: Layout) -> Size:
-    """The size of a picture of ``layout``."""
-    side = token_side(model)
-    return layout.rows * side, layout.columns * side
 
 
 def token_side(model: Any) -> int:

@@ -121,7 +121,10 @@ LanguageMethod: TypeAlias = (
 VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMethod
 TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod
 GenerateMethod: TypeAlias = AR | VLMDraft | MSD | TextMethod
-TransformersImageMethod: TypeAlias = Method | PromptLookup  # models that draw picture tokens
+# models that draw picture tokens, of which none has a trained drafter
+TransformersImageMethod: TypeAlias = (
+    AR | SJD | GSD | ZipAR | SelfDraft | Draft | Auto | PromptLookup
+)
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 

@@ -1,6 +1,4 @@
-"""Block and EAGLE drafters of models that draw pictures token by token (``drafter``), written to
-the model's ``drafters/``.
-"""
+"""Block and EAGLE drafters of a LlamaGen (``drafter``), written to the model's ``drafters/``."""
 
 from __future__ import annotations
 
@@ -15,7 +13,6 @@ import torch
 from specmm import zoo
 from specmm.files import writable
 from specmm.guidance import Guidance
-from specmm.hf.pretrained import load_config
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig
@@ -29,12 +26,11 @@ from specmm.image_ar.tokens.loading import (
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
-from specmm.recipes.prompted_drafter import Request, Training, train_prompted
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
-from specmm.recipes.training.block_drafter import measure_acceptance, measure_taus
+from specmm.recipes.training.block_drafter import measure_acceptance, measure_taus, train_block
 from specmm.recipes.training.drawn_pictures import draw_all
+from specmm.recipes.training.eagle_drafter import train_eagle
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
-from specmm.recipes.training.llamagen_drafters import train_block, train_eagle
 from specmm.registry import unknown
 
 KINDS = ("block", "eagle")
@@ -58,9 +54,6 @@ def drafter(
     lr: float | None,
     drawn: Size,
     only_drawn: bool,
-    prompts: Path | None,
-    height: int | None,
-    width: int | None,
     cfg: float | None,
     start: Path | None,
     replace: bool,
@@ -70,7 +63,6 @@ def drafter(
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     place, result = drafter_folders(model, kind, replace)
-    prompted = picture_type(place)  # what the hub has is known by now
     folder = writable(out or Path("runs") / kind)
     options: dict[str, Any] = dict(
         steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {})
@@ -79,17 +71,6 @@ def drafter(
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
-    if prompted is not None:
-        sources = _sources(prompts, data, drawn, only_drawn)
-        request = Request(*sources, drawn, cfg, (height, width), seed, folder)
-        config = load_config(prompted.folders(place)[0]).get_text_config()
-        read = _layers(aux_layers, config.num_hidden_layers, 1)
-        sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
-        options |= {"noise": noise} if kind == "eagle" else {"overlap_weight": overlap_weight}
-        train_prompted(place, request, Training(kind, sizes, start, temperature, options))
-        return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
-    if (prompts, height, width) != (None, None, None):
-        raise ValueError(f"{model} draws no prompts: leave prompts, height and width out")
     block = dict(
         overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg)
     )
@@ -113,8 +94,12 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
     written; raises ``ValueError`` if that exists and is not to be replaced.
     """
     there = zoo.pocket_models().get(model, Path(model))
-    piped = picture_type(there) is None or (there / zoo.PIPELINE).is_file()
-    place = zoo.find(model, zoo.PIPELINE if piped else zoo.TRANSFORMERS)
+    if picture_type(there) is not None:
+        raise ValueError(
+            f"drafters are trained for LlamaGens, got {model}, a picture model of transformers: "
+            "sjd and gsd need none"
+        )
+    place = zoo.find(model, zoo.PIPELINE)
     result = beside(model, place) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
@@ -131,40 +116,12 @@ def _dropout(model: Path, cfg: float | None) -> float:
     return 3 * CLASS_DROPOUT if guided else 0.0
 
 
-def _sources(
-    prompts: Path | None, data: Any, drawn: int, only_drawn: bool
-) -> tuple[Path | None, Path | None]:
-    """The folder of pictures with texts and the file of prompts; raises ``ValueError`` for neither,
-    and for settings of other models.
-    """
-    if only_drawn:
-        raise ValueError(
-            "only_drawn is of models that draw classes, got true: leave data out for what a model "
-            "draws from prompts alone"
-        )
-    place = data.args[0]  # as the recipe's setting has it
-    if prompts is None and not place:
-        raise ValueError(
-            "a drafter needs pictures to learn from: give --set prompts=FILE, a prompt a line, or "
-            "--set data=FOLDER with a metadata.jsonl"
-        )
-    if prompts is None and drawn:
-        raise ValueError(
-            f"drawn needs what to draw, got {drawn} pictures and no prompts: give "
-            "--set prompts=FILE, a prompt a line, or leave drawn out"
-        )
-    return Path(place).expanduser() if place else None, prompts
-
-
-def _layers(text: str, count: int, first: int = 0) -> tuple[int, ...]:
-    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have, or
-    before the ``first``.
-    """
+def _layers(text: str, count: int) -> tuple[int, ...]:
+    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
     found = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and first <= int(part) < count for part in found):
+    if not all(part.isdecimal() and int(part) < count for part in found):
         raise ValueError(
-            f"aux_layers must be layers from {first} to {count - 1} with commas between, "
-            f"got {text!r}"
+            f"aux_layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
         )
     return tuple(map(int, found))
 

@@ -30,7 +30,6 @@ from specmm.randomness import Uniforms
 from tests.golden.calls import Call, Found
 from tests.integration.conftest import save_text, tiny_pipeline
 from tests.integration.test_hybrids import RAGGED, msd_head, random_model, text_model
-from tests.integration.test_picture_drafters import save as save_drawing
 from tests.noisy import noisy
 from tests.tiny import assistants, chameleon, mtp_models, picture_kinds, vlm_folders
 from tests.tiny.families import Zoo
@@ -171,7 +170,7 @@ def guided(method: Any) -> Found:
 
 @cache
 def drawing(kind: str) -> ImagePipeline:
-    place = folder(save_drawing, picture_kinds.KINDS[kind])
+    place = folder(picture_kinds.KINDS[kind].save)
     return picture_kinds.opened(place, torch.float64)
 
 
@@ -205,10 +204,14 @@ STATES += [("lfm2", "prompt-lookup"), ("lfm2", "msd"), ("jamba", "prompt-lookup"
 DRAWING: dict[str, Any] = {
     "ar": "ar",
     "sjd": methods.SJD(window=4),
+    "exit": methods.SelfDraft(exit=1),
+}
+OF_CLASSES: dict[str, Any] = DRAWING | {
     "a tree": methods.Speculative(tree=(2, 2, 1)),
     "eagle": methods.Eagle(top_k=4),
-    "exit": methods.SelfDraft(exit=1),
     "lantern++": methods.LanternPP(k=3),
+    "lantern": "lantern",
+    "gsd": "gsd",
 }
 OF_CODE: dict[str, dict[str, Any]] = {
     **{f"refilled: {method}": REFILLED | {"method": method} for method in ("ar", "block", "deer")},
@@ -289,7 +292,7 @@ def pictures() -> dict[str, Call]:
     for label, method in DRAWING.items():
         for kind in picture_kinds.KINDS:
             found[f"{kind}: {label}"] = partial(drawn, kind, method=method)
-    for label, method in (DRAWING | {"lantern": "lantern", "gsd": "gsd"}).items():
+    for label, method in OF_CLASSES.items():
         for size in (2, 7):
             options = {"method": method, "batch_size": size}
             found[f"classes by {size}: {label}"] = partial(classes, **options)

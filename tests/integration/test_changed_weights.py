@@ -15,7 +15,6 @@ from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from tests.integration import test_mar_pipeline
 from tests.integration.conftest import save_text, tiny_pipeline
-from tests.integration.test_picture_drafters import save as save_drawing
 from tests.tiny import picture_kinds
 from tests.unit.scales.conftest import make_var, make_vqvae
 
@@ -66,10 +65,7 @@ FAMILIES = {
     ),
     "var": (save_var, pictures([3])),
     "emu3, of 5000 tokens": (save_emu3, pictures(picture_kinds.PROMPTS, **EMU3)),
-    "janus": (
-        alone(save_drawing, JANUS),
-        pictures(picture_kinds.PROMPTS, cfg=2.0, **picture_kinds.sized(JANUS)),
-    ),
+    "janus": (JANUS.save, pictures(picture_kinds.PROMPTS, cfg=2.0, **picture_kinds.sized(JANUS))),
     "texts": (alone(save_text), texts),
     "texts in bfloat16": (alone(save_text), texts),
 }

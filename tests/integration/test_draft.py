@@ -7,6 +7,9 @@ import torch
 
 import specmm
 from specmm import methods
+from specmm.image_ar.tokens.assemble import assemble
+from specmm.image_ar.tokens.drafters.block import BlockDrafter
+from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.methods import CONTINUOUS, IMAGE_TOKENS, SCALES, SJD, TEXT, VQA, Draft, LanternPP
 from specmm.shape.trees import make_tree
 from specmm.verify.rule import rule_kind
@@ -159,3 +162,20 @@ def test_what_methods_claim_is_what_their_rules_claim(registry):
 def test_options_of_rules_that_are_no_numbers(pictures, method, said):
     with pytest.raises(ValueError, match=said):
         pictures(classes=[1], method=method, output_type="latent")
+
+
+def test_a_given_drafter_takes_the_place_of_the_models(copy, tiny):
+    """Also of one that no longer fits, which is not read; and it is what "any" stands for."""
+    block = copy / "drafters/block/config.json"
+    facts = json.loads(block.read_text()) | {"target_fingerprint": "0" * 12}
+    block.write_text(json.dumps(facts))
+    drafted = {}
+    for name, (model, drafter) in {
+        "block": (copy, tiny / "drafters/block"),
+        "eagle": (tiny, tiny / "drafters/eagle"),
+        "none": (tiny, None),
+    }.items():
+        pipe = specmm.ImagePipeline.from_pretrained(model, drafter=drafter)
+        assert sorted(pipe.parts.drafters) == ["block", "eagle"]
+        drafted[name] = type(assemble(methods.Lantern(k=3), pipe.target(), pipe.parts)[1])
+    assert drafted == {"block": BlockDrafter, "eagle": EagleDrafter, "none": EagleDrafter}

@@ -18,8 +18,8 @@ from specmm.image_ar.tokens.loading import load_eagle, save_drafter, target_fing
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.eagle_drafter import eagle_loss
-from specmm.recipes.training.llamagen_drafters import seen_by, train_eagle
+from specmm.recipes.training.block_drafter import seen_by
+from specmm.recipes.training.eagle_drafter import eagle_loss, train_eagle
 from specmm.shape.eagle2 import Dynamic
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
@@ -207,7 +207,7 @@ def loss_of(model, head):
     tokens, labels = data()
     with torch.no_grad():
         seen = seen_by(model, labels, tokens[:, 0], ())
-        return eagle_loss(head, seen, lambda x, _: model.output(x), torch.zeros(12, 15, CONFIG.dim))
+        return eagle_loss(head, seen, model.output, torch.zeros(12, 15, CONFIG.dim))
 
 
 def test_training_lowers_the_loss_and_resumes(model, tmp_path):

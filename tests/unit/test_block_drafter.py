@@ -22,8 +22,7 @@ from specmm.image_ar.tokens.loading import load_block, save_drafter, target_fing
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.block_drafter import block_loss, go_on_from
-from specmm.recipes.training.llamagen_drafters import seen_by
+from specmm.recipes.training.block_drafter import block_loss, go_on_from, seen_by
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.tiny.parts import random_weights
@@ -121,7 +120,7 @@ def test_what_is_drafted_is_what_was_learnt(shape: TreeShape, path: tuple[int, .
         tokens = torch.cat([end.tokens[:, :root], drafts, end.tokens[:, root + 4 : 16]], dim=1)
         seen = replace(seen_by(model, labels, tokens, (1,)), logits=logits)
         at = torch.tensor([[root]])
-        overlap = block_loss(head, seen, lambda x, _: model.output(x), at, head.rotary)
+        overlap = block_loss(head, seen, model.output, at)
         probs = logits[0, root + 1 : root + 4].softmax(-1)
         wanted = torch.minimum(probs, tree.probs[0, path[1:]]).sum(-1)
         torch.testing.assert_close(overlap[1][alone], wanted[alone])

@@ -23,8 +23,14 @@ from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import Feedback
-from specmm.drawing import DrawingTarget, Sizes
-from specmm.image_ar.tokens.gpt import RMSNorm, RotaryTable, TransformerBlock, rotary_table
+from specmm.image_ar.tokens.gpt import (
+    GPTConfig,
+    RMSNorm,
+    RotaryTable,
+    TransformerBlock,
+    rotary_table,
+)
+from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.methods import check_rejected_weight
 from specmm.randomness import UniformSource
 from specmm.shape.trees import Siblings, draw_siblings
@@ -45,7 +51,7 @@ class BlockConfig:
 
     levels: int
     layers: int
-    target: Sizes
+    target: GPTConfig
     aux_layers: tuple[int, ...] = ()
     inner: int = 0
 
@@ -73,19 +79,8 @@ class BlockHead(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.previous = nn.Embedding(target.vocab_size, target.dim)
         self.norm = RMSNorm(target.dim, target.norm_eps)
-        self.rotary = self._rotary(target)
+        self.rotary = RotaryTable(rotary_table(target.grid, target.head_dim, 0, target.rope_base))
         nn.init.normal_(self.previous.weight, std=0.02)
-
-    def rotary_for(self, sizes: Sizes) -> RotaryTable:
-        """The rotary factors for pictures of the rows and columns of ``sizes``."""
-        own = self.config.target
-        usual = (own.rows, own.columns) == (sizes.rows, sizes.columns)
-        return self.rotary if usual else self._rotary(sizes)
-
-    def _rotary(self, sizes: Sizes) -> RotaryTable:
-        own = self.config.target
-        table = rotary_table(sizes.rows, own.head_dim, 0, own.rope_base, sizes.columns)
-        return RotaryTable(table)
 
     def features(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """e_i [R, M, C] of tokens' embeddings [R, M, C] and the states they were drawn from [R, M,
@@ -105,16 +100,15 @@ class BlockHead(nn.Module):
         cells: Tensor,
         bias: Tensor,
         memories: list[Memory] | None = None,
-        rotary: RotaryTable | None = None,
         queries: int = 0,
     ) -> Tensor:
         """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T];
         or only those of so many ``queries``, which come last.
 
         ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over what ``memories``
-        hold. ``rotary`` is for pictures of another size than usual.
+        hold.
         """
-        factors = (rotary or self.rotary).at(cells)
+        factors = self.rotary.at(cells)
         given: Sequence[Memory | None] = memories or [None] * len(self.layers)
         *earlier, final = zip(self.layers, given, strict=True)
         for layer, memory in earlier:
@@ -126,7 +120,7 @@ class BlockHead(nn.Module):
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
         """What the target's head reads [..., C]: level ``states`` corrected by the ``previous``
-        tokens [...], by their places among the drawable ones.
+        tokens [...].
         """
         return self.norm(states + self.previous(previous))
 
@@ -175,7 +169,7 @@ class BlockDrafter:
     def __init__(
         self,
         head: BlockHead,
-        target: DrawingTarget,
+        target: LlamaGenTarget,
         shape: TreeShape,
         sampled: bool = True,
         rejected_weight: float = 0.0,
@@ -196,7 +190,6 @@ class BlockDrafter:
         mixes = rejected_weight and sampled
         self.rejected = RejectedPositions(shape, rejected_weight) if mixes else None
         target.read_layers(head.config.aux_layers)
-        self.rotary = head.rotary_for(target.sizes).to(target.device)
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
@@ -302,7 +295,7 @@ class BlockDrafter:
         cells = self.cache.lengths[:, None] + order - ahead * (most - kept)[:, None]
         bias = self._aim(kept, most)
         everywhere = branched(cells, self.branches)
-        states = self.head(x, everywhere, bias, self.cache.layers, self.rotary, self.max_depth)
+        states = self.head(x, everywhere, bias, self.cache.layers, self.max_depth)
         self.cache.keep(order[:most].expand(len(kept), -1), kept)
         return states
 
@@ -330,8 +323,7 @@ class BlockDrafter:
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
         """Raw logits [R, P, V] of a level's children of the tokens ``previous`` [B, P]."""
-        places = self.target.drawable(previous)
-        read = self.head.read(states, branched(places, self.branches))
+        read = self.head.read(states, branched(previous, self.branches))
         return self.target.head(read).float()
 
 

@@ -1,12 +1,11 @@
-"""EAGLE heads for models that draw pictures token by token, LANTERN's for LlamaGen among them, and
-their drafter: a static tree, sampled or of the likeliest tokens, or EAGLE-2's.
+"""EAGLE heads for LlamaGen, LANTERN's among them, and their drafter: a static tree, sampled or of
+the likeliest tokens, or EAGLE-2's.
 
 The head is one layer over features of the committed tokens, with the official names. Position i
 reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm, and
 predicts hidden_{i+1}; the target's output head, without a norm, turns that into logits. The layer
-has no norm before its attention. A LlamaGen's positions are the target's less one: P - 1 prefix
-rows without rotation, then the raster. Of other targets the head reads pictures alone (P = 1): the
-first state holds the prompt. :class:`specmm.growth.Growth` grows the tree. A prompt's padded
+has no norm before its attention. Positions are the target's less one: P - 1 prefix rows without
+rotation, then the raster. :class:`specmm.growth.Growth` grows the tree. A prompt's padded
 positions are read like any others, as in the release. Source: EAGLE (arXiv 2401.15077), LANTERN
 (2410.03355).
 
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 
 from specmm.cache import Cache, CacheSize, Memory, alike, branched
 from specmm.drafter import DrafterVocabulary, Feedback
-from specmm.drawing import DrawingTarget, Sizes
 from specmm.growth import Growth
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, RotaryTable, rotary_table, rotate
+from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
@@ -38,33 +37,24 @@ from specmm.tree import DraftTree, TreeShape
 class EagleConfig:
     """Sizes of a head for a ``target``; F = ``ffn_dim``, by default the target's."""
 
-    target: Sizes
+    target: GPTConfig
     ffn_dim: int | None = None
-
-    @property
-    def own_embeddings(self) -> bool:
-        """Whether it has some, as the releases for LlamaGen do; others read the target's."""
-        return isinstance(self.target, GPTConfig)
 
     @property
     def before(self) -> int:
         """P - 1."""
-        return self.target.cls_token_num - 1 if isinstance(self.target, GPTConfig) else 0
+        return self.target.cls_token_num - 1
 
     def sizes(self) -> dict[str, object]:
-        """What a head and its target must agree on, under the names of a Llama configuration.
-
-        Pictures of several sizes share a head, but a LlamaGen's have one.
-        """
+        """What a head and its target must agree on, under the names of a Llama configuration."""
         target = self.target
-        found: dict[str, object] = {
+        return {
             "hidden_size": target.dim,
             "vocab_size": target.vocab_size,
             "num_attention_heads": target.n_head,
+            "block_size": target.block_size,
+            "cls_token_num": target.cls_token_num,
         }
-        if isinstance(target, GPTConfig):
-            found |= {"block_size": target.block_size, "cls_token_num": target.cls_token_num}
-        return found
 
     def facts(self) -> dict[str, object]:
         """What ``config.json`` says of a head."""
@@ -139,24 +129,17 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The network; it uses the target's output head, and its embeddings unless it has some."""
+    """The network, which uses the target's output head."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         target = config.target
         self.config = config
-        self.embed_tokens: nn.Embedding | None = None
-        if config.own_embeddings:
-            self.embed_tokens = nn.Embedding(target.vocab_size, target.dim)
+        self.embed_tokens = nn.Embedding(target.vocab_size, target.dim)
         self.fc = nn.Linear(2 * target.dim, target.dim)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.rotary = self.rotary_for(target)
-
-    def rotary_for(self, sizes: Sizes) -> RotaryTable:
-        """The rotary factors for pictures of the rows and columns of ``sizes``."""
-        own = self.config.target
-        turned = (own.head_dim, self.config.before, own.rope_base)
-        return RotaryTable(rotary_table(sizes.rows, *turned, sizes.columns))
+        turned = (target.grid, target.head_dim, config.before, target.rope_base)
+        self.rotary = RotaryTable(rotary_table(*turned))
 
     def forward(
         self,
@@ -165,16 +148,15 @@ class EagleHead(nn.Module):
         positions: Tensor | None = None,
         bias: Tensor | None = None,
         memory: Memory | None = None,
-        rotary: RotaryTable | None = None,
     ) -> Tensor:
         """Predicted next hidden states [R, T, C] of ``hidden`` [R, T, C] and the tokens after them,
         ``embedded`` [R, T, C].
 
         ``positions`` [R or 1, T] (0 … T-1 by default) count from the first prefix position; without
         ``memory`` the attention is causal, else it sees what ``memory`` holds under the additive
-        ``bias`` [R or 1, 1, T, S]. ``rotary`` is for pictures of another size than usual.
+        ``bias`` [R or 1, 1, T, S].
         """
-        table = rotary or self.rotary
+        table = self.rotary
         factors = table.first(hidden.shape[1]) if positions is None else table.at(positions)
         x = self.fc(torch.cat([embedded, hidden], dim=-1))
         return self.layers[0](x, factors, bias, memory)
@@ -190,18 +172,16 @@ class EagleDrafter:
     def __init__(
         self,
         head: EagleHead,
-        target: DrawingTarget,
+        target: LlamaGenTarget,
         tree: TreeShape | Dynamic,
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        wanted = EagleConfig(target.sizes).sizes()
+        wanted = EagleConfig(target.model.config).sizes()
         if head.config.sizes() != wanted:
             raise ValueError(f"head must be made for {wanted}, got one for {head.config.sizes()}")
         self.head = head.eval()
         self.target = target
-        self.embed = target.embed if head.embed_tokens is None else head.embed_tokens
-        self.rotary = head.rotary_for(target.sizes).to(target.device)
         vocabulary = DrafterVocabulary(target.vocabulary)
         self.growth = Growth(tree, sampled, vocabulary, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
@@ -250,9 +230,9 @@ class EagleDrafter:
         branches = self.cache.size.branches
         if len(positions) > 1:
             positions = branched(positions, branches)
-        rows = branched(self.embed(tokens), branches)
+        rows = branched(self.head.embed_tokens(tokens), branches)
         with self.clock("draft"):
-            return self.head(rows, hidden, positions, bias, self.cache.layers[0], self.rotary)
+            return self.head(rows, hidden, positions, bias, self.cache.layers[0])
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
         hidden = feedback.output.hidden

@@ -1,5 +1,5 @@
-"""Training of a block drafter for any target that draws pictures, on what it reads as it draws; and
-the acceptance that ``auto`` plans trees from.
+"""Training of LlamaGen's block drafter against its target, on the fly: no feature files; and the
+acceptance that ``auto`` plans trees from.
 
 Shape letters: M pictures, B batch, T tokens of a picture, A anchors a picture, K levels, C width, F
 layers read, V vocabulary.
@@ -21,43 +21,41 @@ from specmm.decode import decode
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
 from specmm.image_ar.tokens.choosing import JACOBI
-from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockHead
-from specmm.image_ar.tokens.gpt import RotaryTable
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
+from specmm.image_ar.tokens.gpt import Transformer
+from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms
 from specmm.shape.trees import spine
-from specmm.training import Losses, batch_rows, fit
+from specmm.training import Losses, batch_rows, fit, seeded
 from specmm.verify import Recursive
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A step's pictures by their ``rows`` [B], whether they are ``mirrored`` [B] (0 or 1), whether
-    their condition is ``dropped`` [B], and the anchors ``at`` [B, A].
-    """
-
-    rows: Tensor
-    mirrored: Tensor
-    dropped: Tensor
-    at: Tensor
-
-
-@dataclass(frozen=True)
 class Seen:
-    """What the target reads of pictures: ``logits`` [B, T, V] of each token, the ``hidden`` states
-    [B, T, C · (1 + F)] that these were scored from, the tokens' ``embedded`` inputs [B, T, C], and
-    their places among the ``drawable`` ones [B, T].
+    """What the target reads of pictures: their ``tokens`` [B, T], the ``logits`` [B, T, V] of each,
+    the ``hidden`` states [B, T, C · (1 + F)] that these were scored from, and the tokens'
+    ``embedded`` inputs [B, T, C].
     """
 
+    tokens: Tensor
     logits: Tensor
     hidden: Tensor
     embedded: Tensor
-    drawable: Tensor
 
 
-def fit_block(
-    drafter: BlockHead,
-    pictures: tuple[int, int],
-    loss_of: Callable[[Batch], tuple[Tensor, Tensor]],
+@torch.no_grad()
+def seen_by(target: Transformer, labels: Tensor, tokens: Tensor, aux_layers: Sequence[int]) -> Seen:
+    """What a LlamaGen reads of ``tokens`` [B, T] of ``labels`` [B]."""
+    # position i predicts token i
+    logits, hidden = target(target.embed(labels, tokens[:, :-1]), aux_layers=aux_layers)
+    return Seen(tokens, logits, hidden, target.tok_embeddings(tokens))
+
+
+def train_block(
+    target: Transformer,
+    tokens: Tensor,
+    labels: Tensor,
+    config: BlockConfig,
     out: Path,
     *,
     steps: int,
@@ -66,28 +64,44 @@ def fit_block(
     lr: float = 1e-3,
     overlap_weight: float = 1.0,
     dropout: float = 0.0,
+    temperature: float = 1.0,
     seed: int = 0,
-) -> None:
-    """Train on ``pictures`` (their number M and T) by ``loss_of``, which gives what
-    :func:`block_loss` gives; resumes from ``out/checkpoint.pt``.
+    start: BlockHead | None = None,
+) -> BlockHead:
+    """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
 
-    A larger ``overlap_weight`` late in training buys acceptance with calibration. ``dropout`` is
-    the share of pictures shown without their condition, which a drafter needs where guidance makes
-    it draft for both branches.
+    ``temperature`` is the one that pictures will be sampled at: the distributions compared are
+    softened or sharpened by it. A larger ``overlap_weight`` late in training buys acceptance with
+    calibration. ``dropout`` is the share of pictures shown without their class, which a drafter
+    needs where guidance makes it draft for both branches. ``start`` is a drafter to go on from, see
+    :func:`go_on_from`.
     """
-    count, length = pictures
+    with seeded(seed):
+        drafter = BlockHead(config)
+    target = target.eval().requires_grad_(False)
+    start_from(drafter, target.norm.weight)
+    if start is not None:
+        go_on_from(drafter, start)
+
+    @torch.compile
+    def loss_of(classes: Tensor, pictures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        seen = seen_by(target, classes, pictures, config.aux_layers)
+        return block_loss(drafter, seen, target.output, at, temperature)
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
-        shown = batch_rows(i, batch, count, seed), *varied(batch, dropout, generator)
-        last = length - drafter.config.levels
+        rows = batch_rows(i, batch, len(tokens), seed)
+        mirrored, dropped = varied(batch, dropout, generator)
+        last = target.config.block_size - config.levels
         at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
+        classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
-            cross_entropy, overlap = loss_of(Batch(*shown, at))
+            cross_entropy, overlap = loss_of(classes, tokens[rows, mirrored], at)
         loss = cross_entropy + overlap_weight * (1 - overlap.mean())
         return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
 
     fit(drafter, step, out=out, steps=steps, lr=lr, weight_decay=0.01)
+    return drafter
 
 
 def varied(batch: int, dropout: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -151,9 +165,8 @@ def _narrowed(head: BlockHead, inner: int) -> dict[str, Tensor]:
 def block_loss(
     drafter: BlockHead,
     seen: Seen,
-    head: Callable[[Tensor, Tensor], Tensor],
+    output: Callable[[Tensor], Tensor],
     at: Tensor,
-    rotary: RotaryTable,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of
@@ -161,8 +174,7 @@ def block_loss(
 
     They compare the drafter's distribution of a level, given the true token before it, with the
     target's there, both at ``temperature``. The overlap is 1 less the total variation, which is
-    what acceptance loses. ``head`` gives logits [B, N, V] of states [B, N, C] and the numbers
-    [B, N] of the tokens that they predict; ``rotary`` factors are those of pictures of this size.
+    what acceptance loses. ``output`` gives logits [B, N, V] of states [B, N, C].
 
     At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
     … a + K drafted.
@@ -179,9 +191,9 @@ def block_loss(
     shown = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
     bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
     bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
-    states = drafter(x, cells, bias, rotary=rotary, queries=wanted[0].numel())
-    previous = seen.drawable.gather(1, wanted.flatten(1) - 1)
-    drafted = head(drafter.read(states, previous), wanted.flatten(1)).float() / temperature
+    states = drafter(x, cells, bias, queries=wanted[0].numel())
+    previous = seen.tokens.gather(1, wanted.flatten(1) - 1)
+    drafted = output(drafter.read(states, previous)).float() / temperature
     drafted = drafted.log_softmax(-1)  # [B, A·K, V]
     probs = (seen.logits.float() / temperature).softmax(-1)
     probs = probs.gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
@@ -204,7 +216,7 @@ def measure_taus(target: DrawingTarget, prompt: Any, seeds: Sequence[int]) -> di
 
 
 def measure_acceptance(
-    head: BlockHead, target: DrawingTarget, prompt: Any, seeds: Sequence[int]
+    head: BlockHead, target: LlamaGenTarget, prompt: Any, seeds: Sequence[int]
 ) -> tuple[tuple[float, ...], ...]:
     """How often the block drafter's child of a level and rank is the one kept, over one batch of
     pictures, one seed each, under exact decoding.

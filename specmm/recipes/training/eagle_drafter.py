@@ -1,4 +1,4 @@
-"""Training of an EAGLE head for any target that draws pictures, on what it reads as it draws.
+"""Training of LlamaGen's EAGLE head against its target, on the fly: no feature files.
 
 Shape letters: M pictures, B batch, T tokens of a picture, N places, C width, V vocabulary.
 """
@@ -12,23 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.image_ar.tokens.drafters.eagle import EagleHead
-from specmm.image_ar.tokens.gpt import RotaryTable
-from specmm.recipes.training.block_drafter import Seen, varied
-from specmm.training import Losses, batch_rows, fit
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
+from specmm.image_ar.tokens.gpt import Transformer
+from specmm.recipes.training.block_drafter import Seen, seen_by, varied
+from specmm.recipes.training.encoding import CLASS_DROPOUT
+from specmm.training import Losses, batch_rows, fit, seeded
 
 PROBS_WEIGHT = 0.1  # of EAGLE's cross-entropy beside its SmoothL1
 
-LossOf = Callable[[Tensor, Tensor, Tensor, Tensor], Losses]
-"""What :func:`eagle_loss` gives for a step's pictures by their rows [B], whether they are mirrored
-[B] (0 or 1), whether their condition is dropped [B], and a shift [B, T - 1, C].
-"""
 
-
-def fit_eagle(
-    head: EagleHead,
-    pictures: tuple[int, int],
-    loss_of: LossOf,
+def train_eagle(
+    target: Transformer,
+    tokens: Tensor,
+    labels: Tensor,
     out: Path,
     *,
     steps: int,
@@ -36,47 +32,59 @@ def fit_eagle(
     lr: float = 1e-4,
     noise: float = 0.2,
     weight_decay: float = 0.01,
-    dropout: float = 0.0,
+    ffn_dim: int | None = None,
     seed: int = 0,
-) -> None:
-    """Train on ``pictures`` (their number M and T) by ``loss_of``; resumes from
+    compiled: bool = True,
+) -> EagleHead:
+    """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M]; resumes from
     ``out/checkpoint.pt``.
 
-    The states that the head reads are shifted by uniform noise in ±``noise`` · 256 / T. ``dropout``
-    is the share of pictures shown without their condition.
+    The head reads the target's hidden states, shifted by uniform noise in ±``noise`` · 256 / T, and
+    learns the next one and the distribution that the target's output head makes of it, as EAGLE
+    (arXiv 2401.15077) and LANTERN (2410.03355) train it. Token embeddings are the target's and stay
+    so. Raises ``ValueError`` for a target that is not class-conditional.
     """
-    count, length = pictures
+    if target.config.model_type != "c2i":
+        raise ValueError(f"target must be class-conditional (c2i), got {target.config.model_type}")
+    with seeded(seed):
+        head = EagleHead(EagleConfig(target.config, ffn_dim))
+    target = target.eval().requires_grad_(False)
+    head.embed_tokens.load_state_dict(target.tok_embeddings.state_dict())
+    head.embed_tokens.requires_grad_(False)
+    length = target.config.block_size
+
+    def loss_of(classes: Tensor, pictures: Tensor, shift: Tensor) -> Losses:
+        return eagle_loss(head, seen_by(target, classes, pictures, ()), target.output, shift)
+
+    made = torch.compile(loss_of) if compiled else loss_of
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
-        shown = batch_rows(i, batch, count, seed), *varied(batch, dropout, generator)
-        shape = (batch, length - 1, head.config.target.dim)
+        rows = batch_rows(i, batch, len(tokens), seed)
+        mirrored, dropped = varied(batch, CLASS_DROPOUT, generator)
+        shape = (batch, length - 1, target.config.dim)
         shift = (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
+        classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(*shown, shift)
+            return made(classes, tokens[rows, mirrored], shift)
 
     fit(head, step, out=out, steps=steps, lr=lr, weight_decay=weight_decay)
+    return head
 
 
 def eagle_loss(
-    head: EagleHead,
-    seen: Seen,
-    output: Callable[[Tensor, Tensor], Tensor],
-    shift: Tensor,
-    rotary: RotaryTable | None = None,
+    head: EagleHead, seen: Seen, output: Callable[[Tensor], Tensor], shift: Tensor
 ) -> Losses:
     """Loss and its parts (SmoothL1 of the states, soft cross-entropy) for pictures that the target
     has ``seen``, with ``shift`` [B, T - 1, C] added to the hidden states read.
 
-    ``output`` gives logits [B, N, V] of states [B, N, C] and the numbers [1, N] of the tokens that
-    they predict; ``rotary`` factors are those of pictures of this size. ``overlap`` is the mean of
-    Σ min(p, q): how likely a single draft is accepted.
+    ``output`` gives logits [B, N, V] of states [B, N, C]. ``overlap`` is the mean of Σ min(p, q):
+    how likely a single draft is accepted.
     """
     hidden = seen.hidden
     probs = seen.logits[:, 1:].float().softmax(-1)  # [B, T - 1, V]
-    predicted = head(seen.embedded[:, :-1], hidden[:, :-1] + shift, rotary=rotary)
-    order = torch.arange(1, hidden.shape[1], device=hidden.device)[None]
-    drafted = output(predicted, order).float().log_softmax(-1)
+    predicted = head(seen.embedded[:, :-1], hidden[:, :-1] + shift)
+    drafted = output(predicted).float().log_softmax(-1)
     regression = F.smooth_l1_loss(predicted.float(), hidden[:, 1:].float())
     cross_entropy = -(probs * drafted).sum(-1).mean()
     overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
