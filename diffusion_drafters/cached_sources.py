@@ -115,7 +115,6 @@ class CausalSource:
         self.cached.small.prefill(prompt, 2 * most + 1)
 
     def start_row(self, row: int) -> None:
-        """See :class:`BlockSource`."""
         prompt = drafter_prompt(self.target.started.prompt, self.translation)
         self.cached.small.start_row(row, prompt)
 

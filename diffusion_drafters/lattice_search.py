@@ -125,7 +125,6 @@ class CausalProxy(Protocol):
         self, contexts: Sequence[Sequence[int]], tokens: Sequence[int]
     ) -> list[list[float]]:
         """Log-probabilities (nats) of each of ``tokens`` after each of ``contexts``."""
-        ...
 
 
 class Path(NamedTuple):

@@ -43,7 +43,6 @@ class NextLogits(Protocol):
 
         ``memory`` is the one returned for those tokens' own place (None: the block's first).
         """
-        ...
 
 
 class BlockSource(Protocol):
@@ -61,18 +60,15 @@ class BlockSource(Protocol):
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Start a batch after the target's prefill, with rounds of at most ``most`` drafts."""
-        ...
 
     def start_row(self, row: int) -> None:
         """Read the prompt with which the target has just started ``row``."""
-        ...
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, v] of the ``block`` positions after ``feedback.token``, once a round.
 
         Where there are ``next_logits``, what those are made of [B, K, S].
         """
-        ...
 
 
 class DiffusionSource:
@@ -107,7 +103,6 @@ class DiffusionSource:
         self.history.append(feedback.token[:, None], torch.ones_like(feedback.token))
 
     def start_row(self, row: int) -> None:
-        """See :class:`BlockSource`."""
         self.history.take(row, self.target.started.history)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
@@ -204,7 +199,6 @@ class DFlashSource:
             self.token_table = model.recurrent.table(embeddings)  # [V, R]
 
     def begin(self, feedback: Feedback, most: int) -> None:
-        """See :class:`BlockSource`."""
         prompt = self.target.prompt
         self.model.begin(len(prompt.lengths), prompt.room, most + 1)
         context = self.target.ordered(self.aux_layers.context())

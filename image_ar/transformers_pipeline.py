@@ -310,14 +310,12 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
     def measured(
         self, sampling: Mapping[str, Any], prompt: str | None = None, **wanted: Any
     ) -> PictureTarget:
-        """See :class:`PicturePipeline`."""
         layout = self._layout(wanted.get("height"), wanted.get("width"))
         return self.target(**sampling, layout=layout, example=prompt or EXAMPLE)
 
     def settle(
         self, method: methods.Method, batch: int, sampling: PictureTarget
     ) -> tuple[methods.Method, str]:
-        """See :class:`PicturePipeline`."""
         return settled(method, sampling, self.parts, batch)
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:

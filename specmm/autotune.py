@@ -367,7 +367,6 @@ class AcceptanceCounter:
         self.visits = torch.zeros(shape.depth, 1)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """See :class:`specmm.drafter.Drafter`."""
         self.drafter.begin(feedback, clock)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

@@ -483,7 +483,6 @@ class _Ahead(PredrawnUniforms):
         self.stream = stream
 
     def draw(self, count: int) -> Tensor:
-        """See :class:`specmm.randomness.UniformSource`."""
         if self.used + count > self.numbers.shape[1]:
             if self.stream is None:
                 raise Uncapturable("a round takes more uniforms than the one before")

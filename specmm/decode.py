@@ -46,7 +46,6 @@ class Stop(Protocol):
         ``tokens`` [B, T] holds each row's tokens; those from ``before`` [B] to ``after`` [B] are
         this round's.
         """
-        ...
 
 
 class EndTokens:
@@ -56,7 +55,6 @@ class EndTokens:
         self.ids = torch.tensor(list(ids), dtype=torch.int64, device=device)  # [E]
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`Stop`."""
         column = torch.arange(tokens.shape[1], device=tokens.device)
         fresh = (column >= before[:, None]) & (column < after[:, None])
         ends = torch.isin(tokens, self.ids) & fresh

@@ -108,14 +108,12 @@ class Drafter(Protocol):
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Start a batch after the target's prefill."""
-        ...
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The next tree, whose root is ``feedback.token``.
 
         Every node must record the distribution it was drawn from (:class:`specmm.tree.DraftTree`).
         """
-        ...
 
 
 def looks_ahead(rule: object) -> bool:
@@ -146,7 +144,6 @@ class BatchingDrafter(Protocol):
 
     def start_row(self, row: int) -> None:
         """Forget the sample in ``row``, and read the prompt that the target has just prefilled."""
-        ...
 
 
 class NoDrafts:
@@ -156,14 +153,12 @@ class NoDrafts:
     max_depth = 0
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """See :class:`Drafter`."""
         self.shape = TreeShape.chain(0, feedback.token.device)
 
     def start_row(self, row: int) -> None:
         """See :class:`BatchingDrafter`."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """See :class:`Drafter`."""
         return DraftTree(feedback.token[:, None], self.shape)
 
 

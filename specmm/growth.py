@@ -72,15 +72,12 @@ class FeatureHead(Protocol):
         the tree or, at depth 0, were committed: then they are the target's own. Keys and values are
         stored where the cache aims.
         """
-        ...
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
         """Logits [B, n, v] after nodes at ``depth`` with the predicted ``states`` [R, n, C]."""
-        ...
 
     def probs(self, logits: Tensor) -> Tensor:
         """The distribution [B, n, v] that drafts are drawn from."""
-        ...
 
 
 class Growth:

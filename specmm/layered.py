@@ -27,21 +27,17 @@ class Layered(Protocol):
     @property
     def layers(self) -> int:
         """How many layers it has."""
-        ...
 
     @property
     def resumes(self) -> bool:
         """Whether it can go on from the states between two layers."""
-        ...
 
     @property
     def cache(self) -> Cache:
         """That of the batch."""
-        ...
 
     def begin(self) -> None:
         """The target has begun a batch, or a row of it."""
-        ...
 
     def logits(
         self, skip: Skip, tokens: Tensor, positions: Tensor, bias: Tensor
@@ -49,17 +45,14 @@ class Layered(Protocol):
         """Guided logits [B, n, V] without the layers ``skip``, and the states [R, n, C] that the
         first of these would read.
         """
-        ...
 
     def states(self, stop: int, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
         """The states [R, n, C] after the first ``stop`` layers."""
-        ...
 
     def resume(self, first: int, states: Tensor | None) -> None:
         """Score the next tree from its ``states`` [R, N, C] on, which layer ``first`` reads; with
         None as ever.
         """
-        ...
 
 
 def skipped(layers: int, exit: int = 0, skip: Sequence[int] = ()) -> Skip:

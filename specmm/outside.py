@@ -138,18 +138,15 @@ class OutsideDrafter:
         return f"drafter {self.name}" + (f" of {self.maker}" if self.maker else "")
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """See :class:`specmm.drafter.Drafter`."""
         self.clock = clock
         with clock("draft"):
             self.inner.begin(feedback, Clock())
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.drafter.BatchingDrafter`."""
         inner: Any = self.inner  # methods ask whether it has that
         inner.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """See :class:`specmm.drafter.Drafter`."""
         with self.clock("draft"):
             tree = self.inner.propose(feedback, uniforms)
         self._check(tree, feedback)

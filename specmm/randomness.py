@@ -36,7 +36,6 @@ class PredrawnUniforms:
         self.used = 0
 
     def draw(self, count: int) -> Tensor:
-        """See :class:`UniformSource`."""
         self.used += count
         return self.numbers[:, self.used - count : self.used]
 
@@ -49,7 +48,6 @@ class CountedUniforms:
         self.used = 0
 
     def draw(self, count: int) -> Tensor:
-        """See :class:`UniformSource`."""
         self.used += count
         return self.inner.draw(count)
 
@@ -78,7 +76,6 @@ class Uniforms:
         return self.generators[0].device
 
     def draw(self, count: int) -> Tensor:
-        """See :class:`UniformSource`."""
         left = self._block.shape[1] - self._used
         if left < count:
             fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]

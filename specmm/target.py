@@ -36,19 +36,15 @@ class Target(Protocol):
 
         The last position of the output predicts the first token.
         """
-        ...
 
     def score(self, tree: DraftTree) -> TargetOutput:
         """One forward over all nodes; each attends the committed tokens and its ancestors."""
-        ...
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the nodes of ``result.path`` in the cache."""
-        ...
 
     def step(self, tokens: Tensor) -> TargetOutput:
         """Plain decoding: append one token a row [B] and score it, as fast as the model can."""
-        ...
 
 
 @runtime_checkable
@@ -57,4 +53,3 @@ class BatchingTarget(Protocol):
 
     def start_row(self, row: int, prompt: Any) -> TargetOutput:
         """Prefill ``prompt``, one sample's, in place of the sample in ``row``."""
-        ...

@@ -204,7 +204,6 @@ class MSDHead(nn.Module):
         self.frequencies = config.rope_theta**-steps
 
     def bound(self, target: VLMTarget) -> BoundMSD:
-        """See :class:`specmm.hf.drafters.features.FeatureNetwork`."""
         return BoundMSD(self, target)
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:

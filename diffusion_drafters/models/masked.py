@@ -31,15 +31,12 @@ class DiffusionLM(Protocol):
 
     def to(self, device: torch.device) -> Self:
         """Move the weights to ``device``."""
-        ...
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
         """States [B, L, C] of ``tokens`` [B, L]; those not ``valid`` [B, L] bool are not seen."""
-        ...
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., v] of ``states`` [..., C]."""
-        ...
 
 
 @torch.inference_mode()

@@ -65,7 +65,6 @@ class RoundPrograms(Protocol):
         """For the tokens of ``bound``, as many of each of so many ``pictures``; None where rounds
         are played one by one.
         """
-        ...
 
 
 @dataclass
@@ -301,7 +300,6 @@ class ChainSpeculation:
         self.tables = WindowTables(self.head.schedule, self.window)
 
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
-        """See ``MARSampler``."""
         bound = self.head.bind(condition)
         streams = (self.normal, self.log_uniform)
         made = speculate(bound, self.tables, view.rows, *streams, self.options, self.programs)

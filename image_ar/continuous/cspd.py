@@ -76,11 +76,9 @@ class CSpDRule(Protocol):
 
     def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
         """log r [N] of drafted tokens ``x`` [N, C]: kept with probability min(1, r)."""
-        ...
 
     def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
         """log q/(F p) [N] of proposals ``y`` ~ p: accepted with probability 1 - q/(F p)."""
-        ...
 
 
 class PaperRule:
@@ -89,7 +87,6 @@ class PaperRule:
     proposals = PROPOSALS
 
     def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """See ``CSpDRule``."""
         return -self.log_residual(x, p, q)
 
     def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
@@ -112,7 +109,6 @@ class ReleaseRule:
             )
 
     def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """See ``CSpDRule``."""
         return self._spreads(p, q) + p.log_density(x, self.relax) - q.log_density(x, self.relax)
 
     def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:

@@ -90,7 +90,6 @@ class MARSampler(Protocol):
 
     def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
         """Tokens [B · n, C] under ``condition``, and the sum of the head calls each waited for."""
-        ...
 
 
 class PlainSampler(ABC):
@@ -136,7 +135,6 @@ class Ancestral(PlainSampler):
         return drawn.view(-1, count, self.head.channels).transpose(0, 1)
 
     def chains(self, bound: BoundHead, noise: Tensor) -> Tensor:
-        """See :func:`specmm.image_ar.continuous.diffusion_head.ancestral`."""
         return ancestral(bound, self.steps, noise, self.temperature)
 
 
@@ -152,7 +150,6 @@ class Deterministic(PlainSampler):
         return self.normal.draw(rows, self.head.channels)
 
     def chains(self, bound: BoundHead, noise: Tensor) -> Tensor:
-        """See :func:`specmm.image_ar.continuous.diffusion_head.deterministic`."""
         return deterministic(bound, self.steps, noise)
 
 

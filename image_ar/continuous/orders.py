@@ -130,7 +130,6 @@ class Stream(Protocol):
 
     def draw(self, rows: Sequence[int], width: int) -> Tensor:
         """The next [sum(rows), ``width``] numbers, ``rows[b]`` rows of picture b."""
-        ...
 
 
 class PictureStreams:
@@ -150,7 +149,6 @@ class PictureStreams:
         self._held = [0] * len(self.generators)
 
     def draw(self, rows: Sequence[int], width: int) -> Tensor:
-        """See ``Stream``."""
         parts = [self._take(b, n * width) for b, n in enumerate(rows) if n]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, width)
 

@@ -220,8 +220,6 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def turn(
         self, compiled: Compiled, target: MARSettings, method: methods.ContinuousMethod, batch: int
     ) -> Turn[HeadPrograms | MARGraphs | None]:
-        """See :class:`PicturePipeline`."""
-
         def quick() -> HeadPrograms | MARGraphs | None:
             return self.models.quick(method, target, batch)
 

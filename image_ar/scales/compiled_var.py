@@ -67,7 +67,6 @@ class FreshStates:
         self.values = values
 
     def write(self, k: Tensor, v: Tensor) -> KeysValues:
-        """See ``KVStore``."""
         self.fresh = (k, v)
         return torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
 

@@ -75,7 +75,6 @@ class ScaleCache:
         return self.keys[:, : self.filled], self.values[:, : self.filled]
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``KVStore``."""
         if not self.keep:
             keys, values = self.before()
             return torch.cat([keys, k], 1), torch.cat([values, v], 1)

@@ -218,7 +218,6 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def settle(
         self, method: methods.ScalesMethod, batch: int, sampling: Sampling
     ) -> tuple[methods.ScalesMethod, str]:
-        """See :class:`PicturePipeline`."""
         return self.chooser.settle(method, batch, sampling)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -322,8 +321,6 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def turn(
         self, compiled: Compiled, target: Sampling, method: methods.ScalesMethod, batch: int
     ) -> Turn[bool]:
-        """See :class:`PicturePipeline`."""
-
         def programs() -> bool:
             check_method(method)
             prepare_programs(self.device)

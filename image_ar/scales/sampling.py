@@ -163,7 +163,6 @@ class InverseCDF:
     scales: int
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
-        """See ``ScaleSampler``."""
         if self.sampling.more_smooth:
             masked = self.sampling.masked(logits)
             noise = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))

@@ -364,7 +364,6 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
     def settle(
         self, method: methods.Method, batch: int, sampling: LlamaGenTarget
     ) -> tuple[methods.Method, str]:
-        """See :class:`PicturePipeline`."""
         return settled(method, sampling, self.parts, batch)
 
     def _prompts(

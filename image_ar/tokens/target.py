@@ -202,7 +202,6 @@ class LlamaGenTarget:
         return self._forward(self.inputs(tokens), self.branched(positions), bias)
 
     def read_layers(self, layers: Sequence[int]) -> None:
-        """See :class:`specmm.drawing.DrawingTarget`."""
         self.aux_layers = tuple(layers)
 
     def embed(self, tokens: Tensor) -> Tensor:

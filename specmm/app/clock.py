@@ -52,11 +52,9 @@ class Racer(Protocol):
 
     def advance(self, seconds: float) -> None:
         """Decode for so many ``seconds``, to the end of a round; raises what the pipeline does."""
-        ...
 
     def close(self) -> None:
         """Give up the rest."""
-        ...
 
 
 def race(lanes: Sequence[Racer], most: float, at_a_time: float = SLICE) -> Iterator[None]:

@@ -46,7 +46,6 @@ class LaneWatch:
     turns: list[Turn] = field(default_factory=list)
 
     def __call__(self, event: object) -> None:
-        """See :mod:`specmm.watching`."""
         with self.clock.paused():
             match event:
                 case DecodedRound() if len(self.rounds) < MOST_ROUNDS:
@@ -96,7 +95,6 @@ class PictureLane:
         _worker(pipe).put(self._draw)
 
     def advance(self, seconds: float) -> None:
-        """See :class:`specmm.app.clock.Racer`."""
         self._until = self.clock.seconds + seconds
         self._go.release()
         self._paused.acquire()
@@ -104,7 +102,6 @@ class PictureLane:
             raise self._error
 
     def close(self) -> None:
-        """See :class:`specmm.app.clock.Racer`."""
         self._left = True
         self._go.release()
         self._ended.wait()
@@ -162,7 +159,6 @@ class TextLane:
         self._rounds = replace(self._run, steps=self._clocked(self._run.steps)).rounds()
 
     def advance(self, seconds: float) -> None:
-        """See :class:`specmm.app.clock.Racer`."""
         until = self.clock.seconds + seconds
         self._round()
         while self.out is None and self.clock.seconds < until:
@@ -179,7 +175,6 @@ class TextLane:
         self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
 
     def close(self) -> None:
-        """See :class:`specmm.app.clock.Racer`."""
         self._rounds = iter(())  # nobody holds the run any more: it ends
 
     def _clocked(self, steps: Iterator[Progress]) -> Iterator[Progress]:

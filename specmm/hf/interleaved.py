@@ -199,14 +199,12 @@ class InterleavedTarget(VLMTarget):
         return super().prefill(prompt, scratch)
 
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
-        """See :class:`specmm.target.BatchingTarget`."""
         output = super().start_row(row, prompt)
         alone: Any = self.started
         self.opened[row] = alone.opened[0]
         return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """See :class:`specmm.target.Target`."""
         self.at = self.grammar.along(self.opened, tree)
         return super().score(tree)
 
@@ -218,7 +216,6 @@ class InterleavedTarget(VLMTarget):
         self.opened = torch.where(result.kept > 0, kept, self.opened)  # 0: a row that has ended
 
     def step(self, tokens: Tensor) -> TargetOutput:
-        """See :class:`specmm.target.Target`."""
         self.opened = self.grammar.after(self.opened, tokens)
         self.at = self.opened[:, None]
         return super().step(tokens)

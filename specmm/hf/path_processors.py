@@ -295,7 +295,6 @@ class Criteria:
         return max(ends) if self.together and len(ends) == len(self.ends) else None
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.decode.Stop`."""
         bounds = zip(before.tolist(), after.tolist(), strict=True)
         for row, pair in enumerate(bounds):
             if self.ends[row] is None:

@@ -27,7 +27,6 @@ class Source(Protocol):
 
     def inputs(self, processor: Any) -> dict[str, Any]:
         """What ``processor`` makes of it: ``input_ids`` [B, L] and the rest, as tensors."""
-        ...
 
 
 @dataclass

@@ -36,7 +36,6 @@ class RestrictedHead(nn.Module):
         return self.few.weight
 
     def forward(self, states: Tensor) -> Tensor:
-        """See the class."""
         few = self.few(states.to(self.weight.dtype))
         shape = (*few.shape[:-1], self.vocabulary)
         return few.new_full(shape, torch.finfo(few.dtype).min).index_copy_(-1, self.ids, few)

@@ -44,7 +44,6 @@ class CapturedTarget(DeferredStop, VLMTarget):
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """As the parent's."""
         if self.family.turning_point is None:
             longest = room(prompt.room) - prompt.max_new_tokens
             prompt = dataclasses.replace(prompt, longest=longest)

@@ -77,7 +77,6 @@ class StopStrings:
         self.tidied = tidied
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.decode.Stop`."""
         bounds = zip(before.tolist(), after.tolist(), strict=True)
         ends = [self._end(ids, *pair) for ids, pair in zip(tokens, bounds, strict=True)]
         counts = torch.tensor([0 if end is None else end for end in ends], device=after.device)

@@ -98,7 +98,6 @@ class Metrics:
         self.port = self.server.server_port
 
     def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """See :class:`Bar`."""
         self.done.inc(done)
         self.failed.inc(failed)
         self.seconds.inc(seconds)

@@ -50,22 +50,18 @@ class Worker(Protocol):
 
     def check(self, item: Item) -> None:
         """Raise ``ValueError`` for an item that this model cannot make."""
-        ...
 
     def key(self, item: Item) -> Hashable:
         """Items with the same key may be in one batch."""
-        ...
 
     def turns(self, item: Item) -> int:
         """How many batches' worth of items like ``item`` one ``run`` takes.
 
         Several where rows that end take waiting items.
         """
-        ...
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         """The results of ``items``, in their order, ``rows`` at a time (0: all at once)."""
-        ...
 
 
 def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
@@ -176,17 +172,14 @@ class ImageWorker:
             class_ids([item.text], self.pipe.settings.classes, count)
 
     def key(self, item: Item) -> Hashable:
-        """See :class:`Worker`."""
         return item.kind, item.method
 
     def turns(self, item: Item) -> int:
-        """See :class:`Worker`."""
         method = self.methods.of(item)
         refills = method.drafts and method.can_refill
         return TURNS if refills and self.programs is None else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
-        """See :class:`Worker`."""
         method = self.methods.of(items[0])
         built = self._rows_of_programs(method, items[0])
         if built and len(items) > built:  # one call of more would refill rows
@@ -264,7 +257,6 @@ class AnswerWorker:
         self._check_drawing(self.methods.own, self.options.draw)
 
     def check(self, item: Item) -> None:
-        """See :class:`Worker`."""
         method = self.methods.of(item)
         _check_timed(method, method.timed)
         if not method.streams:
@@ -289,18 +281,15 @@ class AnswerWorker:
             self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:
-        """See :class:`Worker`."""
         return item.method, len(item.images), len(item.videos), self._draws(item)
 
     def turns(self, item: Item) -> int:
-        """See :class:`Worker`."""
         # positions or pictures that depend on the batch leave no room for waiting items
         family = Family.of(self.pipe.model)
         fixed = family.turning_point is not None or family.reads_pictures_apart
         return TURNS if self.methods.of(item).can_refill and not fixed else 1
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
-        """See :class:`Worker`."""
         start = time.perf_counter()
         method = self.methods.of(items[0])
         shown = ([i.pictures for i in items],) if self.questions else ()

@@ -301,7 +301,6 @@ class Methods(Registry):
             self.families[family] = self
 
     def get(self, name: str) -> Any:
-        """See :class:`specmm.registry.Registry`."""
         others = [family for family, one in self.families.items() if name in one.entries]
         if name in self.entries or not others:
             return super().get(name)

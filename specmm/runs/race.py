@@ -64,7 +64,6 @@ class Quickest:
         self.refused: dict[str, str] = {}
 
     def __call__(self, method: Any, asked: Any, seed: int) -> Any:
-        """See :data:`Call`."""
         if label(method) not in self.refused:
             try:
                 return self.call(method, asked, seed, compiled=True)

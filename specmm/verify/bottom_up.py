@@ -107,7 +107,6 @@ class Traversal:
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
         if tree.shape.is_chain and tree.shape.width:
             return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
         # missing children (-1) fall into the spare column

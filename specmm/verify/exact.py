@@ -251,7 +251,6 @@ class GreedyMatch:
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
         best = p.argmax(-1)  # [B, N]
         parents = tree.shape.parents.clamp(min=0).expand_as(best)
         return Decisions((best.gather(1, parents) == tree.tokens).to(p.dtype), one_hot(best, p))
@@ -302,7 +301,6 @@ class Recursive:
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
         if tree.probs is None:
             return point_masses(tree, p)
         return top_down(tree, p, strict_step, strict_chance)
@@ -319,7 +317,6 @@ class PointMass:
     exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
         return point_masses(tree, p)
 
 

@@ -62,7 +62,6 @@ class Grouped:
         return Neighbourhood(self.table, self.k, 0.0, offset=self.offset)
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
         if measure:
             return top_down_measured(tree, p, self._step, strict_step)
         return top_down(tree, p, self._step, self._chance)

@@ -35,7 +35,6 @@ class Typical:
             )
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """See :class:`specmm.verify.rule.Rule`."""
         if measure:
             return top_down_measured(tree, p, self._step, strict_step)
         return top_down(tree, p, self._step)

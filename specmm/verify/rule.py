@@ -86,19 +86,16 @@ class Rule(Protocol):
     @property
     def name(self) -> str:
         """The name in reports."""
-        ...
 
     @property
     def exact(self) -> bool:
         """Whether the output has the target's distribution."""
-        ...
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """The decisions about ``tree`` for the target's processed distributions ``p`` [B, N, V].
 
         With ``measure`` a relaxed rule also computes its excess.
         """
-        ...
 
 
 def draw_uniforms(shape: TreeShape, source: UniformSource) -> Tensor:

@@ -228,7 +228,6 @@ class BlockDrafter:
         return bias
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.drafter.BatchingDrafter`."""
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

@@ -24,22 +24,18 @@ class LayeredLlamaGen:
 
     @property
     def layers(self) -> int:
-        """See :class:`specmm.layered.Layered`."""
         return self.target.model.config.n_layer
 
     @property
     def cache(self) -> Cache:
-        """See :class:`specmm.layered.Layered`."""
         return self.target.cache
 
     def begin(self) -> None:
-        """See :class:`specmm.layered.Layered`."""
         self.target.known = None
 
     def logits(
         self, skip: Skip, tokens: Tensor, positions: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`specmm.layered.Layered`."""
         positions = self.target.branched(positions)
         model = self.target.model
         x = self.target.inputs(tokens)
@@ -47,11 +43,9 @@ class LayeredLlamaGen:
         return self.target.guide(logits.float(), positions), read[..., x.shape[-1] :]
 
     def states(self, stop: int, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """See :class:`specmm.layered.Layered`."""
         positions = self.target.branched(positions)
         x = self.target.inputs(tokens)
         return self.target.model.states(x, positions, bias, self.cache.layers[:stop])
 
     def resume(self, first: int, states: Tensor | None) -> None:
-        """See :class:`specmm.layered.Layered`."""
         self.target.known = None if states is None else Known(first, states)

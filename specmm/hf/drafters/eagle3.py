@@ -88,7 +88,6 @@ class BoundEagle3:
         bias: Tensor | None = None,
         memory: Sequence[Memory | None] | None = None,
     ) -> Tensor:
-        """See :class:`specmm.hf.drafters.features.BoundNetwork`."""
         if memory is not self._memory:
             self._memory = memory
             self._past = None if memory is None else as_transformers([m for m in memory if m])

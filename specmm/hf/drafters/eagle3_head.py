@@ -178,7 +178,6 @@ class Eagle3Head(nn.Module):
         self.t2d.fill_(False)[ordered] = True
 
     def bound(self, target: VLMTarget) -> BoundNetwork:
-        """See :class:`specmm.hf.drafters.features.FeatureNetwork`."""
         found: BoundNetwork = named("specmm.hf.drafters.eagle3:BoundEagle3")(self, target)
         return found
 

@@ -162,17 +162,14 @@ class LayeredTarget:
 
     @property
     def layers(self) -> int:
-        """See :class:`Layered`."""
         return len(self.target.family.layers)
 
     @property
     def resumes(self) -> bool:
-        """See :class:`Layered`."""
         return self.asked.resumes
 
     @property
     def cache(self) -> Cache:
-        """See :class:`Layered`."""
         return self.target.cache
 
     def begin(self) -> None:
@@ -183,19 +180,16 @@ class LayeredTarget:
     def logits(
         self, skip: Skip, tokens: Tensor, positions: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`Layered`."""
         view, left = self._view(skip)
         logits = view.head(view.states(tokens, positions, bias))
         return view.guided(logits, positions), left[skip[0]].seen
 
     def states(self, stop: int, tokens: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """See :class:`Layered`."""
         view, left = self._view(tuple(range(stop, self.layers)))
         view.states(tokens, positions, bias)
         return left[stop].seen
 
     def resume(self, first: int, states: Tensor | None) -> None:
-        """See :class:`Layered`."""
         self.target.rest = None
         if states is not None:
             view, left = self._view(tuple(range(first)))

@@ -57,7 +57,6 @@ class FeatureNetwork(Protocol):
 
     def bound(self, target: VLMTarget) -> BoundNetwork:
         """The network as it drafts for ``target``; raises ``ValueError`` where it does not fit."""
-        ...
 
 
 class BoundNetwork(Protocol):
@@ -89,13 +88,11 @@ class BoundNetwork(Protocol):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
-        ...
 
     def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
         """What it reads [B, L, C] of a prompt's ``tokens`` [B, L], of which the target read the
         ``embeddings`` [B, L, C].
         """
-        ...
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
         """Slots [B, L, ...] of the next positions' ``embeddings`` [B, L, C].
@@ -103,7 +100,6 @@ class BoundNetwork(Protocol):
         ``hidden`` [B, L, C or F·C] are the target's states, ``image`` [B, L] tells where the next
         position is a picture's.
         """
-        ...
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """Slots [B, n, ...] of tokens with ``embeddings`` [B, n, C].
@@ -111,7 +107,6 @@ class BoundNetwork(Protocol):
         ``hidden`` are the target's states [B, n, C or F·C] at ``depth`` 0, and below what the
         network predicted [B, n, C].
         """
-        ...
 
     def run(
         self,
@@ -126,11 +121,9 @@ class BoundNetwork(Protocol):
         Without ``bias`` the attention is causal over the slots given; else it sees what each
         layer's ``memory`` holds under the additive ``bias`` [1 or B, 1, n, S].
         """
-        ...
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [B, n, v] of predicted ``states`` [B, n, C]."""
-        ...
 
 
 @dataclass(frozen=True)

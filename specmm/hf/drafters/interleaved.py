@@ -48,7 +48,6 @@ class InterleavedDrafter:
         self.jacobi.begin(feedback, clock)
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.drafter.BatchingDrafter`."""
         self.recall.start_row(row)
         self.jacobi.start_row(row)
 

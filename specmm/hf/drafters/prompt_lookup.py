@@ -121,7 +121,6 @@ class PromptLookupDrafter:
         self.recall.begin(feedback.token)
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.drafter.BatchingDrafter`."""
         self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

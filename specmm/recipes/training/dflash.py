@@ -200,7 +200,6 @@ class _Prefix:
     def update(
         self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """See transformers' ``Cache``."""
         old_keys, old_values = self.pairs[layer]
         values = torch.cat([old_values.to(values.dtype), values], dim=2)
         return torch.cat([old_keys, keys], dim=2), values

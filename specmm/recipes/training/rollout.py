@@ -41,7 +41,6 @@ class Rolled(Protocol):
         """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
         slots, and which of them count [B, L].
         """
-        ...
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
         """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C].
@@ -49,11 +48,9 @@ class Rolled(Protocol):
         ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
         far are in ``past``.
         """
-        ...
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [M, v] of predicted ``states`` [M, C]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,6 @@ class RolledEagle3:
         return embeddings, hidden, packed(seen.mask, kept)
 
     def logits(self, states: Tensor) -> Tensor:
-        """See :class:`Rolled`."""
         return self.head.logits(states)
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
