@@ -20,16 +20,13 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
-from specmm.autotune import Plan
 from specmm.compiled import NotCompiled, uncompiled_calls
-from specmm.hardware import Place, prepack
-from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.choosing_drawn import DrawnAnswers
-from specmm.hf.drafting import KINDS, Drafters, load_drafter
+from specmm.hf.drafting import KINDS
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.placing import Placing
-from specmm.hf.pretrained import find, use_tree_attention
+from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import (
     Pipeline,
@@ -40,11 +37,9 @@ from specmm.hf.running import (
     ending,
     stream,
 )
-from specmm.hf.shared_rounds import KeptRounds
 from specmm.hf.static import CapturedTarget
 from specmm.hf.stop_strings import Ids, StopStrings
 from specmm.hf.target import VLMTarget
-from specmm.outside import with_own
 from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
@@ -86,6 +81,7 @@ class VQAPipeline(Pipeline):
     """
 
     registry = methods.VQA
+    method: methods.VQAMethod
 
     def __init__(
         self,
@@ -96,61 +92,19 @@ class VQAPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "vlm",
     ) -> None:
-        self.model, self.adapter = split(model)
+        super().__init__(model, processor.tokenizer, method, drafter, folder, name)
         self.processor = processor
-        self.name = name
-        self.tokenizer = processor.tokenizer
         wording.warn_of_none(processor, name)
-        method, drafter = with_own(methods.VQA, method, drafter)
-        self.method = methods.resolve_vqa(method)
-        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
-        self.drafters = Drafters(folder, name, self.model, given)
-        self.plans: dict[Any, Plan] = {}
-        self.graphs = KeptRounds()
         self.drawn = DrawnAnswers()
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        method: str | methods.VQAMethod | None = None,
-        drafter: str | Path | Any = None,
-        torch_dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        *,
-        dtype: torch.dtype | str | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        quantization_config: Any = None,
-        variant: str | None = None,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        download: bool = False,
-    ) -> VQAPipeline:
-        """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
-        its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
+    def _found(cls, name: str | Path, source: Source) -> Path:
+        return find(name, source=source, kind="questions")
 
-        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
-        None is the one that it is for, and plain decoding without one. A folder that PEFT wrote is
-        its base with the adapter. ``device_map``,
-        ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
-        and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
-        """
-        method, drafter = with_own(methods.VQA, method, drafter)
-        resolved = methods.resolve_vqa(method or cls.default_method(drafter))
-        wanted = Place.named(device, dtype, torch_dtype, device_map)
-        source = Source(None, revision, cache_dir, download)
-        base, adapter = base_of(name)
-        folder = find(base, source=source, kind="questions")
-        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+    @classmethod
+    def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
         load = partial(load_model, folder, **placing.options)
-        model = placing.put(placing.loaded(load))
-        prepack(use_tree_attention(model))
-        if isinstance(drafter, str | Path):
-            place = find(drafter)
-            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
-        model = with_adapter(model, adapter)
-        return cls(model, load_processor(folder), resolved, drafter, folder, str(name))
+        return placing.loaded(load), load_processor(folder)
 
     @property
     def reader(self) -> Any:

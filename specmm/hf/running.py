@@ -34,20 +34,30 @@ from specmm.decode import (
     without_drafts,
 )
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter
-from specmm.hardware import contiguous_state
+from specmm.hardware import Place, contiguous_state, prepack
+from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.choosing import chosen_of, kinds_of
-from specmm.hf.drafting import KINDS, Assembly, Drafters, Method, assemble, method_of, preset_of
+from specmm.hf.drafting import (
+    KINDS,
+    Assembly,
+    Drafters,
+    Method,
+    assemble,
+    load_drafter,
+    method_of,
+    preset_of,
+)
 from specmm.hf.options import Options
 from specmm.hf.own_settings import own_penalty, own_scores, own_stops
 from specmm.hf.path_processors import Criteria, PathProcessor, processors_of
-from specmm.hf.placing import is_quantised, moved
+from specmm.hf.placing import Placing, is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.shared_rounds import KeptRounds, SharedRounds
 from specmm.hf.stop_strings import Continuations, Ids, StopStrings
 from specmm.hf.target import VLMTarget
 from specmm.kinds import shown
-from specmm.outside import of_others
+from specmm.outside import of_others, with_own
 from specmm.randomness import Uniforms
 from specmm.registry import Registry
 from specmm.stats import Certificate
@@ -55,6 +65,7 @@ from specmm.structured import Constrained, Matchers, of_call
 from specmm.turns import in_its_turn
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
+from specmm.zoo import Source
 
 USUAL = 4  # tokens a round of drafts, by which "auto" counts rounds
 WORTH = 24  # rounds for which a graph is captured where "auto" decides: capturing takes some
@@ -303,6 +314,71 @@ class Pipeline:
     graphs: KeptRounds
     registry: ClassVar[Registry]
     usual: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(
+        self, model: Any, tokenizer: Any, method: Any, drafter: Any, folder: Path | None, name: str
+    ) -> None:
+        self.model, self.adapter = split(model)
+        self.tokenizer = tokenizer
+        self.name = name
+        method, drafter = with_own(self.registry, method, drafter)
+        self.method = methods.make(self.registry, method)
+        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
+        self.drafters = Drafters(folder, name, self.model, given)
+        self.plans = {}
+        self.graphs = KeptRounds()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        method: Any = None,
+        drafter: Any = None,
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        *,
+        dtype: torch.dtype | str | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        quantization_config: Any = None,
+        variant: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        download: bool = False,
+    ) -> Self:
+        """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
+        its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
+
+        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
+        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
+        None is the one that it is for, and plain decoding without one. A folder that PEFT wrote is
+        its base with the adapter. ``device_map``, ``quantization_config`` and ``variant`` are
+        transformers', of the model alone; ``revision`` and ``cache_dir`` are a hub id's,
+        ``download`` agrees to fetch more than a gigabyte.
+        """
+        method, drafter = with_own(cls.registry, method, drafter)
+        resolved = methods.make(cls.registry, method or cls.default_method(drafter))
+        wanted = Place.named(device, dtype, torch_dtype, device_map)
+        base, adapter = base_of(name)
+        folder = cls._found(base, Source(None, revision, cache_dir, download))
+        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+        model, reader = cls._loaded(folder, placing)
+        model = placing.put(model)
+        prepack(use_tree_attention(model))
+        if isinstance(drafter, str | Path):
+            place = find(drafter)
+            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
+        model = with_adapter(model, adapter)
+        return cls(model, reader, resolved, drafter, folder, str(name))
+
+    @classmethod
+    def _found(cls, name: str | Path, source: Source) -> Path:
+        """The folder of a model called ``name``, which may come from a ``source``."""
+        raise NotImplementedError
+
+    @classmethod
+    def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
+        """The model in ``folder``, and what reads its inputs."""
+        raise NotImplementedError
 
     @property
     def device(self) -> torch.device:

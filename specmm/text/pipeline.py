@@ -13,23 +13,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
-from specmm.autotune import Plan
 from specmm.captured import round_program
 from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
-from specmm.hardware import Place, prepack
-from specmm.hf.adapters import base_of, split, with_adapter
-from specmm.hf.drafting import Drafters, load_drafter
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.placing import Placing
-from specmm.hf.pretrained import find, find_target, load_target, use_tree_attention
+from specmm.hf.pretrained import find_target, load_target
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.running import (
     Pipeline,
@@ -39,11 +34,10 @@ from specmm.hf.running import (
     check_continuous_batching,
     ending,
 )
-from specmm.hf.shared_rounds import KeptRounds, SharedRounds
+from specmm.hf.shared_rounds import SharedRounds
 from specmm.hf.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kinds import texts_of
-from specmm.outside import with_own
 from specmm.processors import Processor
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
@@ -81,6 +75,7 @@ class TextPipeline(Pipeline):
     """
 
     registry = methods.TEXT
+    method: methods.TextMethod
     usual: ClassVar[dict[str, Any]] = {"chat": False}
 
     def __init__(
@@ -92,61 +87,19 @@ class TextPipeline(Pipeline):
         folder: Path | None = None,
         name: str = "text",
     ) -> None:
-        self.model, self.adapter = split(model)
-        self.tokenizer = tokenizer
-        self.name = name
-        method, drafter = with_own(methods.TEXT, method, drafter)
-        self.method: methods.TextMethod = methods.make(methods.TEXT, method)
-        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
-        self.drafters = Drafters(folder, name, self.model, given)
-        self.plans: dict[Any, Plan] = {}
-        self.graphs = KeptRounds()
+        super().__init__(model, tokenizer, method, drafter, folder, name)
         self.made: dict[tuple[Hashable, Processor], SharedRounds] = {}
         self.works = Works("text")
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        method: str | methods.TextMethod | None = None,
-        drafter: object = None,
-        torch_dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
-        *,
-        dtype: torch.dtype | str | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        quantization_config: Any = None,
-        variant: str | None = None,
-        revision: str | None = None,
-        cache_dir: str | Path | None = None,
-        download: bool = False,
-    ) -> TextPipeline:
-        """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
-        its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
+    def _found(cls, name: str | Path, source: Source) -> Path:
+        return find_target(name, source=source, kind="text")
 
-        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
-        None is the one that it is for, and plain decoding without one. A folder that PEFT wrote is
-        its base with the adapter. ``device_map``,
-        ``quantization_config`` and ``variant`` are transformers', of the model alone; ``revision``
-        and ``cache_dir`` are a hub id's, ``download`` agrees to fetch more than a gigabyte.
-        """
-        method, drafter = with_own(methods.TEXT, method, drafter)
-        resolved = methods.make(methods.TEXT, method or cls.default_method(drafter))
-        wanted = Place.named(device, dtype, torch_dtype, device_map)
-        source = Source(None, revision, cache_dir, download)
-        base, adapter = base_of(name)
-        folder = find_target(base, source=source, kind="text")
-        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+    @classmethod
+    def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
         load = partial(load_target, folder, **placing.options)
-        model, tokenizer = placing.loaded(load, itemgetter(0))
-        model = placing.put(model)
-        prepack(use_tree_attention(model))
-        if isinstance(drafter, str | Path):
-            place = find(drafter)
-            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
-        model = with_adapter(model, adapter)
-        return cls(model, tokenizer, resolved, drafter, folder, str(name))
+        found: tuple[Any, Any] = placing.loaded(load, itemgetter(0))
+        return found
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """See :class:`Pipeline`; compiled rounds are made anew."""
