@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.checkpoints import State, embeddings_of, fingerprint
+from specmm.checkpoints import State, embeddings_of, fingerprint, write_checkpoint
 from specmm.diffusion_drafters.models.dflash import OWN_HEAD, DFlash, load_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, HeadSizes
 from specmm.diffusion_drafters.sources import check_dflash
 from specmm.hf.drafters.eagle3_files import SPECULATORS_VERSION, speculators_facts
-from specmm.hf.drafters.files import QWEN_SIZES, write_model
+from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 
@@ -37,7 +37,7 @@ def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
     check_dflash(model, VLMTarget(target, Processor(), "target"))
     spark = _as_dspark(model.config, len(target_layers(target)))
     dtype = model.fc.weight.dtype
-    write_model(_state(model, target), _facts(model, target, spark), out, dtype)
+    write_checkpoint(_state(model, target), _facts(model, target, spark), out, dtype)
 
 
 def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
@@ -149,7 +149,7 @@ def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
         "dflash_config": {"mask_token_id": config.mask, "target_layer_ids": list(config.layers)},
         "target_fingerprint": fingerprint(embeddings_of(target)),
     }
-    write_model(model.state_dict(), facts, out, model.fc.weight.dtype)
+    write_checkpoint(model.state_dict(), facts, out, model.fc.weight.dtype)
 
 
 def target_layers(target: PreTrainedModel) -> range:

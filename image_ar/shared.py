@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, ParamSpec, Self, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm import __version__, methods
-from specmm.checkpoints import FileError, read_json, weights_file
+from specmm.checkpoints import FileError, read_json, weights_file, write_checkpoint
 from specmm.hardware import named_device
 from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
 from specmm.registry import unknown
@@ -367,19 +366,8 @@ def save_module(
     """Write ``model.safetensors`` (in ``dtype``, such as bf16) and ``config`` as ``config.json``
     into ``folder``.
     """
-    save_weights(model, {"model": type(config).__name__, **asdict(config)}, folder, dtype)
-
-
-def save_weights(
-    model: nn.Module, facts: Mapping[str, object], folder: str | Path, dtype: torch.dtype | None
-) -> None:
-    """As :func:`save_module`, with ``facts`` as ``config.json``."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
-    state = {k: v.to(dtype or v.dtype) if v.is_floating_point() else v for k, v in state.items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+    facts = {"model": type(config).__name__, **asdict(config)}
+    write_checkpoint(model.state_dict(), facts, folder, dtype)
 
 
 def read_config(path: str | Path, kind: type[T]) -> T | None:

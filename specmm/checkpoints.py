@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from specmm import mapped
@@ -276,3 +276,22 @@ def some_names(names: Collection[str]) -> str:
     """The first of ``names``, and how many more there are."""
     more = len(names) - SHOWN
     return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def write_checkpoint(
+    state: Mapping[str, Tensor],
+    facts: Mapping[str, object],
+    folder: str | Path,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write ``state`` as ``model.safetensors``, fractions in ``dtype`` if one is given, and
+    ``facts`` as ``config.json``.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {}
+    for name, tensor in state.items():
+        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        kept[name] = tensor.detach().to("cpu", wanted).contiguous()
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -18,7 +18,6 @@ width, V vocabulary, v rows of a drafter's embeddings, S cached slots.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,20 +25,19 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from specmm.cache import LayerSize, Memory, alike
 from specmm.checkpoints import (
-    State,
     check_fingerprint,
     fingerprint,
     load_strict,
     read_checkpoint,
     read_json,
     weights_file,
+    write_checkpoint,
 )
 from specmm.drafter import DrafterVocabulary
 from specmm.hardware import prepack
@@ -391,20 +389,10 @@ def save_msd(
 
     ``embeddings=False`` leaves the target's embeddings out and records their fingerprint.
     """
-    state: State = {
-        k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()
-    }
+    state = {name: weight.to(dtype or weight.dtype) for name, weight in head.state_dict().items()}
     facts = head.config.to_json()
     if not embeddings:
         facts["target_embeddings"] = True
         facts["target_fingerprint"] = fingerprint(state.pop(EMBEDDINGS))
-    write_folder(folder, state, facts)
+    write_checkpoint(state, facts, folder)
     write_acceptance(head.acceptance, Path(folder))
-
-
-def write_folder(folder: str | Path, state: State, facts: Mapping[str, Any]) -> None:
-    """Write ``state`` as ``model.safetensors`` and ``facts`` as ``config.json``."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

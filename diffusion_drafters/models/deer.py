@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from specmm.checkpoints import fingerprint, load_strict, read_json
+from specmm.checkpoints import fingerprint, load_strict, read_json, write_checkpoint
 from specmm.diffusion_drafters.models.masked import check_mask
 from specmm.hf.drafters.files import (
     HEAD,
@@ -27,7 +27,6 @@ from specmm.hf.drafters.files import (
     check_target,
     qwen_config,
     read_state,
-    write_model,
 )
 
 KIND = "deer"
@@ -115,4 +114,4 @@ def save_deer(drafter: DEERModel, folder: str | Path, dtype: torch.dtype = torch
     if drafter.shared:
         facts["target_fingerprint"] = fingerprint(drafter.model.model.embed_tokens.weight)
         state = {name: tensor for name, tensor in state.items() if name not in SHARED}
-    write_model(state, facts, folder, dtype)
+    write_checkpoint(state, facts, folder, dtype)

@@ -35,7 +35,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from specmm.block_memory import BlockMemory
 from specmm.cache import Cache, CacheSize, alike
-from specmm.checkpoints import State, fingerprint, load_strict, read_json
+from specmm.checkpoints import State, fingerprint, load_strict, read_json, write_checkpoint
 from specmm.diffusion_drafters.models.block_heads import (
     ConfidenceHead,
     DominoHead,
@@ -44,7 +44,7 @@ from specmm.diffusion_drafters.models.block_heads import (
 )
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.cache_layers import as_transformers
-from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state, write_model
+from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state
 from specmm.hf.families import cache_name
 from specmm.mapped import WithoutWeights
 
@@ -304,7 +304,7 @@ def save_dflash(
         "recurrent_size": config.recurrent,
     }
     facts |= {name: value for name, value in extras.items() if value}
-    write_model(model.state_dict(), facts, folder, dtype)
+    write_checkpoint(model.state_dict(), facts, folder, dtype)
 
 
 def _zlab_name(name: str) -> str:

@@ -27,9 +27,10 @@ from specmm.checkpoints import (
     read_checkpoint,
     read_json,
     weights_file,
+    write_checkpoint,
 )
 from specmm.image_ar.autoencoder import VQConfig, VQModel
-from specmm.image_ar.shared import count, read_config, save_module, save_weights, shape_of
+from specmm.image_ar.shared import count, read_config, save_module, shape_of
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
@@ -295,7 +296,7 @@ def save_drafter(
     With the target's ``fingerprint`` it is not loaded for another one.
     """
     known = {} if fingerprint is None else {"target_fingerprint": fingerprint}
-    save_weights(head, head.config.facts() | known, folder, dtype)
+    write_checkpoint(head.state_dict(), head.config.facts() | known, folder, dtype)
 
 
 def load_block(folder: Path, target: Transformer) -> BlockHead:

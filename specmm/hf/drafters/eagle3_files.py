@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from specmm.checkpoints import State, embeddings_of, fingerprint, load_strict, read_json
+from specmm.checkpoints import (
+    State,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_json,
+    write_checkpoint,
+)
 from specmm.hf.drafters.eagle3_head import READ, Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.files import (
     HEAD,
@@ -30,7 +37,6 @@ from specmm.hf.drafters.files import (
     read_acceptance,
     read_state,
     write_acceptance,
-    write_model,
 )
 from specmm.mapped import WithoutWeights
 from specmm.registry import unknown
@@ -237,7 +243,7 @@ def save_eagle3(
         facts["picture_embeddings"] = True
     if head.config.picture_slots:
         facts["picture_slots"] = head.config.picture_slots
-    write_model(state, facts, folder, dtype)
+    write_checkpoint(state, facts, folder, dtype)
     write_acceptance(head.acceptance, Path(folder))
 
 

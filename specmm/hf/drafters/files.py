@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config
 
@@ -73,18 +72,6 @@ def check_ids(ids: Tensor, count: int, vocabulary: int, what: str = "d2t") -> No
             f"{what} must name {count} different tokens in [0, {vocabulary}), "
             "got others or some twice"
         )
-
-
-def write_model(state: State, facts: Facts, folder: str | Path, dtype: torch.dtype) -> None:
-    """Write ``state``, floating point in ``dtype`` and ids as they are, and ``config.json``."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {}
-    for name, tensor in state.items():
-        wanted = dtype if tensor.is_floating_point() else tensor.dtype
-        kept[name] = tensor.detach().to("cpu", wanted).contiguous()
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
 def layers_named(facts: Facts) -> tuple[int, ...]:

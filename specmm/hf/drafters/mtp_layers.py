@@ -34,10 +34,11 @@ from specmm.checkpoints import (
     read_checkpoint,
     read_json,
     some_names,
+    write_checkpoint,
 )
 from specmm.hardware import prepack
 from specmm.hf.cache_layers import as_transformers
-from specmm.hf.drafters.files import cast, check_target, write_model
+from specmm.hf.drafters.files import cast, check_target
 from specmm.hf.drafters.mtp_layouts import class_of, count_of, layout_of
 from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
 
@@ -224,7 +225,7 @@ def save_layers(layers: MtpLayers, folder: Path, target: PreTrainedModel) -> Non
         "num_mtp_layers": layers.count,
         "target_fingerprint": fingerprint(embeddings_of(target)),
     }
-    write_model(_own(layers.model), facts, folder, torch.bfloat16)
+    write_checkpoint(_own(layers.model), facts, folder, torch.bfloat16)
 
 
 def _own(model: Any) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.checkpoints import write_checkpoint
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
-from specmm.hf.drafters.files import HEAD, write_model
+from specmm.hf.drafters.files import HEAD
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.recipes.training.texts import windows
 from specmm.training import MUON, Losses, fit
@@ -82,4 +83,4 @@ def save_dream(model: FullAttention, folder: str | Path) -> None:
         state.pop(HEAD)
     facts = json.loads(model.model.config.to_json_string(use_diff=False))
     facts |= {"model_type": "Dream", "architectures": ["DreamModel"], "mask_token_id": model.mask}
-    write_model(state, facts | {"eos_token_id": model.end}, folder, torch.bfloat16)
+    write_checkpoint(state, facts | {"eos_token_id": model.end}, folder, torch.bfloat16)
