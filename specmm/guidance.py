@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specmm.kinds import check_numbers, check_whole
+from specmm.kinds import check_at_least, check_whole
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,8 @@ class Guidance:
     interval: int = -1
 
     def __post_init__(self) -> None:
-        check_numbers(cfg=self.scale)
+        check_at_least(0, ", use 1 for no guidance", cfg=self.scale)
         check_whole(cfg_interval=self.interval)
-        if not 0 <= self.scale < float("inf"):
-            raise ValueError(
-                f"cfg must be finite and at least 0, got {self.scale}, use 1 for no guidance"
-            )
         if self.interval < -1:
             raise ValueError(
                 f"cfg_interval must be at least -1, which guides all tokens, got {self.interval}"

@@ -24,6 +24,16 @@ def check_numbers(**values: object) -> None:
             raise ValueError(f"{name} must be a number, got {shown(value)}")
 
 
+def check_at_least(least: float, hint: str = "", /, **values: Any) -> None:
+    """Raise ``ValueError`` naming the first of ``values`` that is no finite number of ``least`` or
+    more, with a ``hint``.
+    """
+    check_numbers(**values)
+    for name, value in values.items():
+        if not least <= value < float("inf"):
+            raise ValueError(f"{name} must be finite and at least {least}, got {value}{hint}")
+
+
 def check_whole(**values: object) -> None:
     """Raise ``ValueError`` naming the first of ``values`` that is not a whole number."""
     for name, value in values.items():

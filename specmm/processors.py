@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels import top_k
-from specmm.kinds import check_numbers, check_whole
+from specmm.kinds import check_at_least, check_numbers, check_whole
 from specmm.tree import DraftTree
 
 
@@ -101,7 +101,7 @@ class Processor:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        check_numbers(temperature=self.temperature, top_p=self.top_p)
+        check_numbers(top_p=self.top_p)
         check_numbers(repetition_penalty=self.repetition_penalty)
         check_whole(top_k=self.top_k)
         if not 0 < self.repetition_penalty < float("inf"):
@@ -109,11 +109,7 @@ class Processor:
                 "repetition_penalty must be finite and above 0, "
                 f"got {self.repetition_penalty}, use 1 for none"
             )
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                "temperature must be finite and at least 0, "
-                f"got {self.temperature}, use 0 for greedy"
-            )
+        check_at_least(0, ", use 0 for greedy", temperature=self.temperature)
         if self.top_k < 0:
             raise ValueError(
                 f"top_k must be at least 0, got {self.top_k}, use 0 to keep all tokens"

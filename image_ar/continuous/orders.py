@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from specmm.kinds import check_numbers, check_whole
+from specmm.kinds import check_at_least, check_whole
 
 CFGSchedule = Literal["linear", "constant"]
 Solver = Literal["ddpm", "ddim"]
@@ -43,12 +43,9 @@ class MARSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "head_steps", str(self.head_steps))  # users also give numbers
         check_whole(num_iter=self.num_iter)
-        check_numbers(temperature=self.temperature, cfg=self.cfg)
         if self.num_iter < 1:
             raise ValueError(f"num_iter must be at least 1, got {self.num_iter}")
-        for name in ("temperature", "cfg"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        check_at_least(0, temperature=self.temperature, cfg=self.cfg)
         if self.solver not in ("ddpm", "ddim"):
             raise ValueError(f"solver must be 'ddpm' or 'ddim', got {self.solver!r}")
         if self.cfg_schedule not in ("linear", "constant"):

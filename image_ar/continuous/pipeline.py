@@ -82,7 +82,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         self.register_modules(transformer=transformer, vae=vae, small=small)
         self.settings = settings or MARSettings()
         self.name = name
-        self.method = methods.resolve_continuous(method)
+        self.method = methods.make(methods.CONTINUOUS, method)
         self.models = MARModels(transformer, small)
         self.works = Works("mar")
 
@@ -107,7 +107,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
-        resolved = methods.resolve_continuous(method)
+        resolved = methods.make(methods.CONTINUOUS, method)
         place = Place.named(device, dtype, torch_dtype)
         source = zoo.Source(revision=revision, cache_dir=cache_dir)
         folder = zoo.find(name, source=source)
@@ -186,7 +186,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
         tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
-        chosen = self.method if method is None else methods.resolve_continuous(method)
+        chosen = self.method if method is None else methods.make(methods.CONTINUOUS, method)
         labels = labels_of(self, wanted, num_images_per_prompt)
         generators = sample_generators(generator, len(labels), self.device)
 

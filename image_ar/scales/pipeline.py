@@ -120,7 +120,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         self.settings = settings or VARSettings()
         self.name = name
         self.works = Works("var")
-        self.method = methods.resolve_scales(method)
+        self.method = methods.make(methods.SCALES, method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
         self.programs: dict[VAR, CompiledVAR] = {}
         self.graph: tuple[object, PictureGraph] | None = None  # the last, and what it is of
@@ -149,7 +149,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
-        resolved = methods.resolve_scales(method)
+        resolved = methods.make(methods.SCALES, method)
         place = Place.named(device, dtype, torch_dtype)
         source = zoo.Source(revision=revision, cache_dir=cache_dir)
         folder = zoo.find(name, source=source)
@@ -272,7 +272,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         check_dtype(self.transformer.dtype, self.device)
         sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
-        chosen = self.method if method is None else methods.resolve_scales(method)
+        chosen = self.method if method is None else methods.make(methods.SCALES, method)
         labels = labels_of(self, wanted, num_images_per_prompt)
         at_once = min(batch_size, len(labels))
         state = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
-from specmm.kinds import check_numbers
+from specmm.kinds import check_at_least
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, UniformSource, categorical
 
@@ -57,11 +57,7 @@ class Sampling:
     more_smooth: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(cfg=self.cfg)
-        if not 0 <= self.cfg < float("inf"):
-            raise ValueError(
-                f"cfg must be finite and at least 0, got {self.cfg}, use 0 for no guidance"
-            )
+        check_at_least(0, ", use 0 for no guidance", cfg=self.cfg)
         by_scale = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
         for value in by_scale:
             Processor(value, self.top_k, self.top_p)

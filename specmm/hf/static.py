@@ -9,7 +9,6 @@ Shape letters: B batch, R rows (all guidance branches), S slots, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -20,7 +19,6 @@ from specmm.cache import Cache, CacheSize, StaticMemory, branched
 from specmm.compiled import DeferredStop, NotCompiled, compiled
 from specmm.decode import room
 from specmm.guidance import Guidance
-from specmm.hf.aux_states import AuxStates
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS
 from specmm.hf.picture_tokens import PictureTarget
@@ -136,10 +134,7 @@ class StaticVLMTarget(CapturedTarget):
 
 
 class StaticPictureTarget(StaticVLMTarget, PictureTarget):
-    """``plain`` with plain steps and rounds of the same shapes, for pictures of its layout.
-
-    A program knows the hooks by which drafters read layers, so that they are put once.
-    """
+    """``plain`` with plain steps and rounds of the same shapes, for pictures of its layout."""
 
     processor: Processor
     guidance: Guidance
@@ -150,16 +145,7 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
         PictureTarget.__init__(self, plain.model, plain.facts, *options)
         self._prepare()
         self.programs = {}
-        self.readings: dict[tuple[int, ...], AuxStates | None] = {}
         self.others: dict[Processor, StaticPictureTarget] = {}
-
-    def read_layers(self, layers: Sequence[int]) -> None:
-        """As the parent's; the same layers are read by the same hooks."""
-        read = tuple(layers)
-        if read not in self.readings:
-            super().read_layers(layers)
-            self.readings[read] = self.aux
-        self.aux = self.readings[read]
 
     def with_processor(self, processor: Processor) -> StaticPictureTarget:
         """The same model under another processor, always the same one."""

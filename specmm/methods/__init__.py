@@ -106,9 +106,6 @@ __all__ = [
     "filed",
     "make",
     "resolve",
-    "resolve_continuous",
-    "resolve_scales",
-    "resolve_vqa",
 ]
 
 Method: TypeAlias = (
@@ -145,22 +142,4 @@ def resolve(method: str | Method, **options: Any) -> Method:
     Raises ``ValueError`` with a suggestion for a name or an option that is not known.
     """
     made: Method = make(IMAGE_TOKENS, method, **options)
-    return made
-
-
-def resolve_vqa(method: str | VQAMethod, **options: Any) -> VQAMethod:
-    """As :func:`resolve`, for questions about pictures."""
-    made: VQAMethod = make(VQA, method, **options)
-    return made
-
-
-def resolve_scales(method: str | ScalesMethod, **options: Any) -> ScalesMethod:
-    """As :func:`resolve`, for next-scale models."""
-    made: ScalesMethod = make(SCALES, method, **options)
-    return made
-
-
-def resolve_continuous(method: str | ContinuousMethod, **options: Any) -> ContinuousMethod:
-    """As :func:`resolve`, for continuous tokens."""
-    made: ContinuousMethod = make(CONTINUOUS, method, **options)
     return made

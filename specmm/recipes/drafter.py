@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from tqdm import tqdm
 
 from specmm import zoo
 from specmm.files import writable
@@ -28,12 +29,12 @@ from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
 from specmm.recipes.training.block_drafter import measure_acceptance, measure_taus, train_block
-from specmm.recipes.training.drawn_pictures import draw_all
 from specmm.recipes.training.eagle_drafter import train_eagle
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.registry import unknown
 
 KINDS = ("block", "eagle")
+AT_ONCE = 96  # pictures that the target draws
 
 
 def drafter(
@@ -169,11 +170,20 @@ def _draw(
     model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int
 ) -> Any:
     """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
-    batch by batch.
+    batch by batch, so that an interrupted run continues.
     """
     pipe = LlamaGenPipeline(target, vq, {}, read_settings(LlamaGenSettings, model))
+    pipe.set_progress_bar_config(disable=True)
     kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
-    return draw_all(pipe, labels.tolist(), kept, seed, cfg=cfg)
+    found = []
+    for i, part in enumerate(tqdm(labels.split(AT_ONCE), desc="draw")):
+        file = kept / f"{i:04d}-{len(part)}.pt"
+        if not file.exists():
+            generator = torch.Generator().manual_seed(1_000_003 * seed + i)
+            given: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
+            torch.save(pipe(part.tolist(), generator=generator, **given).tokens, file)
+        found.append(torch.load(file, weights_only=True))
+    return torch.cat(found)
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:

@@ -31,6 +31,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from specmm.kinds import check_at_least
 from specmm.tree import DraftTree
 from specmm.verify.bottom_up import deepest_first
 from specmm.verify.exact import (
@@ -124,8 +125,37 @@ class Neighbourhood:
         return near + self.offset if self.offset else near, is_code
 
 
+class _Borrowing:
+    """What both rules do within their ``neighbourhood``."""
+
+    residual: Residual
+    greedy: bool
+    name: str
+
+    @property
+    def neighbourhood(self) -> Neighbourhood:
+        """What a token may borrow."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        object.__setattr__(self, "residual", checked_residual(self.residual))
+        if self.residual == "release":  # so that certificates tell it from the default
+            object.__setattr__(self, "name", f"{self.name.removesuffix('-release')}-release")
+        _ = self.neighbourhood  # refuses a table with fewer columns
+
+    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        near = self.neighbourhood
+        if self.greedy:
+            return _greedy(near, tree, p, measure)
+        corrected = self.residual == "corrected"
+        step = _corrected(near) if corrected else _released(near, lumina=self.residual == "lumina")
+        if measure:
+            return top_down_measured(tree, p, step, strict_step)
+        return top_down(tree, p, step, partial(_relaxed_chance, near) if corrected else None)
+
+
 @dataclass(frozen=True)
-class Lantern:
+class Lantern(_Borrowing):
     """LANTERN: a draft may borrow up to ``delta`` of the probability of its ``k`` nearest codes.
 
     The amount borrowed is the total variation spent.
@@ -147,23 +177,15 @@ class Lantern:
     def __post_init__(self) -> None:
         if not 0 <= self.delta <= 1:
             raise ValueError(f"delta must be in [0, 1], got {self.delta}")
-        object.__setattr__(self, "residual", checked_residual(self.residual))
-        if self.residual == "release":  # so that certificates tell it from the default
-            object.__setattr__(self, "name", f"{self.name.removesuffix('-release')}-release")
-        _ = self.neighbourhood  # refuses a table with fewer columns
+        self._begin()
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
-        """What a token may borrow."""
         return Neighbourhood(self.table, self.k, self.delta, offset=self.offset)
-
-    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
-        return _decisions(self, tree, p, measure)
 
 
 @dataclass(frozen=True)
-class LanternPP:
+class LanternPP(_Borrowing):
     """LANTERN++: a draft borrows at most ``(lambda_ - 1) target(x)`` of its ``k`` nearest codes.
 
     The other fields are ``Lantern``'s.
@@ -179,32 +201,12 @@ class LanternPP:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.lambda_ < float("inf"):
-            raise ValueError(f"lambda_ must be finite and at least 1, got {self.lambda_}")
-        object.__setattr__(self, "residual", checked_residual(self.residual))
-        if self.residual == "release":  # so that certificates tell it from the default
-            object.__setattr__(self, "name", f"{self.name.removesuffix('-release')}-release")
-        _ = self.neighbourhood  # refuses a table with fewer columns
+        check_at_least(1, lambda_=self.lambda_)
+        self._begin()
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood:
-        """What a token may borrow."""
         return Neighbourhood(self.table, self.k, self.lambda_, factor=True, offset=self.offset)
-
-    def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        """Decisions for the target's processed distributions ``p`` [B, N, V]."""
-        return _decisions(self, tree, p, measure)
-
-
-def _decisions(rule: Lantern | LanternPP, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
-    near = rule.neighbourhood
-    if rule.greedy:
-        return _greedy(near, tree, p, measure)
-    corrected = rule.residual == "corrected"
-    step = _corrected(near) if corrected else _released(near, lumina=rule.residual == "lumina")
-    if measure:
-        return top_down_measured(tree, p, step, strict_step)
-    return top_down(tree, p, step, partial(_relaxed_chance, near) if corrected else None)
 
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:

@@ -363,7 +363,7 @@ def p_value(prompt, method, break_it=None):
     ids = PROMPTS[prompt]
     length = LENGTH if prompt == "in a picture" else 3
     given = VLMPrompt(padded([ids] * ROWS), LENGTH)
-    made = methods.AnswerSJD(window=3) if method == "sjd" else methods.resolve_vqa(method)
+    made = methods.AnswerSJD(window=3) if method == "sjd" else methods.make(methods.VQA, method)
     parts = None if method == "ar" else assemble(made, target)
     if break_it is not None:
         break_it(parts[0])

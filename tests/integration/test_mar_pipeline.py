@@ -213,7 +213,7 @@ def test_options_out_of_range(pipe, options, message):
 
 def test_an_option_that_cspd_has_not():
     with pytest.raises(ValueError, match="unknown option of cspd 'windo'; did you mean 'window'"):
-        methods.resolve_continuous("cspd", windo=3)
+        methods.make(methods.CONTINUOUS, "cspd", windo=3)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,6 @@ def test_models_are_asked_for_by_their_class_not_by_a_tower(tmp_path):
 
 
 def test_methods_are_dataclasses():
-    assert methods.resolve_vqa("text-draft", tree=(2, 1)) == methods.TextDraft((2, 1))
+    assert methods.make(methods.VQA, "text-draft", tree=(2, 1)) == methods.TextDraft((2, 1))
     with pytest.raises(ValueError, match="did you mean 'ngram'"):
-        methods.resolve_vqa("prompt-lookup", ngramm=2)
+        methods.make(methods.VQA, "prompt-lookup", ngramm=2)
