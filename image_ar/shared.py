@@ -118,7 +118,8 @@ class PicturePipeline(Generic[M]):
     @property
     def device(self) -> torch.device:
         """Where the transformer is."""
-        raise NotImplementedError
+        found: torch.device = next(self.transformer.parameters()).device
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,7 +165,7 @@ class PicturePipeline(Generic[M]):
     @property
     def grid(self) -> int:
         """Tokens along a side of a picture that is drawn token by token, else 0."""
-        return 0
+        return int(getattr(self.transformer.config, "grid", 0))
 
     def steps(self, **wanted: Any) -> int:
         """What a callback is told when a picture is whole, of tokens or scales; pictures are

@@ -158,11 +158,6 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         """Networks and tokenizer; what else the pipeline is made of comes from the folder."""
         return {name: getattr(self, name) for name in ("transformer", "tokenizer")}
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model lives."""
-        return self.transformer.device
-
     @call_of_pipeline
     def __call__(
         self,

@@ -15,13 +15,11 @@ from torch import Tensor
 from specmm.compiled import CompiledRound
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.processors import Processor
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree
-from specmm.verify.rule import VerifyResult
+from specmm.target import Target, TargetOutput
 
 
-class DrawingTarget(Protocol):
-    """A :class:`specmm.target.Target` that draws pictures of ``length`` tokens.
+class DrawingTarget(Target, Protocol):
+    """A target that draws pictures of ``length`` tokens.
 
     ``layered`` names the class by which it runs without some of its layers ("module:class").
     ``prompted`` ones begin with token ids, which may be looked up. Rounds of ``static_shapes`` can
@@ -29,7 +27,6 @@ class DrawingTarget(Protocol):
     the target's options as well.
     """
 
-    name: str
     processor: Processor
     programs: dict[Hashable, CompiledRound] | None
     layered: ClassVar[str]
@@ -75,18 +72,6 @@ class DrawingTarget(Protocol):
     @property
     def undrawable(self) -> int | None:
         """A token that may come nowhere; None where there is none."""
-
-    def prefill(self, prompt: Any, scratch: int) -> TargetOutput:
-        """See :class:`specmm.target.Target`."""
-
-    def score(self, tree: DraftTree) -> TargetOutput:
-        """See :class:`specmm.target.Target`."""
-
-    def commit(self, result: VerifyResult) -> None:
-        """See :class:`specmm.target.Target`."""
-
-    def step(self, tokens: Tensor) -> TargetOutput:
-        """See :class:`specmm.target.Target`."""
 
     def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
         """A plain step of ``tokens`` [B, N], put at ``places`` [N] of the picture.

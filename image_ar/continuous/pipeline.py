@@ -132,16 +132,6 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         write_settings(self.settings, folder)
         write_index("MARPipeline", "mar", folder)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the transformer is."""
-        return self.transformer.mask_token.device
-
-    @property
-    def grid(self) -> int:
-        """Tokens along a side."""
-        return int(self.transformer.config.grid)
-
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move models and autoencoder to a device or dtype."""
         super().to(*args, **kwargs)

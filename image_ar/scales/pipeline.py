@@ -198,11 +198,6 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         write_settings(self.settings, folder)
         write_index("VARPipeline", "var", folder)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the transformer is."""
-        return self.transformer.device
-
     def timed(self, method: methods.ScalesMethod) -> bool:
         """Not for method code where the models are specialised for an N."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)

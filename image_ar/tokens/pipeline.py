@@ -199,19 +199,9 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         write_index("LlamaGenPipeline", "llamagen", folder)
 
     @property
-    def device(self) -> torch.device:
-        """Where the transformer's weights are."""
-        return self.transformer.output.weight.device
-
-    @property
     def takes(self) -> Literal["classes", "prompt"]:
         """Classes or prompts, as the transformer was trained."""
         return "classes" if self.transformer.config.model_type == "c2i" else "prompt"
-
-    @property
-    def grid(self) -> int:
-        """Tokens along a side."""
-        return int(self.transformer.config.grid)
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,6 +159,25 @@ def result(names: Sequence[str], lanes: Sequence[Any]) -> str:
         return f'<p class="verdict">Racing … {lanes[0].clock.seconds:.1f} s each</p>'
     found = verdict(names, [lane.clock.seconds for lane in lanes])
     return f'<p class="verdict" role="status"><b>{found}</b></p>'
+
+
+def told(
+    names: Sequence[str],
+    race: Iterator[list[Any]],
+    side: Callable[[Any, str], list[Any]],
+    called: Callable[[int], str],
+) -> Generator[list[Any], None, list[Any]]:
+    """Updates of verdict, both sides and trace as a ``race`` goes on: what ``side`` gives of a lane
+    and its name; a token is ``called`` so. Returns the lanes.
+    """
+    lanes: list[Any] = []
+    for lanes in race:
+        sides = [part for each, name in zip(lanes, names, strict=True) for part in side(each, name)]
+        trace = [gr.skip()] * TRACED
+        if all(each.out is not None for each in lanes):
+            trace = TraceView.updates(Trace.of(names, lanes, called))
+        yield [result(names, lanes), *sides, *trace]
+    return lanes
 
 
 @dataclass

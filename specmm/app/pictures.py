@@ -16,7 +16,6 @@ from specmm.app.fields import (
     PLAIN,
     TRACED,
     Tab,
-    Trace,
     TraceView,
     method_menus,
     method_of,
@@ -24,7 +23,7 @@ from specmm.app.fields import (
     parameter_boxes,
     raced,
     renewed_menus,
-    result,
+    told,
 )
 from specmm.app.lanes import PictureLane, generator
 from specmm.app.models import AppModels, changed, in_sentences
@@ -175,15 +174,8 @@ def drawn(
     keys = [("images", model, i, method) for i, method in enumerate(chosen)]
     both = [partial(lane, 0), partial(lane, 1)]
     compiling.build(both)
-    for lanes in raced(models, keys, both):
-        sides = []
-        for each, text in zip(lanes, names, strict=True):
-            sides += _seen(each, text, model, asked, int(seed))
-        ended = all(each.out is not None for each in lanes)
-        trace = [gr.skip()] * TRACED
-        if ended:
-            trace = TraceView.updates(Trace.of(names, lanes, str))
-        yield [result(names, lanes), *sides, *trace]
+    side = partial(_seen, model=model, asked=asked, seed=int(seed))
+    lanes = yield from told(names, raced(models, keys, both), side, str)
     compiling.observe(lanes)
 
 

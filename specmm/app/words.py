@@ -19,7 +19,6 @@ from specmm.app.fields import (
     PLAIN,
     TRACED,
     Tab,
-    Trace,
     TraceView,
     method_menus,
     method_of,
@@ -27,7 +26,7 @@ from specmm.app.fields import (
     parameter_boxes,
     raced,
     renewed_menus,
-    result,
+    told,
 )
 from specmm.app.lanes import TextLane
 from specmm.app.models import AppModels, changed, in_sentences
@@ -175,16 +174,12 @@ def answered(
 
     yield ["<p class='verdict'>Warming up …</p>", *[gr.skip()] * (4 + TRACED)]
     keys = [(kind, model, method) for method in chosen]
-    for lanes in raced(models, keys, [partial(lane, method) for method in chosen]):
-        sides = []
-        for each, name in zip(lanes, names, strict=True):
-            sides += [line(each, name, fixed["max_new_tokens"]), marked(each.pieces)]
-        ended = all(each.out is not None for each in lanes)
-        trace = [gr.skip()] * TRACED
-        if ended:
-            called = partial(called_by, pipe.tokenizer)
-            trace = TraceView.updates(Trace.of(names, lanes, called))
-        yield [result(names, lanes), *sides, *trace]
+    race = raced(models, keys, [partial(lane, method) for method in chosen])
+
+    def side(lane: TextLane, name: str) -> list[Any]:
+        return [line(lane, name, fixed["max_new_tokens"]), marked(lane.pieces)]
+
+    yield from told(names, race, side, partial(called_by, pipe.tokenizer))
 
 
 def called_by(tokenizer: Any, token: int) -> str:
