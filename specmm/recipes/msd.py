@@ -11,12 +11,12 @@ import torch
 
 from specmm.files import writable
 from specmm.hf.drafters.features import acceptance_of
-from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, beside
+from specmm.recipes.text import place_of
 from specmm.recipes.training.msd import msd_config, train_msd
 from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import save_msd
@@ -45,10 +45,7 @@ def msd(
 ) -> Found:
     """Train an MSD drafter in two stages, text first; the result is MODEL/drafters/msd."""
     folder = beside(model, find(model))
-    result = folder / "drafters" / KINDS["msd"].place
-    if result.exists() and not replace:
-        raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
-    writable(result.parent)
+    result = place_of(folder, "msd", replace)
     target, processor = (
         VLMTarget(load_model(folder, torch.float32), Processor(), model),
         load_processor(folder),
