@@ -126,13 +126,13 @@ def custom_generate(
             given = bool(caller.get("kwargs_has_position_ids"))
             inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
             sampled = bool(generation_config.do_sample)
+            processor = PathProcessor(logits_processor, input_ids, sampled)
+            target = VLMTarget(model, processor)
             prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
             parts = None
             chosen = choice(model, prompt, sampled)
-            target = VLMTarget(
-                model, PathProcessor(logits_processor, input_ids, sampled, chosen.drafts)
-            )
+            processor.drafts = chosen.drafts
             if chosen.drafts:
                 parts = assemble(chosen, target, drafter_of(model), tokenizer)
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))

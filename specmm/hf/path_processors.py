@@ -48,8 +48,8 @@ class PathProcessor:
     as generate asks it, one longer sequence after the other: each node has its own copy of what its
     parent has heard, and a row goes on from the copy of the last accepted node. Sequences come in
     batches of B, each in its own row, since processors may keep something by row (what to ignore of
-    its prompt, for instance). Raises ``ValueError`` for classifier-free guidance, and where it
-    ``drafts`` for processors that keep something that cannot be copied, or answer the same sequence
+    its prompt, for instance). Raises ``ValueError`` for classifier-free guidance, and where rounds
+    have ``drafts`` for processors that keep something that cannot be copied, or answer the same sequence
     in two ways.
     """
 
@@ -58,7 +58,6 @@ class PathProcessor:
         processors: Any,
         input_ids: Tensor,
         sample: bool,
-        drafts: bool = False,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         for processor in processors:
@@ -72,9 +71,15 @@ class PathProcessor:
         self.greedy = not sample
         self.settings = settings  # for certificates
         self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
-        self.remembering = drafts and any(map(_may_remember, self.processors))
+        self.drafts = False  # whether rounds have drafts
+        self._memory = any(map(_may_remember, self.processors))
         # what has heard a row's sequence, by the answer in it
         self.heard: list[Heard] = [{} for _ in input_ids]
+
+    @property
+    def remembering(self) -> bool:
+        """Whether processors that may keep something must not hear drafts."""
+        return self.drafts and self._memory
 
     def check_vocabulary(self, size: int) -> None:
         """Nothing: transformers' processors limit their options to the vocabulary themselves."""

@@ -447,7 +447,8 @@ class Pipeline:
             ids = prompt.at_left()[0]["input_ids"]
             sample = not options.processor.greedy
             settings = options.settings
-            target.processor = PathProcessor(made, ids, sample, method.drafts, settings)
+            target.processor = processor = PathProcessor(made, ids, sample, settings)
+            processor.drafts = method.drafts
         elif compiled is not None:
             matchers = Matchers([compiled])
             target.processor = Constrained(options.processor, options.settings, matchers)

@@ -145,7 +145,7 @@ def test_a_square_of_three_is_read_by_its_kind(pixels):
         (np.full((4, 4, 3), np.nan), "must hold floats from 0 to 1, got nan to nan"),
         (torch.full((3, 4, 4), -1), "must hold integers from 0 to 255, got -1 to -1"),
         (np.zeros((0, 5, 3), np.uint8), "must have 1 to"),
-        (3, "must be a file, an address, a PIL image, an array or a tensor, got 3"),
+        (3, "must be a file, its bytes, an address, a PIL image, an array or a tensor, got 3"),
         ("http://127.0.0.1:9/a.png", "picture http://127.0.0.1:9/a.png must be readable from here"),
         ("data:image/png;base64,iVBORw0KGgo=", "data:image/png.* must be a picture"),
     ],

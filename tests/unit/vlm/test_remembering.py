@@ -13,7 +13,10 @@ from specmm.hf.path_processors import PathProcessor
 from tests.tiny.saying import saying
 
 LETTERS = "abcdefghij"
-ROWS = ["a b c d e f g h i j a b c", "e f g h i j a b c d e f g"]  # which prompt lookup finds again
+ROWS = [
+    "a c e g i b d f h j a d g",
+    "h e b i f c j g d a h c f",
+]  # after which the model says otherwise
 LENGTH = 24
 
 
@@ -95,6 +98,19 @@ def test_tokens_are_those_of_generate(made, rows, method, options):
     wanted = answers(made, None, rows, **options())
     assert torch.equal(answers(made, method, rows, **options()), wanted)
     assert not torch.equal(wanted, answers(made, None, rows))
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one", "two"])
+def test_what_is_sampled_is_counted_as_it_is_kept(made, rows):
+    """Many drafts of a warm model are rejected, and none of these counts."""
+    model, words = made
+    inputs = words(rows, return_tensors="pt")["input_ids"]
+    fn = specmm.custom_generate(generator=torch.Generator().manual_seed(0))
+    for _ in range(12):
+        given = dict(max_new_tokens=LENGTH, do_sample=True, temperature=4.0, custom_generate=fn)
+        out = model.generate(inputs, logits_processor=[Budget()], **given)
+        assert out[:, inputs.shape[1] + 8].eq(5).all()
+    assert fn.last.stats.tau > 1.1
 
 
 def test_a_function_that_says_what_may_come_may_remember(made):
