@@ -49,8 +49,8 @@ class PathProcessor:
     parent has heard, and a row goes on from the copy of the last accepted node. Sequences come in
     batches of B, each in its own row, since processors may keep something by row (what to ignore of
     its prompt, for instance). Raises ``ValueError`` for classifier-free guidance, and where rounds
-    have ``drafts`` for processors that keep something that cannot be copied, or answer the same sequence
-    in two ways.
+    have ``drafts`` for processors that keep what cannot be copied, or answer the same sequence in
+    two ways.
     """
 
     def __init__(
