@@ -464,7 +464,7 @@ class CapturedRound(CompiledRound):
         self, parts: Parts, progress: Progress, feedback: Feedback, numbers: Tensor
     ) -> Feedback:
         drawn = _Ahead(numbers, None if self.captured.recording else self.stream)
-        done = one_round(parts, feedback, progress, drawn, Clock(), not parts[2].exact)
+        done = one_round(parts, feedback, progress, drawn, Clock())
         parts[0].keep_round(done.drafted[1])
         self.uniforms = drawn.used  # that a row takes in every replay, too
         return done

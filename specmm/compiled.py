@@ -256,9 +256,8 @@ class CompiledRound:
     """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
 
     The first round after a prefill is not compiled, since its feedback has another form. The
-    clock's "verify" is the whole program and the round's end. A relaxed rule's excess is measured
-    in every round, so that one program is enough. The target must be a :class:`DeferredStop`.
-    ``device`` and what all calls share as in :func:`compiled`.
+    clock's "verify" is the whole program and the round's end. The target must be a
+    :class:`DeferredStop`. ``device`` and what all calls share as in :func:`compiled`.
     """
 
     unread = True  # see Fingerprint
@@ -268,18 +267,12 @@ class CompiledRound:
         self.uniforms = 0  # that a row takes in a round
 
     def __call__(
-        self,
-        parts: Parts,
-        feedback: Feedback,
-        progress: Progress,
-        uniforms: Uniforms,
-        clock: Clock,
-        measure: bool,
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
     ) -> Feedback:
         """See :func:`specmm.decode.one_round`; raises ``ValueError`` if logits are not finite."""
         if feedback.result is None:
             counted = CountedUniforms(uniforms)
-            first = one_round(parts, feedback, progress, counted, clock, measure)
+            first = one_round(parts, feedback, progress, counted, clock)
             self._count(counted.used)
             return first
         if feedback.fresh is None:
@@ -310,9 +303,7 @@ class CompiledRound:
         """The round, but for the target's part of its end."""
         drawn = _predrawn(uniforms.draw(self.uniforms))
         with clock("verify"):
-            done: Feedback = self.program(
-                parts, feedback, progress, drawn, clock, not parts[2].exact
-            )
+            done: Feedback = self.program(parts, feedback, progress, drawn, clock)
         return done
 
 

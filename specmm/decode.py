@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -25,10 +25,11 @@ from specmm.kernels.backend import backend
 from specmm.late import Late, LateChecks
 from specmm.processors import check_finite
 from specmm.randomness import Uniforms, UniformSource, categorical
-from specmm.stats import MEASURE_EVERY, Clock, Stats
+from specmm.stats import Clock, Stats
 from specmm.target import Target
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
+from specmm.verify.claims import GivenTrees, proved
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
 from specmm.watching import tell
 
@@ -88,16 +89,17 @@ class Progress:
     counts: Tensor
     limits: Tensor
     stats: Stats
-    excess: Tensor  # summed over the measured rounds of all rows
-    measured: Tensor  # tokens of those rounds
+    excess: Tensor  # of a relaxed rule, summed over rounds and rows
+    measured: Tensor  # tokens that it is of
     stop: Stop | None = None
     length: int = 0  # T
     gained: tuple[Tensor, Tensor] | None = None  # (taken, kept)
     ahead: bool = False
     # the least and most tokens that a row lacks, after the last round and the one before
     lacking: tuple[Late | None, Late | None] = (None, None)
+    trees: GivenTrees = field(default_factory=GivenTrees)  # of a rule that others call exact
     # by graphs: rounds read the limits
-    aside: ClassVar[tuple[str, ...]] = ("length", "ahead", "lacking")
+    aside: ClassVar[tuple[str, ...]] = ("trees", "length", "ahead", "lacking")
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""
@@ -185,7 +187,7 @@ class DecodedRound(NamedTuple):
 
 Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
-Play: TypeAlias = Callable[[Parts, Feedback, Progress, Uniforms, Clock, bool], Feedback]
+Play: TypeAlias = Callable[[Parts, Feedback, Progress, Uniforms, Clock], Feedback]
 """Plays a round as :func:`one_round` does."""
 
 
@@ -211,22 +213,17 @@ def decide(
 
 
 def one_round(
-    parts: Parts,
-    feedback: Feedback,
-    progress: Progress,
-    uniforms: UniformSource,
-    clock: Clock,
-    measure: bool,
+    parts: Parts, feedback: Feedback, progress: Progress, uniforms: UniformSource, clock: Clock
 ) -> Feedback:
     """Draft after ``feedback``, score, keep what the rule accepts; returns the next feedback.
 
-    With ``measure`` a relaxed rule's excess is computed.
+    A relaxed rule's excess is measured in every one.
     """
     target, drafter, rule = parts
     tree = drafter.propose(feedback, uniforms)
     with clock("verify"):
         output = target.score(tree)
-    result = decide(rule, tree, output.probs, uniforms, measure=measure)
+    result = decide(rule, tree, output.probs, uniforms, measure=not rule.exact)
     tokens = committed(tree, result)
     result.kept = progress.take(tokens, result.kept)  # a finished row keeps nothing
     target.commit(result)
@@ -268,16 +265,18 @@ def decode(
     depths: list[int] = []
     parts = (target, drafter, rule)
     most = drafter.max_depth + 1  # tokens of a round
+    unproved = rule.exact and not proved(rule)
     progress.ahead = getattr(play, "ahead", False)
     checks = LateChecks(progress.ahead)
     while progress.unfinished(len(depths) * most < length - 1, most) or (queue and queue.left):
-        measure = not rule.exact and len(depths) % MEASURE_EVERY == 0
         with attention_of_any_length(), checks.of_a_round():
-            feedback = play(parts, feedback, progress, uniforms, clock, measure)
+            feedback = play(parts, feedback, progress, uniforms, clock)
             tree, result = feedback.drafted
             # a rule took ratios of these
             if tree.probs is not None and tree.shape.size > 1:
                 check_finite(tree.probs[:, 1:], len(depths), "the drafter")
+        if unproved:
+            progress.trees.add(tree)
         progress.observe(result, histogram)
         progress.end_round()
         with clock("verify"):

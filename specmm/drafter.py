@@ -126,6 +126,7 @@ def looks_ahead(rule: object) -> bool:
 def check_rule(drafter: Drafter, rule: Rule) -> None:
     """Raise ``ValueError`` for a ``drafter`` whose drafts are ``coupled`` with those of the round
     before and a ``rule`` that :func:`looks_ahead`: when it tests a draft tells about the draft.
+    A drafter of others, whose trees are checked, is told which siblings the ``rule`` needs.
     """
     if getattr(drafter, "coupled", False) and looks_ahead(rule):
         raise ValueError(
@@ -133,6 +134,17 @@ def check_rule(drafter: Drafter, rule: Rule) -> None:
             f"{rule.name}, which may look ahead: use recursive, coupled=False or, for a rule of "
             "your own that does not, its bottom_up = False"
         )
+    if isinstance(drafter, Checked):
+        drafter.serve(rule)
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """A drafter whose trees are checked."""
+
+    def serve(self, rule: Rule) -> None:
+        """Refuse trees from now on whose siblings are not drawn as ``rule`` needs them."""
+        ...
 
 
 @runtime_checkable

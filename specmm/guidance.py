@@ -40,7 +40,9 @@ class Guidance:
     @property
     def settings(self) -> dict[str, float]:
         """The options that shape the distribution, for certificates."""
-        last = {"cfg_interval": self.interval} if self.branches > 1 and self.interval > -1 else {}
+        if self.branches == 1:
+            return {"cfg": 1.0}
+        last = {"cfg_interval": self.interval} if self.interval > -1 else {}
         return {"cfg": self.scale} | last
 
     def mix(self, logits: Tensor, positions: Tensor, prompt: Tensor | int) -> Tensor:

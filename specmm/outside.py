@@ -23,6 +23,7 @@ from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, Tree
 from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
+from specmm.verify.rule import Rule
 
 USUAL = "chain(4)"  # the tree of drafters that do not say which (as their ``tree``)
 SUMS = 1e-3  # by which a recorded distribution may miss 1: bfloat16 has 8 bits
@@ -120,7 +121,7 @@ class OutsideDrafter:
     """The drafter ``inner``, called ``name``, by ``maker``; its trees are checked.
 
     Its seconds are counted here, whatever it does with the clock that it is given. ``recorded``
-    tells whether a tree had distributions.
+    tells whether a tree had distributions, ``varied`` whether such trees had several shapes.
     """
 
     def __init__(self, inner: Drafter, name: str, maker: str) -> None:
@@ -131,7 +132,15 @@ class OutsideDrafter:
         self.max_nodes = int(inner.max_nodes)
         self.max_depth = int(inner.max_depth)
         self.coupled = bool(getattr(inner, "coupled", False))
-        self.recorded = False
+        self.recorded = self.varied = False
+        self.needed: Siblings | None = None  # any that are recorded
+        self._shape: TreeShape | None = None  # the last
+        self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
+
+    def serve(self, rule: Rule) -> None:
+        """See :class:`specmm.drafter.Checked`: rules of others are enumerated with such alone."""
+        others = bool(maker_of(rule))
+        self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)
 
     def __str__(self) -> str:
         """For certificates."""
@@ -162,16 +171,58 @@ class OutsideDrafter:
                 f"{self} must propose at most {self.max_nodes} nodes and {self.max_depth} levels, "
                 f"as its max_nodes and max_depth say, got {shape.size} and {shape.depth}"
             )
+        self._check_shape(tree)
         if not torch.equal(tree.tokens[:, 0], feedback.token):
             raise ValueError(f"{self} must put feedback.token at node 0, got other tokens there")
         size = feedback.output.probs.shape[-1]
         if bool(((tree.tokens < 0) | (tree.tokens >= size)).any()):
             raise ValueError(f"{self} must draft tokens in [0, {size}), got {_range(tree.tokens)}")
         if tree.probs is not None and shape.size > 1:
-            self._check_probs(tree.tokens[:, 1:], tree.probs[:, 1:], size)
+            chosen = (shape.ranks > 0) & (self.needed == "likeliest and one")
+            self._check_probs(tree.tokens[:, 1:], tree.probs[:, 1:], size, chosen[:, 1:])
+            if shape.width > 1 and self.needed is not None:
+                self._check_siblings(tree, tree.probs, self.needed)
 
-    def _check_probs(self, tokens: Tensor, probs: Tensor, size: int) -> None:
-        """Of ``tokens`` [B, N] that were drawn from ``probs`` [B, N, V]."""
+    def _check_shape(self, tree: DraftTree) -> None:
+        shape = tree.shape
+        if shape is self._shape and shape.fixed:
+            return
+        self._shape = shape
+        rows = {tuple(row) for row in shape.parents.tolist()}
+        for row in rows:
+            real = TreeShape.from_parents(row)
+            if real.depth > shape.depth or real.width > shape.width:
+                raise ValueError(
+                    f"{self} must propose trees of the depth and width that their shapes say, "
+                    f"{shape.depth} and {shape.width}, got {real.depth} and {real.width}"
+                )
+        if tree.probs is not None:
+            self._drawn |= rows
+            self.varied = len(self._drawn) > 1
+            self._drawn = set(list(self._drawn)[:2])
+
+    def _check_siblings(self, tree: DraftTree, probs: Tensor, needed: Siblings) -> None:
+        """That they were drawn as ``needed``, by what the tree records, ``probs`` [B, N, V]."""
+        earlier = tree.shape.earlier_siblings  # [1 or B, N, N]
+        # of each node, the probability of every other's token
+        chances = probs.gather(-1, tree.tokens[:, None].expand(-1, tree.shape.size, -1))
+        if needed == "independent":
+            first = earlier.int().argmax(-1).expand(len(probs), -1)  # a first sibling's own is 0
+            off = (probs - probs.take_along_dim(first[..., None], 1)).abs().sum(-1)
+            wrong = (off > SUMS) & earlier.any(-1)
+        elif needed == "distinct":
+            wrong = (chances > 0) & earlier
+        else:  # the others are chosen, and the first is none of them
+            wrong = (chances > 0) & earlier.mT & ~earlier.any(-1)[..., None]
+        if bool(wrong.any()):
+            raise ValueError(
+                f"{self} must draw siblings as request.siblings says, {needed!r}, which the rule "
+                "needs, got others by what it records; draw them so (draw_siblings does), or use "
+                "rule recursive"
+            )
+
+    def _check_probs(self, tokens: Tensor, probs: Tensor, size: int, chosen: Tensor) -> None:
+        """Of ``tokens`` [B, N] that were drawn from ``probs`` [B, N, V], if not ``chosen``."""
         if probs.shape[-1] != size:
             raise ValueError(
                 f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"
@@ -184,7 +235,7 @@ class OutsideDrafter:
                 f"{self} must record distributions whose sums are 1, got {_range(sums)}; divide "
                 "them by their sums"
             )
-        if bool((probs.gather(-1, tokens[..., None]) <= 0).any()):
+        if bool(((probs.gather(-1, tokens[..., None])[..., 0] <= 0) & ~chosen).any()):
             raise ValueError(
                 f"{self} must draw every draft from the distribution it records, got one of "
                 "probability 0; record what it was drawn from, given its earlier siblings"

@@ -119,11 +119,13 @@ class Processor:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The options that are on, for certificates; the temperature always is."""
+        """The options that are on, for certificates; the temperature always is. No filter moves the
+        largest logit, which temperature 0 takes.
+        """
         found = {"temperature": self.temperature}
-        if self.top_k > 0:
+        if self.top_k > 0 and not self.greedy:
             found["top_k"] = self.top_k
-        if self.top_p < 1:
+        if self.top_p < 1 and not self.greedy:
             found["top_p"] = self.top_p
         if self.repetition_penalty != 1:
             found["repetition_penalty"] = self.repetition_penalty

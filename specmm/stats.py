@@ -21,8 +21,6 @@ from typing import Any, Literal
 
 import torch
 
-# rounds from one measurement of a relaxed rule's excess to the next: it costs a second recursion
-MEASURE_EVERY = 8
 TIMES = ("seconds", "draft_seconds", "verify_seconds", "search_seconds")
 
 
@@ -165,7 +163,7 @@ def rule_certificate(name: str, exact: bool, excess: float | None) -> Certificat
         return Certificate("exact", reason, 0.0)
     if excess is None:
         return Certificate("heuristic", f"the {name} rule is relaxed and no round was measured")
-    measured = f"measured on at least every {MEASURE_EVERY}th round of this run"
+    measured = "measured in every round of this run"
     return Certificate("bounded", f"the {name} rule is relaxed; {measured}", excess)
 
 
@@ -178,6 +176,8 @@ def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificat
         return None
     order = ("exact", "bounded", "heuristic")
     least = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
+    reasons = dict.fromkeys(part.reason for part, _ in parts if part.kind == least.kind)
+    least = replace(least, reason="; ".join(reasons))
     if least.kind != "bounded":
         return least
     total = sum(weight for _, weight in parts)

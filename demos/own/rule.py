@@ -7,10 +7,11 @@ draft is kept and what the next token is drawn from; the uniforms are compared e
 walk from the root down are a *step*: from the target [B, F, V] and one draft of each of F families
 to the chance of keeping it [B, F] and to the target once it is rejected [B, F, V].
 
-``exact = True`` is a claim. specmm enumerates it on small trees before a certificate says so, and
-names this file as its author. ``bottom_up = False`` says that no decision about a draft looks at
-those after it, which drafts that stay from round to round (``sjd``) need. A relaxed rule measures
-by how much it differs: ``top_down_measured`` runs it beside the strict step on the same numbers.
+``exact = True`` is a claim. specmm enumerates it on the trees of a run before a certificate says
+so, and names this file as its author. ``bottom_up = False`` says that no decision about a draft
+looks at those after it, which drafts that stay from round to round (``sjd``) need. A relaxed rule
+measures by how much it differs: ``top_down_measured`` runs it beside the strict step on the same
+numbers.
 """
 
 from __future__ import annotations

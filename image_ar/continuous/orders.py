@@ -65,11 +65,11 @@ class MARSettings:
 
     @property
     def claimed(self) -> dict[str, object]:
-        """The options that shape the distribution, for certificates."""
-        solver = {"solver": self.solver} if self.solver != "ddpm" else {}
-        guided = {"cfg_schedule": self.cfg_schedule} if self.cfg != 1 else {}
-        steps = {"num_iter": self.num_iter, "head_steps": self.head_steps}
-        return steps | {"temperature": self.temperature, "cfg": self.cfg} | guided | solver
+        """The options that shape the distribution, for certificates: DDIM has no temperature."""
+        own = "temperature" if self.solver == "ddpm" else "solver"
+        guided = ["cfg_schedule"] if self.cfg != 1 else []
+        names = ["num_iter", "head_steps", own, "cfg", *guided]
+        return {name: getattr(self, name) for name in names}
 
     def iterations(self, length: int) -> list[Iteration]:
         """The iterations that make the L = ``length`` tokens of a picture."""

@@ -47,7 +47,8 @@ class Sampling:
 
     Guidance grows over the scales: at scale k logits are (1 + t) cond - t null with t = ``cfg`` · k
     / (K - 1), so 0 is none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures,
-    another distribution, at any temperature. Raises ``ValueError`` for options out of range.
+    another distribution, which no temperature touches. Raises ``ValueError`` for options out of
+    range.
     """
 
     cfg: float = 0.0
@@ -58,13 +59,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_at_least(0, ", use 0 for no guidance", cfg=self.cfg)
-        by_scale = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        for value in by_scale:
+        for value in self.by_scale:
             Processor(value, self.top_k, self.top_p)
-            if self.more_smooth and value == 0:
+            if self.more_smooth and value != 1:
                 raise ValueError(
-                    "more_smooth must be off at temperature 0: "
-                    "its soft codes are drawn at any temperature"
+                    f"more_smooth must be off at temperature {value}: no temperature touches its "
+                    "soft codes; leave it out, or give temperature=1"
                 )
 
     def check(self, vocabulary: int, scales: int) -> None:
@@ -79,9 +79,17 @@ class Sampling:
     @property
     def settings(self) -> dict[str, object]:
         """The options that shape the distribution, for certificates."""
-        own: dict[str, object] = {"temperature": self.temperature, "cfg": self.cfg}
-        smooth = {"more_smooth": True} if self.more_smooth else {}
-        return self.filter.settings | own | smooth
+        hottest = Processor(max(self.by_scale), self.top_k, self.top_p).settings
+        found: dict[str, object] = {**hottest, "temperature": self.temperature, "cfg": self.cfg}
+        if self.more_smooth:
+            del found["temperature"]
+            found["more_smooth"] = True
+        return found
+
+    @property
+    def by_scale(self) -> tuple[float, ...]:
+        """The temperatures, one if all scales share it."""
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
 
     @property
     def filters(self) -> bool:

@@ -57,8 +57,8 @@ class Block:
     """
 
     bottom_up: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
     name: str = "block"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`; raises ``ValueError`` unless a chain."""
@@ -103,8 +103,8 @@ class Traversal:
     """
 
     bottom_up: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
     name: str = "traversal"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         if tree.shape.is_chain and tree.shape.width:

@@ -1,15 +1,19 @@
 """What a run may claim by its rule: of ours what the tests prove, of others' what is enumerated.
 
 A rule that others wrote and that calls itself exact is put to the test before a certificate says
-so: every draw of some small trees, by targets that have zeros as well (:mod:`.exhaustive`).
+so: every draw of the trees that it was given, by targets that have zeros as well
+(:mod:`.exhaustive`). Larger trees are enumerated in parts, for each depth one around the most
+siblings that there are so deep.
 
 Shape letters: V vocabulary, D deepest level.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +22,9 @@ from specmm.outside import OutsideDrafter
 from specmm.registry import maker_of
 from specmm.shape.trees import Siblings
 from specmm.stats import Certificate, rule_certificate
-from specmm.tree import TreeShape
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.bottom_up import Block, Traversal
+from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
 from specmm.verify.exhaustive import (
     Scheme,
     Tables,
@@ -27,18 +33,42 @@ from specmm.verify.exhaustive import (
     sequence_probs,
     total_variation,
 )
+from specmm.verify.kseq import KSeq
 from specmm.verify.rule import Rule
 
-VOCABULARY = 3
-SHAPES = ((-1, 0, 1), (-1, 0, 0), (-1, 0, 0, 1, 1))  # parents: a chain, siblings, both
+PROVED = (Block, GreedyMatch, GreedyMultiDraft, KSeq, PointMass, Recursive, Traversal)
+VOCABULARY = 3  # at least
 SEEDS = range(4)
-TOLERANCE = 1e-9  # of a total variation in float64, summed over some hundred draws
-SCHEMES: dict[Siblings | None, Scheme] = {
+TOLERANCE = 1e-9  # of a total variation in float64, summed over some thousand draws
+ENOUGH = 10_000  # draws, and texts, up to which a part of a tree grows
+MOST = 50_000  # of one family of siblings
+SCHEMES: dict[Siblings, Scheme] = {
     "distinct": "without replacement",
     "independent": "independent",
     "likeliest and one": "top and sample",
-    None: "top",
 }
+Parents: TypeAlias = tuple[int, ...]
+
+
+def proved(rule: object) -> bool:
+    """Whether ``rule`` is one of ours that the tests prove exact, and decides as its class."""
+    return type(rule) in PROVED and "decisions" not in vars(rule)
+
+
+class GivenTrees:
+    """The trees that a rule was ``given``: the parents of a row, and whether distributions were
+    recorded.
+    """
+
+    unread = True  # by programs: see specmm.fingerprint
+
+    def __init__(self, given: Sequence[tuple[Parents, bool]] = ()) -> None:
+        self.given = set(given)
+
+    def add(self, tree: DraftTree) -> None:
+        """Those of all rows of ``tree``."""
+        rows = tree.shape.parents.tolist()
+        self.given |= {(tuple(parents), tree.probs is not None) for parents in rows}
 
 
 class Counts(Protocol):
@@ -46,11 +76,15 @@ class Counts(Protocol):
 
     @property
     def excess(self) -> Tensor:
-        """Summed over the measured rounds of all rows."""
+        """Of a relaxed rule, summed over rounds and rows."""
 
     @property
     def measured(self) -> Tensor:
-        """Tokens of those rounds."""
+        """Tokens that it is of."""
+
+    @property
+    def trees(self) -> GivenTrees:
+        """Those that a rule was given which others call exact."""
 
 
 def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate:
@@ -61,18 +95,24 @@ def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate
     if rule is None:
         return Certificate("exact", "plain decoding of the target", 0.0)
     measured = float(counts.measured)
-    found = claim(rule, float(counts.excess) / measured if measured else None)
+    excess = float(counts.excess) / measured if measured else None
+    found = claim(rule, excess, counts.trees)
     if isinstance(drafter, OutsideDrafter) and drafter.recorded:
-        return _with(found, f"provided that {drafter} drew from what it recorded")
+        shapes = " and chose its shapes without looking at its drafts" if drafter.varied else ""
+        return _with(found, f"provided that {drafter} drew from what it recorded{shapes}")
     return found
 
 
-def claim(rule: Rule, excess: float | None) -> Certificate:
-    """The certificate of a run by ``rule``; ``excess`` is a relaxed rule's, the mean per token."""
+def claim(rule: Rule, excess: float | None, trees: GivenTrees) -> Certificate:
+    """The certificate of a run by ``rule``, which was given ``trees``; ``excess`` is a relaxed
+    rule's, the mean per token.
+    """
+    if proved(rule):
+        return rule_certificate(rule.name, True, None)
     maker = maker_of(rule)
-    if maker and rule.exact:
-        return _of_others(rule, maker)
-    found = rule_certificate(rule.name, rule.exact, excess)
+    if rule.exact:
+        return _of_others(rule, maker or "its caller", trees)
+    found = rule_certificate(rule.name, False, excess)
     return _with(found, f"rule and measure are by {maker}, not specmm") if maker else found
 
 
@@ -80,57 +120,139 @@ def _with(found: Certificate, more: str) -> Certificate:
     return replace(found, reason=f"{found.reason}; {more}")
 
 
-def _of_others(rule: Any, maker: str) -> Certificate:
+def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
     """Of a ``rule`` that calls itself exact, by ``maker``."""
+    said = f"the {rule.name} rule calls itself exact, by {maker}"
     try:
-        furthest, trees = enumerated(rule)
+        parts = list(_parts(rule, trees))
+        found = [off for part in parts for off in _off(rule, part)]
     except Exception as error:  # whatever a rule of others raises, its claim is not shown
-        reason = f"the {rule.name} rule calls itself exact, by {maker}; it could not be enumerated"
-        return Certificate("heuristic", f"{reason} ({type(error).__name__}: {error})")
-    if furthest > TOLERANCE:
-        reason = f"the {rule.name} rule calls itself exact, by {maker}, and is not: on small trees"
-        return Certificate(
-            "heuristic", f"{reason} its tokens are {furthest:.2g} in total variation off"
-        )
+        reason = f"{said}; it could not be enumerated ({type(error).__name__}: {error})"
+        return Certificate("heuristic", reason)
+    furthest = torch.tensor(found).max().item()  # nan, if one is
+    if not furthest <= TOLERANCE:
+        off = f"its tokens are {furthest:.2g} in total variation off"
+        return Certificate("heuristic", f"{said}, and is not: on trees of this run {off}")
+    whole = {(part.parents, part.recorded) for part in parts if not part.lead}
+    parted = "" if trees.given <= whole else "parts of "
     reason = (
-        f"the {rule.name} rule is exact by the word of its author, {maker}, and in {trees} small "
-        "cases that were enumerated here"
+        f"the {rule.name} rule is exact by the word of its author, {maker}, and in "
+        f"{len(found)} cases of {parted}this run's trees that were enumerated here"
     )
     return Certificate("exact", reason, 0.0)
 
 
-def enumerated(rule: Any) -> tuple[float, int]:
-    """The largest total variation of what ``rule`` emits from the target, and of how many cases.
+class _Part(NamedTuple):
+    """Of a tree: its root is ``lead`` levels down; ``recorded``: drawn, not chosen."""
 
-    Raises ``ValueError`` for a rule that takes none of them. Rules of chains alone may refuse
-    siblings.
+    parents: Parents
+    lead: int
+    recorded: bool
+    scheme: Scheme
+
+
+def _off(rule: Any, part: _Part) -> Iterator[float]:
+    """By how much what ``rule`` emits on ``part`` is off several targets, in total variation."""
+    shape = TreeShape.from_parents(part.parents)
+    length, size = shape.depth + 1, _vocabulary(part.parents)
+    for seed in SEEDS:
+        target, drafter = (_tables(length, 2 * seed + i, size) for i in range(2))
+        drawn = draws(shape, drafter, part.scheme)
+        emitted = emitted_probs(rule, drawn, target, lead=part.lead)
+        yield total_variation(emitted, sequence_probs(target, length))
+
+
+def _parts(rule: Any, trees: GivenTrees) -> Iterator[_Part]:
+    """The root alone, and for each depth what can be enumerated around the most siblings there."""
+    yield _Part((-1,), 0, False, "top")
+    for recorded in (True, False):
+        siblings: Siblings = getattr(rule, "siblings", None) or "distinct"
+        scheme = SCHEMES[siblings] if recorded else "top"
+        given = [tree for tree, drawn in trees.given if drawn == recorded]
+        depths = {tree: _depths(tree) for tree in given}
+        found = set()
+        deepest = max(map(max, depths.values()), default=0)
+        for depth in range(1, deepest + 1):
+            widest = max(given, key=lambda tree: (len(_family(tree, depth)), len(tree), tree))
+            found.add(_part(widest, depth, scheme))
+        yield from (_Part(*part, recorded, scheme) for part in sorted(found))
+
+
+def _depths(parents: Parents) -> list[int]:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return depths
+
+
+def _family(parents: Parents, depth: int) -> list[int]:
+    """The most siblings at ``depth``; none where the tree ends before."""
+    families: dict[int, list[int]] = {}
+    for node, (parent, level) in enumerate(zip(parents, _depths(parents), strict=True)):
+        if level == depth:
+            families.setdefault(parent, []).append(node)
+    return max(families.values(), key=len, default=[])
+
+
+def _part(parents: Parents, depth: int, scheme: Scheme) -> tuple[Parents, int]:
+    """What can be enumerated of a tree around the most siblings at ``depth``, and its root's level.
+
+    Raises ``ValueError`` for too many siblings.
     """
-    scheme = SCHEMES[getattr(rule, "siblings", "distinct")]
-    found = []
-    refused: ValueError | None = None
-    for parents in SHAPES:
-        shape = TreeShape.from_parents(parents)
-        for seed in SEEDS:
-            target, drafter = (_tables(shape.depth + 1, 2 * seed + i) for i in range(2))
-            try:
-                emitted = emitted_probs(rule, draws(shape, drafter, scheme), target)
-            except ValueError as error:
-                refused = error
-                continue
-            found.append(total_variation(emitted, sequence_probs(target, shape.depth + 1)))
-    if not found:
-        raise refused or ValueError("it was given no tree")
-    return max(found), len(found)
+    family = _family(parents, depth)
+    path = [parents[family[0]]]
+    while path[0]:
+        path.insert(0, parents[path[0]])
+
+    def cost(nodes: list[int]) -> int:
+        return _cost(_cut(parents, nodes), scheme)
+
+    lead = 0
+    while lead < depth - 1 and cost(path[lead:] + family) > ENOUGH:
+        lead += 1
+    nodes = path[lead:] + family
+    if cost(nodes) > MOST:
+        raise ValueError(f"there are too many siblings, {len(family)}")
+    for node in range(path[lead] + 1, len(parents)):
+        if node not in nodes and parents[node] in nodes and cost([*nodes, node]) <= ENOUGH:
+            nodes.append(node)
+    return _cut(parents, nodes), lead
 
 
-def _tables(length: int, seed: int) -> Tables:
-    """Distributions after every prefix of fewer than ``length`` tokens, a tenth of them zeros."""
+def _cut(parents: Parents, nodes: Sequence[int]) -> Parents:
+    """The parents of the tree of ``nodes`` alone, the first of which is its root."""
+    number = {node: i for i, node in enumerate(sorted(nodes))}
+    return (-1, *(number[parents[node]] for node in sorted(nodes)[1:]))
+
+
+def _vocabulary(parents: Parents) -> int:
+    """V at which no sibling is the last token left."""
+    return max(VOCABULARY, 1 + max(parents.count(node) for node in range(len(parents))))
+
+
+def _cost(parents: Parents, scheme: Scheme) -> int:
+    """How many draws a tree has, or texts where these are more."""
+    size = _vocabulary(parents)
+    families = [parents.count(node) for node in range(len(parents))]
+    draws_of = {
+        "independent": lambda count: size**count,
+        "without replacement": lambda count: math.perm(size, count),
+        "top and sample": lambda count: size if count else 1,
+        "top": lambda count: 1,
+    }
+    texts = size ** (max(_depths(parents)) + 1)
+    return max(math.prod(map(draws_of[scheme], families)), texts)
+
+
+def _tables(length: int, seed: int, size: int = VOCABULARY) -> Tables:
+    """Distributions of ``size`` tokens after every prefix of fewer than ``length``, a tenth of them
+    zeros.
+    """
     generator = torch.Generator().manual_seed(seed)
     found = []
     for depth in range(length):
-        size = (VOCABULARY**depth, VOCABULARY)
-        weights = torch.rand(size, dtype=torch.float64, generator=generator)
+        weights = torch.rand((size**depth, size), dtype=torch.float64, generator=generator)
         weights = torch.where(weights > 0.1, weights, 0.0)
-        weights[:, seed % VOCABULARY] += 0.05  # no row is empty
+        weights[:, seed % size] += 0.05  # no row is empty
         found.append(weights / weights.sum(-1, keepdim=True))
     return found

@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.shape.trees import Siblings
 from specmm.tree import DraftTree, TreeShape, at_nodes
 from specmm.verify.rule import Decisions
 
@@ -247,8 +248,9 @@ class GreedyMatch:
     to the lowest id.
     """
 
+    greedy: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
     name: str = "greedy match"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         best = p.argmax(-1)  # [B, N]
@@ -297,8 +299,8 @@ class Recursive:
     depend on the tokens drawn; for point masses tokens and shape may be chosen in any way.
     """
 
+    exact: ClassVar[bool] = True
     name: str = "recursive"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         if tree.probs is None:
@@ -313,8 +315,8 @@ class PointMass:
     Exact whatever the drafts are. Where they were drawn, ``Recursive`` keeps more of them.
     """
 
+    exact: ClassVar[bool] = True
     name: str = "point mass"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         return point_masses(tree, p)
@@ -353,8 +355,9 @@ class GreedyMultiDraft:
     p(chosen) + sum over the rest of min(p, q'), the optimum for such drafts.
     """
 
+    exact: ClassVar[bool] = True
+    siblings: ClassVar[Siblings] = "likeliest and one"
     name: str = "greedy multi-draft"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`; raises ``ValueError`` for a tree without probs."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.tree import DraftTree, TreeShape
@@ -87,17 +88,22 @@ def sequence_probs(target: Tables, length: int) -> Tensor:
     return probs
 
 
-def emitted_probs(rule: Rule, drawn: Draws, target: Tables, after: Tables | None = None) -> Tensor:
+def emitted_probs(
+    rule: Rule, drawn: Draws, target: Tables, after: Tables | None = None, lead: int = 0
+) -> Tensor:
     """The distribution [V**(D + 1)] of the first D + 1 tokens by ``rule``.
 
-    Tokens after the round's own are drawn from ``after`` (by default the target).
+    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead``
+    the tree is what follows so many drafts, of which target and drafter are sure.
     """
     tree = drawn.tree
     prefix = drawn.prefix
     vocab = target[0].shape[-1]
-    decisions = rule.decisions(tree, node_probs(drawn, target))
-    ends = endings(tree.shape, decisions) * drawn.chance[:, None]  # [R, N]
-    next_probs = decisions.next_probs / decisions.next_probs.sum(-1, keepdim=True)
+    whole, p = _led(tree, node_probs(drawn, target), lead)
+    decisions = rule.decisions(whole, p)
+    ends = endings(whole.shape, decisions)[:, lead:] * drawn.chance[:, None]  # [R, N]
+    next_probs = decisions.next_probs[:, lead:]
+    next_probs = next_probs / next_probs.sum(-1, keepdim=True)
     depths = tree.shape.depths[0]
     carried = target[0].new_zeros(1)  # nothing has ended before depth 0
     for depth in range(tree.shape.depth + 1):
@@ -107,6 +113,16 @@ def emitted_probs(rule: Rule, drawn: Draws, target: Tables, after: Tables | None
         index = prefix[:, level, None] * vocab + torch.arange(vocab)
         carried = carried.index_add(0, index.flatten(), ended.flatten())
     return carried
+
+
+def _led(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
+    """``tree`` and the target's ``p`` [R, N, V] with ``lead`` drafts of token 0 before them."""
+    sure = one_hot(tree.tokens.new_zeros(len(p), lead + 1), p)
+    parents = [*range(-1, lead), *(lead + node for node in tree.shape.parents[0].tolist()[1:])]
+    probs = None if tree.probs is None else torch.cat([sure, tree.probs[:, 1:]], dim=1)
+    tokens = F.pad(tree.tokens, (lead, 0))
+    made = DraftTree(tokens, TreeShape.from_parents(parents), probs)
+    return made, torch.cat([sure[:, :lead], p], dim=1)
 
 
 def expected_excess(rule: Rule, drawn: Draws, target: Tables) -> float:

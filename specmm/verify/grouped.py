@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,13 +38,13 @@ class Grouped:
     image token. Greedy decoding has no other token as likely as the draft: use ``GreedyMatch``.
     """
 
+    exact: ClassVar[bool] = False
     table: Tensor | None = None
     span: int = 7
     gap: float = 0.15
     k: int = 0
     offset: int = 0
     name: str = "grouped"
-    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.span < 0 or not 0 <= self.gap <= 1:

@@ -8,10 +8,12 @@ Shape letters: B batch, P families, F families tested, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from specmm.shape.trees import Siblings
 from specmm.tree import DraftTree
 from specmm.verify.exact import families_of, finished, normalised, take, trials
 from specmm.verify.rule import Decisions
@@ -27,9 +29,10 @@ class KSeq:
     ``steps`` evaluations approach it from above, so the rule is exact however few they are.
     """
 
+    exact: ClassVar[bool] = True
+    siblings: ClassVar[Siblings] = "independent"
     steps: int = 8
     name: str = "k-seq"
-    exact: bool = True
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
         """See :class:`specmm.verify.rule.Rule`; siblings share the distribution of their rank 0.

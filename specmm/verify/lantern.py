@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, TypeAlias, cast, get_args
+from typing import ClassVar, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor
@@ -165,6 +165,7 @@ class Lantern(_Borrowing):
     the first image token.
     """
 
+    exact: ClassVar[bool] = False
     table: Tensor
     k: int = 1000
     delta: float = 0.1
@@ -172,7 +173,6 @@ class Lantern(_Borrowing):
     greedy: bool = False
     offset: int = 0
     name: str = "lantern"
-    exact: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.delta <= 1:
@@ -191,6 +191,7 @@ class LanternPP(_Borrowing):
     The other fields are ``Lantern``'s.
     """
 
+    exact: ClassVar[bool] = False
     table: Tensor
     k: int = 10
     lambda_: float = 2.0
@@ -198,7 +199,6 @@ class LanternPP(_Borrowing):
     greedy: bool = False
     offset: int = 0
     name: str = "lantern++"
-    exact: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, lambda_=self.lambda_)

@@ -6,6 +6,7 @@ Shape letters: B batch, N nodes, F families, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ class Typical:
     none passes, the next token is drawn from p itself.
     """
 
+    exact: ClassVar[bool] = False
     epsilon: float = 0.09
     delta: float = 0.3
     name: str = "typical"
-    exact: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.epsilon <= 1 or self.delta <= 0:

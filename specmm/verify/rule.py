@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specmm.kinds import check_kind
 from specmm.randomness import UniformSource, categorical
-from specmm.registry import Open, name_of, named, parse_spec, unknown
+from specmm.registry import Open, maker_of, name_of, named, parse_spec, unknown
 from specmm.shape.trees import Siblings
 from specmm.tree import DraftTree, TreeShape
 
@@ -245,6 +245,8 @@ class RuleKind:
             )
         what = (inspect.getdoc(rule) or name).splitlines()[0]
         relaxed, codes = (bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes"))
+        if relaxed and rule.exact:
+            raise ValueError(f"rule {name} must not be relaxed where it is exact; leave one out")
         return cls(rule, siblings, what, relaxed, codes)
 
 
@@ -321,6 +323,11 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
         if values or options or given:
             raise ValueError(f"rule {name} is made already and takes no options, got {spec}")
         found: Rule = kind.rule
+        if not maker_of(found) and getattr(found, "greedy", False):
+            raise ValueError(
+                f"rule {name} is that of greedy decoding, which takes it by itself, got it for "
+                "drawn tokens; leave it out"
+            )
         return found
     rule: Any = kind.rule
     hidden = {"name", "exact", *given, *kind.preset}

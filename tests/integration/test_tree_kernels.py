@@ -27,7 +27,6 @@ from specmm.kernels.tree_attention import dense, interface
 from specmm.methods import MSD, Eagle3, LanternPP, SelfDraft
 from specmm.processors import Processor
 from specmm.recipes.training.rollout import build_eagle3
-from specmm.stats import MEASURE_EVERY
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
 from tests.tiny import chameleon
@@ -169,26 +168,6 @@ def test_image_tokens(picture_pipe, launches, no_dense_masks, name):
     out = picture_pipe(["heart"], method=method, generator=generator, output_type="latent")
     assert out.tokens.shape == (1, 9)
     assert launched(launches) == TABLE["image tokens", name]
-
-
-@pytest.mark.slow
-def test_lantern_is_fused_in_all_rounds_but_those_that_measure(make_tiny, launches, no_dense_masks):
-    pipe = make_tiny(tokens=16)
-    pipe.set_progress_bar_config(disable=True)
-    generator = torch.Generator().manual_seed(0)
-    out = pipe(["heart"], method=LanternPP(1.5, 10), generator=generator, output_type="latent")
-    rounds = out.stats.rounds
-    assert rounds > 3 and out.certificate.kind == "bounded"
-    assert launches["accept"] == rounds - -(-rounds // MEASURE_EVERY)
-    assert launches["tree_attention"] == 2 * rounds  # layers
-
-
-@pytest.mark.slow
-def test_the_release_is_not_fused(picture_pipe, launches, no_dense_masks):
-    generator = torch.Generator().manual_seed(0)
-    method = LanternPP(k=10, residual="release")
-    picture_pipe(["heart"], method=method, generator=generator, output_type="latent")
-    assert launched(launches) == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["ar", methods.CoDe(5), "speculative"], ids=str)

@@ -29,7 +29,7 @@ from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.stats import Clock
 from specmm.tree import TreeShape
-from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, neighbour_table
+from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, Typical, neighbour_table
 from tests import sampling
 from tests.sampling import Stream, last
 from tests.tiny.parts import random_weights
@@ -297,6 +297,17 @@ def test_the_first_token_obeys_the_rule():
     for rule, wanted in ((Recursive(), {0, 1, 2}), (greedy, {1})):
         numbers = [Uniforms.from_seeds([seed]).draw(1)[:, 0] for seed in range(20)]
         assert {int(first_token(rule, probs, number)) for number in numbers} == wanted
+
+
+@pytest.mark.parametrize("length", [2, 3, 9])
+def test_every_round_of_a_relaxed_rule_is_measured(length):
+    """What is printed of a short run is not that of its first round, nor of every eighth."""
+    target = target_of(TINY, Processor())
+    drafter = block(target, branching([2, 1]), sampled=True)
+    end = last(
+        decode(target, drafter, Typical(), Prompt(torch.full((5,), 1)), length, Stream(5, 0))
+    )
+    assert float(end.measured) == end.stats.tokens == 5 * (length - 1)
 
 
 def test_a_round_cut_short_counts_the_excess_of_what_it_kept():

@@ -52,7 +52,8 @@ def test_a_temperature_left_out_of_the_last_scale_is_caught(two_codes, monkeypat
 def test_soft_codes_claim_nothing(two_codes):
     """The release draws tokens beside the soft codes that the picture is made of."""
     pipe, _ = two_codes
-    out = pipe([3], method=methods.CoDe(2, release=True), more_smooth=True, output_type="latent")
+    options = dict(more_smooth=True, temperature=1.0, output_type="latent")
+    out = pipe([3], method=methods.CoDe(2, release=True), **options)
     assert out.certificate.kind == "heuristic" and "soft codes" in out.certificate.reason
 
 
