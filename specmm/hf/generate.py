@@ -43,7 +43,7 @@ from specmm.hf.drafting import (
     preset_of,
 )
 from specmm.hf.families import CACHES
-from specmm.hf.options import SCORES, stop_texts
+from specmm.hf.options import FILTERS, SCORES, stop_texts
 from specmm.hf.path_processors import Criteria, PathProcessor
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
@@ -53,6 +53,7 @@ from specmm.kinds import shown
 from specmm.outside import of_others, with_own
 from specmm.processors import Processor
 from specmm.randomness import Uniforms, sample_generators
+from specmm.registry import maker_of
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn
 from specmm.verify.claims import run_claim
@@ -138,7 +139,8 @@ def custom_generate(
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
             end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
             rule, drafts_with = (parts.rule, parts.drafter) if parts else (None, None)
-            claim = run_claim(rule, end, drafts_with).under(_settings(generation_config))
+            claim = run_claim(rule, end, drafts_with)
+            claim = claim.under(_settings(generation_config, logits_processor))
             found.last = GenerateRun(str(chosen), end.stats, claim)
             return _joined(input_ids, end, criteria.width, generation_config)
 
@@ -175,14 +177,25 @@ class Generating:
         return self.run(*args, **kwargs)
 
 
-def _settings(config: GenerationConfig) -> dict[str, object]:
-    """What generate was asked for, for certificates."""
+def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
+    """What generate was asked for, for certificates: of ``processors`` those that it did not make
+    of ``config``.
+    """
     given = config.to_diff_dict()
     found: dict[str, object] = {"temperature": 0.0}
     if config.do_sample:
         found["temperature"] = 1.0 if config.temperature is None else config.temperature
-    names = ("repetition_penalty", *(("top_k", "top_p") if config.do_sample else ()), *SCORES)
-    return found | {name: given[name] for name in names if given.get(name) not in (None, 0, 1)}
+    names = dict.fromkeys(["repetition_penalty", *FILTERS, *SCORES])
+    named = [name for name in names if config.do_sample or name not in FILTERS]
+    found |= {name: given[name] for name in named if given.get(name) not in (None, 0, 1)}
+    own = [type(one).__name__ for one in processors if _is_callers(one)]
+    return found | ({"logits_processor": "+".join(own)} if own else {})
+
+
+def _is_callers(processor: object) -> bool:
+    """Whether generate was given ``processor``, or the function that it calls."""
+    prefixed = isinstance(processor, transformers.PrefixConstrainedLogitsProcessor)
+    return prefixed or maker_of(processor) != transformers.__name__
 
 
 def _method_for(drafter: object) -> str:

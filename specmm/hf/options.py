@@ -33,7 +33,8 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
 
 
 OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # of generate's
-FILTERS = ("top_k", "top_p", "min_p", "typical_p")  # of what is sampled
+# of what is sampled
+FILTERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 CONFIG = "generation_config"
 LOGGER = logging.getLogger(__name__)
 
@@ -200,7 +201,8 @@ class Options:
         found: dict[str, Any] = dict(self.processor.settings)
         if self.grammar is not None:
             found["grammar"] = str(of_call(self.grammar))
-        return found | {name: _short(value) for name, value in self.more.items()}
+        idle = FILTERS if self.processor.greedy else ()
+        return found | {name: _short(one) for name, one in self.more.items() if name not in idle}
 
     @property
     def stops(self) -> tuple[str, ...]:

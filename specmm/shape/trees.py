@@ -173,7 +173,7 @@ def make_tree(
     Raises ``ValueError`` for a name or numbers that make no tree.
     """
     if isinstance(tree, TreeShape | Dynamic):
-        return tree.to(device) if isinstance(tree, TreeShape) else tree
+        return _sound(tree, device)
     if not isinstance(tree, str):
         is_parents = tree[:1] == (-1,)
         return TreeShape.from_parents(tree, device) if is_parents else spine(tree, device)
@@ -190,7 +190,14 @@ def make_tree(
         raise ValueError(f"a tree must read as {TREES[name].spelling}, got {tree!r}") from error
     if not isinstance(made, TreeShape | Dynamic):
         raise ValueError(f"tree {name} must make a TreeShape, got a {type(made).__name__}")
-    return made
+    return _sound(made, device)
+
+
+def _sound(tree: TreeShape | Dynamic, device: Device) -> TreeShape | Dynamic:
+    """``tree``, with the depth and width that it has where it says others."""
+    if isinstance(tree, TreeShape) and not tree.fixed:
+        return TreeShape.from_parents(tree.parents[0].tolist(), device)
+    return tree.to(device) if isinstance(tree, TreeShape) else tree
 
 
 def _sequoia(device: Device, acceptance: Sequence[Sequence[float]], total: int = 12) -> TreeShape:

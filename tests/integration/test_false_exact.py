@@ -6,13 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 
 import specmm
 from specmm.hf.options import Options
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.scales.sampling import Sampling
 from specmm.outside import DraftRequest
-from specmm.shape.trees import draw_siblings
+from specmm.shape.trees import draw_siblings, make_tree
 from specmm.stats import merged_certificate, rule_certificate
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import (
@@ -251,6 +252,13 @@ def test_what_comes_of_it(draw, way):
             draw(**options)
 
 
+def test_a_tree_of_ones_own_has_the_width_that_it_has(draw):
+    parents = (-1, 0, 0, 0)
+    lies = TreeShape(torch.tensor([parents]), 1, 1)
+    assert make_tree(lies).width == 3 and make_tree(lies).parents.tolist() == [[*parents]]
+    assert draw(rule=third, tree=lies).kind == "heuristic"
+
+
 def test_relaxed_rules_have_no_such_option():
     for rule in (Typical, Grouped):
         with pytest.raises(TypeError, match="unexpected keyword argument 'exact'"):
@@ -304,3 +312,33 @@ def test_what_touches_no_scale_or_chain_is_not_named():
     found = MARSettings(4, "8", temperature=0.5, solver="ddim").claimed
     assert found == {"num_iter": 4, "head_steps": "8", "solver": "ddim", "cfg": 1.0}
     assert Options(temperature=0.0, top_k=5, top_p=0.5).processor.settings == {"temperature": 0.0}
+
+
+class Louder(transformers.LogitsProcessor):
+    def __call__(self, ids, scores):
+        return 2 * scores
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (dict(do_sample=False, min_p=0.1, top_k=5), {"temperature": 0.0}),
+        (dict(do_sample=True, min_p=0.1, top_k=5), {"temperature": 1.0, "top_k": 5, "min_p": 0.1}),
+        (
+            dict(do_sample=False, logits_processor=[Louder()], repetition_penalty=1.2),
+            {"temperature": 0.0, "repetition_penalty": 1.2, "logits_processor": "Louder"},
+        ),
+        (
+            dict(do_sample=False, prefix_allowed_tokens_fn=lambda row, ids: list(range(9))),
+            {"temperature": 0.0, "logits_processor": "PrefixConstrainedLogitsProcessor"},
+        ),
+    ],
+)
+def test_what_generate_was_asked_for(text_pipe, options, named):
+    run = specmm.custom_generate()
+    inputs = text_pipe.tokenizer("def add(", return_tensors="pt")
+    text_pipe.model.generate(**inputs, max_new_tokens=4, custom_generate=run, **options)
+    assert dict(run.last.certificate.settings) == named
+    if "logits_processor" not in named:
+        min_p = dict(temperature=named["temperature"], min_p=0.1, top_k=5, seed=0)
+        assert text_pipe("def add(", max_new_tokens=4, **min_p).certificate.settings == named
