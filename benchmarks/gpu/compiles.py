@@ -62,21 +62,17 @@ def attention() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
     """Fused acceptance of drawn and chosen drafts from distributions and from logits, from either
-    end, and LANTERN's.
+    end.
     """
     tokens = empty(2, 26, dtype=torch.int64)
     probs = empty(2, 26, 4096)
     tree = probs, tokens, tokens[:1], empty(2, 27), 26
-    table = empty(4000, 100, dtype=torch.int64)
     for drafts, leaves_first in product((None, probs), (False, True)):
         for processing in FILTERS:
-            given = (*tree, drafts, None, 0, 0.0, False, 0, processing, leaves_first, False)
+            given = (*tree, drafts, processing, leaves_first)
             drawn = drafts is not None
             name = f"acceptance {drawn=} {leaves_first=} {processing=}"
             yield name, lambda g=given: accept(*g)
-    for factor, greedy in product((False, True), (False, True)):
-        lantern = (*tree, probs, table, 100, 0.2, factor, 4, None, False, greedy)
-        yield f"acceptance of LANTERN {factor=} {greedy=}", lambda g=lantern: accept(*g)
 
 
 def commits() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -1,8 +1,7 @@
 """Fused acceptance: ``torch.ops.specmm.accept``, a round's result from its distributions, drafts
 and uniforms in one launch; its PyTorch twin ``by_rule``; and ``decide_fused`` for the core's rules.
 
-Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
-table.
+Shape letters: B batch, N nodes, V vocabulary, D deepest level.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from specmm.registry import maker_of
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
-from specmm.verify.lantern import Lantern, LanternPP
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
 
 GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
@@ -33,14 +31,8 @@ def accept(
     uniforms: Tensor,
     depth: int,
     drafts: Tensor | None = None,
-    table: Tensor | None = None,
-    near: int = 0,
-    bound: float = 0.0,
-    factor: bool = False,
-    offset: int = 0,
     processing: list[float] | None = None,
     leaves_first: bool = False,
-    greedy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as
     ``specmm.verify.rule.sample_result`` has them.
@@ -52,20 +44,15 @@ def accept(
     ``uniforms`` [B, N + 1] uniforms in [0, 1): one for each node, the last for the next token.
 
     Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+)
-    (``specmm.verify.exact.Recursive``). With a neighbour ``table`` [W, J], a token borrows from its
-    ``near`` nearest codes up to ``bound`` (delta) or, with ``factor``, (``bound`` - 1) p(x):
-    LANTERN and LANTERN++ with the corrected residual; ``offset`` is code 0's id. ``greedy`` is
-    their rule of temperature 0. With ``leaves_first`` nodes are tested in post-order instead
-    (``specmm.verify.bottom_up.Traversal``; on a chain that is block verification), and nothing is
-    borrowed. Raises ``ValueError`` on sizes and types that do not fit together.
+    (``specmm.verify.exact.Recursive``). With ``leaves_first`` nodes are tested in post-order
+    instead (``specmm.verify.bottom_up.Traversal``; on a chain that is block verification). Raises
+    ``ValueError`` on sizes and types that do not fit together.
     """
     _check(probs, tokens, parents, uniforms, drafts, processing)
-    _check_neighbours(table, near, processing, leaves_first, greedy)
     run = by_rule
     if backend(probs.device) == "triton":
         from specmm.kernels.acceptance.triton import accept as run
-    tree = probs, tokens, parents, uniforms, depth, drafts
-    return run(*tree, table, near, bound, factor, offset, processing, leaves_first, greedy)
+    return run(probs, tokens, parents, uniforms, depth, drafts, processing, leaves_first)
 
 
 @accept.register_fake
@@ -114,24 +101,6 @@ def _check(
         )
 
 
-def _check_neighbours(
-    table: Tensor | None,
-    near: int,
-    processing: list[float] | None,
-    leaves_first: bool,
-    greedy: bool,
-) -> None:
-    if leaves_first and table is not None:
-        raise ValueError(
-            "leaves_first cannot be combined with a neighbour table: leave the table out"
-        )
-    if near > (0 if table is None else table.shape[1]):
-        there = "no table" if table is None else str(list(table.shape))
-        raise ValueError(f"near must be at most the columns of the table, got {near} for {there}")
-    if greedy and (table is None or processing is not None):
-        raise ValueError("greedy needs a neighbour table, and distributions rather than logits")
-
-
 def by_rule(
     probs: Tensor,
     tokens: Tensor,
@@ -139,23 +108,14 @@ def by_rule(
     uniforms: Tensor,
     depth: int,
     drafts: Tensor | None,
-    table: Tensor | None,
-    near: int,
-    bound: float,
-    factor: bool,
-    offset: int,
     processing: list[float] | None,
     leaves_first: bool,
-    greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``accept`` by the core's own rules and PyTorch's operators, where Triton does not run."""
     if processing is not None:
         temperature, top_k, top_p, top_p_first = processing
         probs = Processor(temperature, int(top_k), top_p, bool(top_p_first))(probs)
     rule: Rule = Traversal() if leaves_first else Recursive()
-    if table is not None:
-        kind = LanternPP if factor else Lantern
-        rule = kind(table, near, bound, greedy=greedy, offset=offset)
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
     result = sample_result(rule.decisions(tree, probs), tree.shape, uniforms)
     return result.path, result.kept, result.next_token
@@ -165,14 +125,8 @@ class FusedOptions(TypedDict, total=False):
     """What a rule is to ``accept``, by the names of its arguments."""
 
     drafts: Tensor | None
-    table: Tensor
-    near: int
-    bound: float
-    factor: bool
-    offset: int
     processing: list[float]
     leaves_first: bool
-    greedy: bool
 
 
 def decide_fused(
@@ -181,8 +135,7 @@ def decide_fused(
     """The result of ``decide`` by one launch, on the same uniforms; None for rules the kernel does
     not know.
 
-    It knows greedy match, recursive, point mass, LANTERN and LANTERN++ with the corrected residual
-    (their greedy form, too), block and traversal verification. It measures no excess.
+    It knows greedy match, recursive, point mass, block and traversal verification.
     """
     options = fused_options(rule, tree)
     if options is None:
@@ -212,15 +165,4 @@ def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
             return None  # it refuses trees
         case Block() | Traversal():
             return {"drafts": tree.probs, "leaves_first": True}
-        case Lantern() | LanternPP() if rule.greedy or rule.residual == "corrected":
-            near = rule.neighbourhood
-            return {
-                "drafts": tree.probs,
-                "table": near.table,
-                "near": near.k,
-                "bound": near.bound,
-                "factor": near.factor,
-                "offset": near.offset,
-                "greedy": rule.greedy,
-            }
     return None

@@ -1,13 +1,11 @@
 """Fused acceptance in Triton, one program a row: from a round's distributions (or logits) and
 uniforms to the result.
 
-``walk`` goes from the root down: recursive, point mass, LANTERN and LANTERN++. ``walk_greedily`` is
-the latter two at temperature 0. ``climb`` goes from the leaves up: block and traversal
-verification. Nodes are numbered after their parents and siblings by rank. Only the distributions
-of nodes on the path are processed.
+``walk`` goes from the root down: recursive, point mass. ``climb`` goes from the leaves up: block
+and traversal verification. Nodes are numbered after their parents and siblings by rank. Only the
+distributions of nodes on the path are processed.
 
-Shape letters: B batch, N nodes, V vocabulary, D deepest level, W codes, J columns of the neighbour
-table.
+Shape letters: B batch, N nodes, V vocabulary, D deepest level.
 """
 
 # Triton's functions take pointers and have no types to speak of
@@ -20,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmm.kernels.acceptance.distributions import LEAST, argmax, draw, process
+from specmm.kernels.acceptance.distributions import LEAST, draw, process
 
 BLOCK = 2048  # tokens read at a time
 WARPS = 8
@@ -34,14 +32,8 @@ def accept(
     uniforms: Tensor,
     depth: int,
     drafts: Tensor | None,
-    table: Tensor | None,
-    near: int,
-    bound: float,
-    factor: bool,
-    offset: int,
     processing: list[float] | None,
     leaves_first: bool,
-    greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path, kept and next token; for the arguments see ``specmm.kernels.acceptance.accept``."""
     batch, nodes, vocabulary = probs.shape
@@ -50,15 +42,6 @@ def accept(
     given = [x.contiguous() for x in (probs, tokens, parents)]
     sizes = nodes, len(parents), depth + 1, vocabulary
     block = dict(BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS)
-    every = dict(NODES=triton.next_power_of_2(nodes))
-    codes = parents if table is None else table.contiguous()
-    neighbours = (*((0, 0) if table is None else table.shape), offset, bound)
-    nearest = dict(FACTOR=factor, NEAR=near, NEAR_BLOCK=triton.next_power_of_2(max(near, 1)))
-    if greedy:
-        walk_greedily[(batch,)](
-            *given, codes, *found, *sizes, *neighbours, **nearest, **every, **block
-        )
-        return found
     temperature, top_k, top_p, top_p_first = processing or (1.0, 0, 1.0, False)
     filters = max(temperature, 1e-5), float(top_k), top_p
     given += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
@@ -72,12 +55,11 @@ def accept(
     )
     if leaves_first:
         scratch = probs.new_empty(batch, depth + 1, vocabulary)
-        climb[(batch,)](*given, scratch, *found, *sizes, *filters, **every, **options)
+        every = triton.next_power_of_2(nodes)
+        climb[(batch,)](*given, scratch, *found, *sizes, *filters, NODES=every, **options)
         return found
     scratch = probs.new_empty(batch, SCRATCH.value, vocabulary)
-    walk[(batch,)](
-        *given, codes, scratch, *found, *sizes, *neighbours, *filters, **nearest, **options
-    )
+    walk[(batch,)](*given, scratch, *found, *sizes, *filters, **options)
     return found
 
 
@@ -85,23 +67,6 @@ def accept(
 def _at(values, place, index):
     """Element ``index`` of the register vector ``values``, whose places are ``place``."""
     return tl.sum(tl.where(place == index, values, 0), 0)
-
-
-@triton.jit
-def _borrowed(
-    now, scale, token, own, table, codes, columns, offset, bound,
-    FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """LANTERN's S of one token: the largest sum of the target over its nearest codes that stays
-    within the bound.
-    """
-    j = tl.arange(0, NEAR_BLOCK)
-    code = tl.zeros([NEAR_BLOCK], tl.int64) + (token - offset)
-    live = (j < NEAR) & (code >= 0) & (code < codes)
-    near = tl.load(table + code * columns + j, mask=live, other=0) + offset
-    total = tl.cumsum(tl.load(now + near, mask=live, other=0.0) * scale, 0)
-    limit = (bound - 1) * own if FACTOR else bound
-    return tl.max(tl.where(live & (total <= limit), total, 0.0), 0)
 
 
 @triton.jit
@@ -128,10 +93,8 @@ def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def walk(
-    probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, table_ptr, scratch_ptr,
-    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V, codes, columns, offset, bound,
-    temperature, top_k, top_p,
-    FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr,
+    probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, scratch_ptr,
+    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V, temperature, top_k, top_p,
     LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -159,13 +122,7 @@ def walk(
     for n in range(1, nodes):
         if tl.load(parents + n).to(tl.int32) == node:
             token = tl.load(tokens + n)
-            own = tl.load(now + token) * scale
-            chance = own
-            if NEAR > 0:
-                chance += _borrowed(
-                    now, scale, token, own, table_ptr, codes, columns, offset, bound,
-                    FACTOR, NEAR, NEAR_BLOCK,
-                )  # fmt: skip
+            chance = tl.load(now + token) * scale
             draft = drafts_ptr + (row * nodes + n) * V
             if DRAWN:
                 chance = chance / tl.maximum(tl.load(draft + token), LEAST)
@@ -190,55 +147,6 @@ def walk(
                     turn = 1 - turn
     tl.store(kept_ptr + row, kept)
     tl.store(next_ptr + row, draw(now, tl.load(uniforms + nodes), V, BLOCK))
-
-
-@triton.jit
-def walk_greedily(
-    probs_ptr, tokens_ptr, parents_ptr, table_ptr, path_ptr, kept_ptr, next_ptr,
-    nodes, shapes, levels, V, codes, columns, offset, bound,
-    FACTOR: tl.constexpr, NEAR: tl.constexpr, NEAR_BLOCK: tl.constexpr,
-    NODES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One row's path, kept and next token: a draft is kept iff it is the argmax once its entry is
-    its relaxed mass; the first of the longest paths counts, and the argmax after it.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    parents = parents_ptr + row % shapes * nodes
-    probs = probs_ptr + row * nodes * V
-    place = tl.arange(0, NODES)
-    parent = tl.load(parents + place, mask=place < nodes, other=-1).to(tl.int32)
-    depth = tl.where(place == 0, 0, -1)  # of the nodes kept; -1: not kept
-    _, likeliest = argmax(probs, V, 1.0, BLOCK)
-    best = tl.where(place == 0, likeliest, 0)  # what each node kept predicts
-    last = tl.full([], 0, tl.int32)
-    one = tl.full([], 1.0, probs_ptr.dtype.element_ty)
-    for n in range(1, nodes):
-        up = _at(parent, place, n)
-        level = _at(depth, place, up) + 1
-        if level > 0:
-            now = probs + up * V
-            token = tl.load(tokens_ptr + row * nodes + n)
-            wanted = _at(best, place, up)
-            own = tl.load(now + token)
-            lent = _borrowed(
-                now, one, token, own, table_ptr, codes, columns, offset, bound,
-                FACTOR, NEAR, NEAR_BLOCK,
-            )  # fmt: skip
-            relaxed = own + lent
-            top = tl.load(now + wanted)
-            wins = (relaxed > top) | ((relaxed == top) & (token < wanted))
-            if (token == wanted) | wins:
-                _, likeliest = argmax(probs + n * V, V, 1.0, BLOCK)
-                depth = tl.where(place == n, level, depth)
-                best = tl.where(place == n, likeliest, best)
-                last = tl.where(level > _at(depth, place, last), n, last)
-    level = _at(depth, place, last)
-    tl.store(kept_ptr + row, level + 1)
-    tl.store(next_ptr + row, _at(best, place, last))
-    while level >= 0:
-        tl.store(path_ptr + row * levels + level, last)
-        last = _at(parent, place, last)
-        level = level - 1
 
 
 @triton.jit

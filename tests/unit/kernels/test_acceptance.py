@@ -1,30 +1,22 @@
 """Fused acceptance against the core's rules on the same uniforms, and against plain Python.
 
-Shape letters: B batch, N nodes, V vocabulary, W codes.
+Shape letters: B batch, N nodes, V vocabulary.
 """
 
 import pytest
 import torch
 
-from specmm import methods
 from specmm.decode import decide
-from specmm.kernels.acceptance import accept, decide_fused, fused_options, naive
+from specmm.kernels.acceptance import accept, decide_fused, naive
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import naive as rules
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
-from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
-from specmm.verify.rule import make_rule
+from specmm.verify.relaxed import Typical
 
-V, OFFSET = 63, 2
-
-
-def table(device):
-    return neighbour_table(
-        torch.randn(V - 5, 3, generator=torch.Generator().manual_seed(0)), 20
-    ).to(device)
+V = 63
 
 
 def draft_tree(shape, drawn, device, batch, seed=0, dtype=torch.float64):
@@ -51,14 +43,10 @@ def uniforms(batch, device, dtype=torch.float64):
 
 
 RULES = {
-    "greedy match": lambda near: GreedyMatch(),
-    "recursive": lambda near: Recursive(),
-    "point mass": lambda near: PointMass(),
-    "traversal": lambda near: Traversal(),
-    "lantern": lambda near: Lantern(near, k=7, delta=0.2, offset=OFFSET),
-    "lantern++": lambda near: LanternPP(near, k=20, lambda_=3.0, offset=OFFSET),
-    "greedy lantern": lambda near: Lantern(near, k=7, delta=0.2, greedy=True, offset=OFFSET),
-    "greedy lantern++": lambda near: LanternPP(near, 20, 12.0, greedy=True, offset=OFFSET),
+    "greedy match": GreedyMatch(),
+    "recursive": Recursive(),
+    "point mass": PointMass(),
+    "traversal": Traversal(),
 }
 
 
@@ -73,7 +61,7 @@ def agreement(result, other):
 )
 @pytest.mark.parametrize("name", RULES)
 def test_fused_results_are_the_rules_own(name, drawn, shared, random_shape, device, monkeypatch):
-    batch, rule = 16, RULES[name](table(device))
+    batch, rule = 16, RULES[name]
     shape = random_shape(1 if shared else batch, 9, torch.Generator().manual_seed(4))
     tree, p = draft_tree(shape, drawn, device, batch)
     numbers = uniforms(batch, device), uniforms(batch, device)
@@ -86,44 +74,6 @@ def test_fused_results_are_the_rules_own(name, drawn, shared, random_shape, devi
     if name != "greedy match":
         # rows end at different depths, or the test says little
         assert expected.kept.unique().numel() > 1
-
-
-@pytest.mark.slow
-def test_greedy_lantern_equals_plain_python(random_shape, device, on_triton):
-    """Probabilities are few and alike, so that the argmax and the relaxed masses tie."""
-    near, shape = table(device), random_shape(1, 9, torch.Generator().manual_seed(5))
-    parents, generator = shape.parents[0].tolist(), torch.Generator().manual_seed(2)
-    p = torch.randint(1, 5, (64, 9, V), generator=generator).double().div(16)
-    tokens = p.flatten(0, 1).multinomial(1, generator=generator).view(64, 9)
-    likely = p.argmax(-1).gather(1, shape.parents.cpu().clamp(min=0).expand(64, -1))
-    tokens = torch.where(torch.rand(64, 9, generator=generator) < 0.3, likely, tokens).to(device)
-    rule = LanternPP(near, 5, 3.0, greedy=True, offset=OFFSET)
-    found = decide_fused(rule, DraftTree(tokens, shape), p.to(device), uniforms(64, device))
-    relaxed = 0
-    for b in range(64):
-        path, following, other = greedily(tokens[b].tolist(), parents, p[b].tolist(), near.tolist())
-        assert found.path[b, : len(path)].tolist() == path and int(found.kept[b]) == len(path)
-        assert int(found.next_token[b]) == following
-        relaxed += other
-    assert relaxed > 10 and found.kept.unique().numel() > 2
-
-
-def greedily(tokens, parents, p, near):
-    """Greedy LANTERN++ (k = 5, lambda = 3): the path, the next token, and whether a token other
-    than the argmax is on it.
-    """
-    shifted = {OFFSET + code: [OFFSET + n for n in row] for code, row in enumerate(near)}
-    best, kept = [row.index(max(row)) for row in p], [[0]]
-    for node in range(1, len(tokens)):
-        before, token = p[parents[node]], tokens[node]
-        lent = rules.borrowed(before, token, shifted, 5, 3.0, True) if token in shifted else 0.0
-        raised = list(before)
-        raised[token] += lent or 0.0
-        above = [path for path in kept if path[-1] == parents[node]]
-        if above and (token == best[parents[node]] or raised.index(max(raised)) == token):
-            kept.append([*above[0], node])
-    path = max(kept, key=len)  # the first of the longest
-    return path, best[path[-1]], any(tokens[n] != best[parents[n]] for n in path[1:])
 
 
 @pytest.mark.slow
@@ -162,19 +112,16 @@ def test_broken_twins_of_traversal_are_rejected(
 @pytest.mark.parametrize(
     "broken",
     [
-        lambda tree, near: (Recursive(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
-        lambda tree, near: (LanternPP(near, k=20, lambda_=3.0), tree),  # neighbours of other tokens
-        lambda tree, near: (LanternPP(near, k=20, lambda_=12.0, offset=OFFSET), tree),
-        lambda tree, near: (Recursive(), tree),  # nothing borrowed
+        lambda tree: (Recursive(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
+        lambda tree: (Traversal(), tree),  # from the leaves up
     ],
-    ids=["point masses", "wrong offset", "wrong lambda", "exact"],
+    ids=["point masses", "traversal"],
 )
 def test_broken_twins_are_rejected(broken, random_shape, device, on_triton, monkeypatch):
-    near = table(device)
     tree, p = draft_tree(random_shape(1, 9, torch.Generator().manual_seed(4)), True, device, 10)
-    found = decide_fused(*broken(tree, near), p, uniforms(10, device))
+    found = decide_fused(*broken(tree), p, uniforms(10, device))
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
-    expected = decide(RULES["lantern++"](near), tree, p, uniforms(10, device))
+    expected = decide(Recursive(), tree, p, uniforms(10, device))
     assert agreement(found, expected) < 1
 
 
@@ -182,35 +129,16 @@ def test_the_rules_the_kernel_does_not_know_are_left_to_others(random_shape, dev
     tree, p = draft_tree(random_shape(1, 5, torch.Generator().manual_seed(4)), True, device, 2)
     with pytest.raises(ValueError, match="must be a chain"):
         decide(Block(), tree, p, uniforms(2, device))
-    near = table(device)
-    for kind in (Lantern, LanternPP):
-        released = kind(near, k=7, residual="release")
-        assert decide_fused(released, tree, p, uniforms(2, device)) is None
-        measured = decide(kind(near, k=7), tree, p, uniforms(2, device), measure=True)
-        assert measured.excess is not None
-
-
-def test_lanterns_defaults_are_fused(random_shape, device, on_triton):
-    """Drawn and greedy, of the rules by name and of the methods' own rules."""
-    tree, _ = draft_tree(random_shape(1, 5, torch.Generator().manual_seed(4)), True, device, 2)
-    for method in (methods.LanternPP(), methods.Lantern(), methods.LanternPP(lambda_=40.0, k=15)):
-        spec = method.choice.rule.replace("k=60", "k=20")  # columns of the table
-        for greedy in (False, True):
-            assert fused_options(make_rule(spec, table=table(device), greedy=greedy), tree)
-    old = make_rule("lantern++-release", table=table(device), greedy=False)
-    assert fused_options(old, tree) is None
+    assert decide_fused(Typical(), tree, p, uniforms(2, device)) is None
+    assert decide(Typical(), tree, p, uniforms(2, device), measure=True).excess is not None
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
 def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
-    near, shape = table(device), random_shape(1, 7, torch.Generator().manual_seed(1))
+    shape = random_shape(1, 7, torch.Generator().manual_seed(1))
     tree, p = draft_tree(shape, drawn, device, 8, seed=3)
     uniforms = torch.rand(8, 8, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     uniforms = uniforms.to(device)
-    path, kept, following = accept(
-        p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs, near, 5, 0.3
-    )
-    shifted = [[0] * 5] * OFFSET + near.tolist() + [[0] * 5] * (V - len(near) - OFFSET)
     path0, _, following0 = accept(p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs)
     path1, kept1, following1 = accept(
         p, tree.tokens, shape.parents, uniforms, shape.depth, tree.probs, leaves_first=True
@@ -223,10 +151,6 @@ def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
         assert path0[b, : len(nodes)].tolist() == nodes and int(following0[b]) == token
         nodes, token = naive.accept(rules.traversal(*given), parents, uniforms[b].tolist())
         assert path1[b, : int(kept1[b])].tolist() == nodes and int(following1[b]) == token
-        if int(tree.tokens[b].max()) < len(near) and not drawn:
-            loose = rules.lantern(*given, shifted[OFFSET:], 5, 0.3, False, "corrected")
-            nodes, token = naive.accept(loose, parents, uniforms[b].tolist())
-            assert path[b, : int(kept[b])].tolist() == nodes and int(following[b]) == token
 
 
 PROCESSED = [((1.3, 30, 0.6), True), ((0.0, 0, 1.0), False)]
@@ -304,8 +228,7 @@ def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monk
     tree, p = draft_tree(shape, True, device, 6)
     numbers = uniforms(6, device).draw(10)
     given = (p, tree.tokens, shape.parents, numbers, shape.depth, tree.probs)
-    given += (table(device), 7, 3.0, True, OFFSET)
-    upwards = (*given[:6], None, 0, 0.0, False, 0, None, True)
+    upwards = (*given, None, True)
     whole = *accept(*given), *accept(*upwards)
     monkeypatch.setattr(fast, "BLOCK", 16)
     assert all(
@@ -341,15 +264,13 @@ def test_no_graph_break(random_shape, device, on_triton):
         ({0: torch.zeros(1, 3, 4)}, "probs must be"),
         ({3: torch.zeros(1, 2)}, "uniforms must be"),
         ({0: torch.zeros(1, 2, 4).half()}, "float32 or float64"),
-        ({7: 3}, "near must be"),
-        ({6: torch.zeros(2, 2, dtype=torch.int64), 12: True}, "leave the table out"),
-        ({13: True}, "greedy needs a neighbour table"),
+        ({6: [1.0]}, "processing must be"),
     ],
 )
 def test_mistakes_are_one_line(change, message):
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     given = [torch.zeros(1, 2, 4), tokens, tokens - 1, torch.zeros(1, 3), 1, None]
-    given += [None, 0, 0.0, False, 0, None, False, False]
+    given += [None, False]
     for place, value in change.items():
         given[place] = value
     with pytest.raises(ValueError, match=message):
