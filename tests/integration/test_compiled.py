@@ -47,6 +47,7 @@ def same(pipe, method, cfg=1.0, top_k=0, **options):
     wanted = (compiled.stats.tokens, compiled.stats.rounds)
     assert (eager.stats.tokens, eager.stats.rounds) == wanted
     assert eager.certificate.kind == compiled.certificate.kind
+    assert eager.certificate.tv == pytest.approx(compiled.certificate.tv, rel=1e-3)
     return compiled
 
 

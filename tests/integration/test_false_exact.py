@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import specmm
+from specmm import methods
 from specmm.hf.options import Options
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.scales.sampling import Sampling
@@ -250,6 +251,24 @@ def test_what_comes_of_it(draw, way):
     else:
         with pytest.raises(ValueError, match=said):
             draw(**options)
+
+
+def test_a_run_that_is_stopped_claims_what_it_measured(text_pipe):
+    distinct = dict(drafter=partial(Own, how="distinct"), tree=FAN, rule="typical")
+    run = text_pipe.begin("def add(", max_new_tokens=9, temperature=1.0, seed=0, **distinct)
+    for _, progress in zip(range(2), run.steps, strict=False):
+        said = run.certificate(progress)
+        assert said.kind == "bounded" and float(progress.measured) == progress.counts.sum() - 1
+        printed = float(str(said).split("at most ")[1].split()[0])
+        assert said.as_dict()["tv"] == said.tv <= printed < said.tv + 1e-4
+
+
+def test_what_auto_and_others_take_is_claimed_by_its_rule(draw):
+    assert draw(method="auto").kind == "exact"
+    assert draw(method="sjd").kind == "exact"
+    assert draw(method=methods.ZipAR(1)).kind == "heuristic"
+    assert draw(method="lantern++", temperature=0.0).kind == "bounded"
+    assert draw(rule="typical", temperature=0.0).kind == "exact"  # greedy: nothing is relaxed
 
 
 def test_a_tree_of_ones_own_has_the_width_that_it_has(draw):
