@@ -133,13 +133,15 @@ class OutsideDrafter:
         self.max_depth = int(inner.max_depth)
         self.coupled = bool(getattr(inner, "coupled", False))
         self.recorded = self.varied = False
-        self.needed: Siblings | None = None  # any that are recorded
+        self.needed: Siblings | None = None  # by the rule so called; any that are recorded
+        self.rule = ""
         self._shape: TreeShape | None = None  # the last
         self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
 
     def serve(self, rule: Rule) -> None:
         """See :class:`specmm.drafter.Checked`: rules of others are enumerated with such alone."""
         others = bool(maker_of(rule))
+        self.rule = rule.name
         self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)
 
     def __str__(self) -> str:
@@ -216,9 +218,9 @@ class OutsideDrafter:
             wrong = (chances > 0) & earlier.mT & ~earlier.any(-1)[..., None]
         if bool(wrong.any()):
             raise ValueError(
-                f"{self} must draw siblings as request.siblings says, {needed!r}, which the rule "
-                "needs, got others by what it records; draw them so (draw_siblings does), or use "
-                "rule recursive"
+                f"{self} must draw siblings as request.siblings says, {needed!r}, which rule "
+                f"{self.rule} needs, got others by what it records; draw them so (draw_siblings "
+                "does), or use rule recursive"
             )
 
     def _check_probs(self, tokens: Tensor, probs: Tensor, size: int, chosen: Tensor) -> None:

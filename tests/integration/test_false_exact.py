@@ -170,7 +170,7 @@ WAYS = {  # options of a call, and what the certificate or the refusal says
     # siblings that are drawn otherwise than the rule needs
     "k-seq, distinct": (
         dict(rule="k-seq", drafter=partial(Own, how="distinct"), tree=FAN),
-        f"{SIBLINGS}'independent'",
+        f"{SIBLINGS}'independent', which rule k-seq needs, got others by what it records",
     ),
     "k-seq, the likeliest": (
         dict(rule=KSeq(), drafter=partial(Own, how="likeliest and one"), tree=FAN),
