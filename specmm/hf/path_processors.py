@@ -101,8 +101,9 @@ class PathProcessor:
     def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
         """Scores [B, N, V]; those of nodes that cannot be reached are the ``logits``."""
         scores = logits.clone()
-        answers = [history.answer(row) for row in range(len(logits))]
-        nodes = [paths(tree, row) for row in range(len(logits))]
+        rows = range(len(logits))
+        answers = [history.answer(row) for row in rows]
+        nodes = [paths(tree, row) for row in rows]
         # a row that has ended stays where it is
         told: list[Heard] = [
             {key: heard[key] for key in [tuple(answer)] if key in heard}
@@ -117,35 +118,37 @@ class PathProcessor:
             ]
             for row, node in alive:
                 reached[row].add(node)
-            batches: list[list[tuple[int, int]]] = (
-                [[one] for one in alive] if self.remembering else list(_in_rows(alive))
-            )
-            for batch in batches:
-                by_row = dict(batch)
-                filler = batch[0]  # in rows that have none of this length left
-                places = [(row, by_row.get(row, -1)) for row in range(len(logits))]
-                places = [place if place[1] >= 0 else filler for place in places]
-                ids = torch.stack(
-                    [self._sequence(row, [*answers[row], *nodes[row][n][1]]) for row, n in places]
-                )
-                processors = self.processors
-                if self.remembering:
-                    row, node = filler
-                    answer = (*answers[row], *nodes[row][node][1])
-                    processors = told[row][answer] = self._listening(answer, told[row])
+            for batch in [[place] for place in alive] if self.remembering else _in_rows(alive):
+                # in rows that have none of this length left, another's
+                places = [next((x for x in batch if x[0] == row), batch[0]) for row in rows]
+                said = [[*answers[row], *nodes[row][node][1]] for row, node in places]
+                ids = torch.stack([self._sequence(*x) for x in zip(places, said, strict=True)])
                 own = torch.stack([logits[place] for place in places])
-                processed = processors(ids, own.clone())
-                if self.remembering and tree is None and not answers[filler[0]]:
-                    self._check_mind(ids, own, processed)
+                row = batch[0][0]
+                processed = self._asked(ids, own, tuple(said[row]), told[row])
                 for row, node in batch:
                     scores[row, node] = processed[row]
         if self.remembering:
             self.heard = told
         return scores
 
-    def _sequence(self, row: int, answer: list[int]) -> Tensor:
-        """The row as generate has it: its padded prompt and an ``answer``."""
-        return torch.cat([self.input_ids[row], self.input_ids.new_tensor(answer)])
+    def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], told: Heard) -> Any:
+        """Scores [B, V] after the sequences ``ids``, by what has heard all before ``answer``."""
+        if not self.remembering:
+            return self.processors(ids, logits.clone())
+        told[answer] = copied(told[answer[:-1]] if answer else self.processors)
+        processed = told[answer](ids, logits.clone())
+        if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
+            names = ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
+            raise ValueError(
+                f"logits processors must answer one sequence in one way, got two of {names}; draw "
+                "random numbers elsewhere, or give method='ar'"
+            )
+        return processed
+
+    def _sequence(self, place: Place, answer: list[int]) -> Tensor:
+        """The row of ``place`` as generate has it: its padded prompt and an ``answer``."""
+        return torch.cat([self.input_ids[place[0]], self.input_ids.new_tensor(answer)])
 
     def _may_come(self, scores: Tensor, reached: set[int], parent: int, path: list[int]) -> bool:
         """Whether a row's node at the end of ``path`` can be reached by its ``scores`` [N, V]."""
@@ -155,22 +158,6 @@ class PathProcessor:
             return False
         own = scores[parent]
         return bool(own.argmax() == path[-1] if self.greedy else own[path[-1]] > -torch.inf)
-
-    def _listening(self, answer: tuple[int, ...], told: Heard) -> Any:
-        """What has heard all before ``answer`` and hears it next."""
-        if not answer:
-            return copied(self.processors)
-        return copied(told[answer[:-1]])
-
-    def _check_mind(self, ids: Tensor, logits: Tensor, processed: Tensor) -> None:
-        """Raise ``ValueError`` where the first call does not give the same again."""
-        again = copied(self.processors)(ids, logits.clone())
-        if not torch.equal(again, processed):
-            names = ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
-            raise ValueError(
-                f"logits processors must answer one sequence in one way, got two of {names}; draw "
-                "random numbers elsewhere, or give method='ar'"
-            )
 
 
 def processors_of(model: Any, options: Options, prompt: VLMPrompt, grammar: Any) -> Any:

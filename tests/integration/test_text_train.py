@@ -152,7 +152,7 @@ def test_models_that_cannot_converse(talker, tmp_path, monkeypatch):
         chats.drawn_chats(pipe, 1, 8, tmp_path)
     pipe.tokenizer.chat_template = "Q {{ messages[0]['content'] }}"
     monkeypatch.setattr(chats, "QUESTION", 1)
-    monkeypatch.setattr(pipe, "text", lambda ids: "")
+    monkeypatch.setattr(pipe.texts, "decode", lambda *ids: "")
     said = f"must ask questions of its own, got none in {chats.CHATS_AT_ONCE}"
     with pytest.raises(ValueError, match=said):
         chats.drawn_chats(pipe, 1, 8, tmp_path)
