@@ -331,7 +331,9 @@ def speculators_facts(
 ) -> dict[str, Any]:
     """The ``speculators_config`` of a drafter that proposes chains of ``tokens``."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
-    name = None if target is None else target.config.name_or_path
+    name = "" if target is None else target.config.name_or_path
+    if name and Path(name).is_dir():  # where it lies here is nobody's business
+        name = Path(name).resolve().name
     verifier = {
         "name_or_path": name or None,
         "architectures": [] if target is None else [type(target).__name__],
