@@ -17,7 +17,7 @@ from specmm.files import writable
 from specmm.hf.drafters.eagle3_files import save_eagle3
 from specmm.hf.drafters.eagle3_head import layers_read
 from specmm.hf.drafters.features import acceptance_of
-from specmm.hf.drafters.mtp_layers import layers_of, save_layers
+from specmm.hf.drafters.mtp_layers import layers_of, save_layers, told_layers
 from specmm.hf.pretrained import find_target, load_config, load_target, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
@@ -178,6 +178,7 @@ def mtp(
     """Fine-tune the MTP layers of a model's checkpoint; the result is MODEL/drafters/mtp."""
     folder = beside(model, find_target(model))
     place = place_of(folder, "mtp", replace)
+    told_layers(load_config(folder), folder)  # or the target would answer for minutes first
     out = writable(out)
     source = Source(folder, data, text, rows, drawn, chats, batch, scenes, seed, out)
     lessons = source.lessons(lambda count: ())

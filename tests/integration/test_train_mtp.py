@@ -1,6 +1,7 @@
 """MTP layers of a checkpoint are fine-tuned as they draft, written, and read again."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -107,3 +108,10 @@ def test_rollouts_that_cannot_be(model_of):
     _, model = model_of("deepseek", 3)
     with pytest.raises(ValueError, match="rollout must be at most the 3 MTP layers, got 5"):
         RolledMtp(layers_of(model), VLMTarget(model, Processor()), 5)
+
+
+def test_a_model_without_layers_is_refused_before_it_answers(text_folder, tmp_path, monkeypatch):
+    shutil.copytree(text_folder, tmp_path / "model")
+    monkeypatch.setattr("specmm.recipes.features.text_rows", None)
+    with pytest.raises(ValueError, match="config that names none"):
+        train("mtp", model=tmp_path / "model", out=tmp_path / "run")

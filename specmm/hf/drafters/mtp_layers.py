@@ -201,7 +201,7 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
     if config.is_file() and read_json(config).get("model_type") == TUNED:
         return _load_tuned(folder, target)
     main = copy.copy(target)  # with a config of its own, all the rest shared
-    main.config = _told(target.config, folder)
+    main.config = told_layers(target.config, folder)
     main.config.name_or_path = str(folder)
     main.config.dtype = target.dtype
     main._keys_to_ignore_on_load_unexpected = _names(main)
@@ -238,7 +238,7 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
     """Layers that were fine-tuned for ``target``, as :func:`save_layers` writes them."""
     check_target(read_json(folder / "config.json"), target, folder)
     main = copy.copy(target)
-    main.config = _told(target.config, target.config.name_or_path)
+    main.config = told_layers(target.config, target.config.name_or_path)
     count = main.config.get_text_config(decoder=True).num_mtp_layers
     model: Any = class_of(main)(main, count)
     state = read_checkpoint(folder)
@@ -254,7 +254,7 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
     return MtpLayers.of(model)
 
 
-def _told(config: PreTrainedConfig, folder: str | Path | None) -> PreTrainedConfig:
+def told_layers(config: PreTrainedConfig, folder: str | Path | None) -> PreTrainedConfig:
     """A copy of ``config`` that says how many MTP layers ``folder`` holds, and of which kind.
 
     Where neither it nor a layout names kinds they attend to all tokens, as Qwen 3.5's, and their
