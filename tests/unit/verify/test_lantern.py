@@ -24,6 +24,7 @@ from specmm.verify.exhaustive import (
     sequence_probs,
     total_variation,
 )
+from specmm.verify.lantern import Neighbourhood
 from specmm.verify.naive import borrowed
 
 PARITY = Path(__file__).parents[2] / "parity" / "lantern_accept"
@@ -305,3 +306,11 @@ def test_an_excluded_token_is_emitted_by_the_release_alone(residual):
     decisions = Lantern(near, 1, 0.5, residual).decisions(tree, p)
     assert decisions.accept[0, 1] == 0.5
     assert bool(decisions.next_probs[0, 0, [0, 3]].any()) == (residual == "release")
+
+
+def test_codes_may_lie_behind_words():
+    """Of tokens that begin at an offset, neighbours are those of their codes."""
+    table = torch.tensor([[1], [0], [3], [2]])
+    near, is_code = Neighbourhood(table, 1, 0.5, offset=5).near(torch.tensor([2, 5, 7, 9]), 1)
+    assert is_code.tolist() == [False, True, True, False]
+    assert near[1:3, 0].tolist() == [6, 8]
