@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from threading import local
 from types import FunctionType, MethodType
 from typing import Any, Generic, TypeVar
@@ -27,8 +26,7 @@ T = TypeVar("T")
 
 WORD = 8  # bytes of the numbers that are summed
 NUMBERS = (bool, int, float, str)
-PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network, at first
-FIRST = next(iter(PARTS))
+PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network
 
 
 class _Call(local):
@@ -65,30 +63,29 @@ class Derived(Generic[T]):
 
     def __init__(self) -> None:
         self._found: T | None = None
-        self._places: list[tuple[Any, ...]] | None = None
+        self._states: tuple[tuple[int, int], ...] | None = None
+        self._layouts: list[tuple[Any, ...]] = []
         self._seen: list[_Seen] = []
         self._call: object | None = None
 
     def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
         """What ``make`` gives for these ``tensors``: now, or when they were the same."""
-        places = [_place(tensor) for tensor in tensors]
-        if places != self._places or not (self._looked or all(seen.same() for seen in self._seen)):
+        states = tuple(map(_state, tensors))
+        if states == self._states and self._call is _call.token is not None:  # looked at already
+            return self._found  # type: ignore[return-value]
+        layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in tensors]
+        same = (states, layouts) == (self._states, self._layouts)
+        if not same or not all(seen.same() for seen in self._seen):
             self._found = make()
-            self._places, self._seen = places, [_Seen(x) for x in tensors if not x.is_meta]
+            self._states, self._layouts = states, layouts
+            self._seen = [_Seen(x) for x in tensors if not x.is_meta]
         self._call = _call.token
         return self._found  # type: ignore[return-value]
 
-    @property
-    def _looked(self) -> bool:
-        """Whether this call has looked at the numbers already."""
-        return self._call is _call.token is not None
 
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """What PyTorch tells of ``tensor``: no reading."""
-    version = 0 if tensor.is_inference() else tensor._version
-    place = 0 if tensor.is_meta else tensor.data_ptr()
-    return place, version, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+def _state(tensor: Tensor) -> tuple[int, int]:
+    """Where ``tensor`` lies, and how often PyTorch counted a write to it."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 class _Seen:
@@ -174,14 +171,7 @@ def form_of(network: nn.Module) -> list[Any]:
         if "forward" in own:
             found.append(_mark(own["forward"]))
     found += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
-    return found + _marks(vars(network))
-
-
-def _marks(own: dict[str, Any]) -> list[Any]:
-    """Of a module's ``own`` attributes those that are not PyTorch's."""
-    first = len(PARTS) if next(iter(own)) == FIRST else 0
-    found: list[Any] = []
-    for key, value in islice(own.items(), first, None):
+    for key, value in vars(network).items():
         if key not in PARTS and (mark := _mark(value)) is not None:
             found += (key, mark)
     return found
@@ -201,16 +191,20 @@ def of_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("specmm.")
 
 
+def plain(value: Any) -> bool:
+    """Whether ``value`` is a number or text, or holds some and nothing else."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set):
+        return type(value) in NUMBERS
+    return all(type(x) in NUMBERS for x in value)
+
+
 def _mark(value: Any) -> Any:
-    """What tells a number, a text, a few of them or a function from another; None for the rest."""
+    """What tells a plain value or a function from another; None for the rest."""
+    if plain(value):
+        return repr(value)
     kind = type(value)
-    if kind in NUMBERS:
-        return value
     if kind is MethodType:  # a new object at each access
         return ref(value.__func__), ref(value.__self__)
-    if kind is FunctionType:
-        return ref(value)
-    if kind in (list, tuple, set, dict):
-        items = value.values() if kind is dict else value
-        return repr(value) if all(type(x) in NUMBERS for x in items) else None
-    return None
+    return ref(value) if kind is FunctionType else None

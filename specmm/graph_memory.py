@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from specmm.derived import NUMBERS, PARTS, of_ours
+from specmm.derived import NUMBERS, PARTS, of_ours, plain
 
 Place: TypeAlias = tuple[int, Any]
 # and the caches of transformers, whose layers are ours
@@ -123,17 +123,8 @@ def settings_of(networks: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         foreign = [id(hook) for hook in hooks if not of_ours(hook)]
         own = vars(module).items()
-        found.append((foreign, repr([x for key, x in own if key not in PARTS and _plain(x)])))
+        found.append((foreign, repr([x for key, x in own if key not in PARTS and plain(x)])))
     return found
-
-
-def _plain(value: Any) -> bool:
-    """Whether ``value`` is a number or text, or holds some and nothing else."""
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, list | tuple | set):
-        return type(value) in NUMBERS
-    return all(type(x) in NUMBERS for x in value)
 
 
 def same_network(new: nn.Module, old: nn.Module) -> bool:

@@ -56,6 +56,7 @@ def choose_dtype(
     return torch.bfloat16 if kernels and parameters >= LARGE else torch.float32
 
 
+@functools.cache  # asked at every product of a packed layer
 def bfloat16_products() -> bool:
     """Whether oneDNN multiplies in bfloat16 here (``ONEDNN_MAX_CPU_ISA`` may disable it)."""
     mkldnn = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -268,32 +269,35 @@ class PackedLinear(nn.Linear):
     it is a linear layer like any.
     """
 
-    packed: Derived[Tensor]
+    packed: Derived[Tensor | None]
+    packs: bool  # whether there was a kernel for a copy: asked at every product
     long: bool  # whether it takes inputs long enough for a copy in float32
 
     def pack(self, long: bool) -> None:
         """Make the copy, where there is a kernel for it."""
         self.long, self.packed = long, Derived()
+        self.packs = self._has_kernel()
         if self.packs:
             self.packed.of((self.weight,), self._reordered)
 
-    @property
-    def packs(self) -> bool:
-        """Whether there is a kernel for a copy."""
+    def _has_kernel(self) -> bool:
         return self.weight.device.type == "cpu" and _packs(self.weight.dtype, self.long)
 
-    def _reordered(self) -> Tensor:
+    def _reordered(self) -> Tensor | None:
+        if not self._has_kernel():  # a weight was put in its place
+            return None
         weight = self.weight.detach().contiguous()
         made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
         return made
 
     def current(self, x: Tensor, gelu: bool) -> Tensor | None:
         """The copy of the weight as it is now; None where it is not used for ``x``."""
-        if not in_a_call() or x.dtype != self.weight.dtype or not self.packs:
+        weight = self.weight
+        if not self.packs or not in_a_call() or x.dtype != weight.dtype:
             return None
         if x.dtype == torch.float32 and not gelu and (x.ndim < 2 or x.shape[-2] < LONG):
             return None
-        return self.packed.of((self.weight,), self._reordered)
+        return self.packed.of((weight,), self._reordered)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
