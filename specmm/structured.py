@@ -25,7 +25,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from specmm.extras import install
 from specmm.processors import History, Processor
-from specmm.tree import DraftTree
+from specmm.tree import DraftTree, paths
 
 BITS = 32  # of a word of a mask
 _compiled: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, Any]] = WeakKeyDictionary()
@@ -215,19 +215,6 @@ class Constrained:
                 if (mask := masks[-1]) is not None:
                     logits[row, node].masked_fill_(~mask.to(logits.device), float("-inf"))
         return self.plain.probs(logits, history, tree, out)
-
-
-def paths(tree: DraftTree | None, row: int) -> list[tuple[int, list[int]]]:
-    """Of each node of a row's tree its parent (-1: none) and the tokens from the root to it; one
-    empty path without a tree.
-    """
-    if tree is None:
-        return [(-1, [])]
-    found: list[tuple[int, list[int]]] = []
-    nodes = zip(tree.tokens[row].tolist(), tree.shape.parents_of(row), strict=True)
-    for token, parent in nodes:
-        found.append((parent, [*(found[parent][1] if parent >= 0 else []), token]))
-    return found
 
 
 class GrammarProcessor(LogitsProcessor):

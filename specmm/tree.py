@@ -225,3 +225,16 @@ class DraftTree:
     def levels(self) -> int:
         """Drafts of the longest row, without padding."""
         return self.shape.depth if self.drafted is None else self.drafted
+
+
+def paths(tree: DraftTree | None, row: int) -> list[tuple[int, list[int]]]:
+    """Of each node of a row's tree its parent (-1: none) and the tokens from the root to it; one
+    empty path without a tree.
+    """
+    if tree is None:
+        return [(-1, [])]
+    found: list[tuple[int, list[int]]] = []
+    nodes = zip(tree.tokens[row].tolist(), tree.shape.parents_of(row), strict=True)
+    for token, parent in nodes:
+        found.append((parent, [*(found[parent][1] if parent >= 0 else []), token]))
+    return found

@@ -24,10 +24,9 @@ from transformers import (
 )
 
 from specmm.hf.options import SCORES, Options
-from specmm.hf.prompt import VLMPrompt
 from specmm.processors import History
-from specmm.structured import GrammarProcessor, paths
-from specmm.tree import DraftTree
+from specmm.structured import GrammarProcessor
+from specmm.tree import DraftTree, paths
 
 T = TypeVar("T")
 Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by what they have heard
@@ -160,9 +159,9 @@ class PathProcessor:
         return bool(own.argmax() == path[-1] if self.greedy else own[path[-1]] > -torch.inf)
 
 
-def processors_of(model: Any, options: Options, prompt: VLMPrompt, grammar: Any) -> Any:
-    """transformers' logits processors for ``options`` of a call on a ``prompt``, and what a
-    compiled ``grammar`` (None: none) lets come.
+def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> Any:
+    """transformers' logits processors for ``options`` of a call on prompts ``ids`` [B, L], and what
+    a compiled ``grammar`` (None: none) lets come.
     """
     scores = {k: v for k, v in options.more.items() if k in SCORES}
     plain = options.processor
@@ -177,7 +176,6 @@ def processors_of(model: Any, options: Options, prompt: VLMPrompt, grammar: Any)
     )
     config.update(**scores)
     model._prepare_special_tokens(config, True, device=model.device)
-    ids = prompt.at_left()[0]["input_ids"]
     found = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=ids.shape[1],

@@ -443,8 +443,8 @@ class Pipeline:
             vocabulary = target.family.vocabulary
             compiled = of_call(options.grammar).compiled(self.tokenizer, vocabulary, self.ends())
         if options.more:
-            made = processors_of(self.model, options, prompt, compiled)
             ids = prompt.at_left()[0]["input_ids"]
+            made = processors_of(self.model, options, ids, compiled)
             sample = not options.processor.greedy
             settings = options.settings
             target.processor = processor = PathProcessor(made, ids, sample, settings)
@@ -599,8 +599,9 @@ class Pipeline:
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
         settings = options.settings
-        told: dict[str, Any] = dict(prompt_tokens=prompts.lengths, longest=length)
-        told["ends"] = frozenset(self.ends())
+        told: dict[str, Any] = dict(
+            prompt_tokens=prompts.lengths, longest=length, ends=frozenset(self.ends())
+        )
         if criteria := options.more.get("stopping_criteria"):
             own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
             stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
