@@ -250,11 +250,20 @@ STARTUP = (
     ("of the import, MB", "of the import, MB"),
     ("memory ratio", "memory ratio"),
 )
+SPELLED = ("prompt-lookup", "block", "deer", "text-draft", "diffuspec")
+STRUCTURED = tuple(
+    (x, x)
+    for x in (
+        *("schema", "whitespace", "example in the prompt", "plain, s"),
+        *(column for name in SPELLED for column in (name, f"{name} τ")),
+    )
+)
 WAYS = ("chosen", "one", "two")  # seconds by so many threads
 THREADS = tuple((x, x) for x in ("busy programs", "call", *WAYS, "over the best"))
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
+    "structured": Table("structured", STRUCTURED),
     "threads": Table("threads", THREADS),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),
     "llamagen-drafterless": Table("draft_free_speed", LLAMAGEN),

@@ -196,12 +196,14 @@ class DeferredDrafter:
         if self._start is not None:
             self.inner.begin(*self._start)
             self._start = None
-            feedback = _widened(feedback, self.max_depth)
+            feedback = widened(feedback, self.max_depth)
         return self.inner.propose(feedback, uniforms)
 
 
-def _widened(feedback: Feedback, depth: int) -> Feedback:
-    """``feedback`` of a round without drafts, shaped like that of a tree ``depth`` deep."""
-    assert feedback.result is not None and feedback.tokens is not None
-    result = replace(feedback.result, path=F.pad(feedback.result.path, (0, depth), value=-1))
-    return replace(feedback, result=result, tokens=F.pad(feedback.tokens, (0, depth)))
+def widened(feedback: Feedback, depth: int) -> Feedback:
+    """``feedback`` of a round with fewer levels of drafts, shaped like that of ``depth``."""
+    if feedback.result is None or feedback.tokens is None:
+        return feedback
+    more = (0, depth + 1 - feedback.tokens.shape[1])
+    result = replace(feedback.result, path=F.pad(feedback.result.path, more, value=-1))
+    return replace(feedback, result=result, tokens=F.pad(feedback.tokens, more))

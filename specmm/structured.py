@@ -15,30 +15,38 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
+from specmm.drafter import BatchingDrafter, Drafter, Feedback, widened
 from specmm.extras import install
 from specmm.processors import History, Processor
-from specmm.tree import DraftTree, paths
+from specmm.randomness import UniformSource
+from specmm.stats import Clock
+from specmm.tree import DraftTree, TreeShape, paths
 
 BITS = 32  # of a word of a mask
+LATEST = 256  # masks that are kept: those of a round are asked for twice
 _compiled: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Grammar:
     """How an answer is spelled: ``kind`` is "json_schema", "regex" or "grammar" (EBNF as GBNF's),
-    ``source`` its text.
+    ``source`` its text. JSON has blanks and line breaks anywhere (``any_whitespace``), or one blank
+    after each comma and colon.
     """
 
     kind: str
     source: str
+    any_whitespace: bool = True
 
     def compiled(
         self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Sequence[int]
@@ -69,7 +77,9 @@ class Grammar:
             )
             compiler = xgrammar.GrammarCompiler(info)
             how: dict[str, Callable[[str], Any]] = {
-                "json_schema": compiler.compile_json_schema,
+                "json_schema": partial(
+                    compiler.compile_json_schema, any_whitespace=self.any_whitespace
+                ),
                 "regex": compiler.compile_regex,
                 "grammar": compiler.compile_grammar,
             }
@@ -83,8 +93,11 @@ class Grammar:
         return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "EBNF")
 
 
-def json_schema(schema: str | Path | Mapping[str, Any] | type) -> Grammar:
-    """JSON by a ``schema``: a dict, its text, a file, or a class of pydantic.
+def json_schema(
+    schema: str | Path | Mapping[str, Any] | type, any_whitespace: bool = True
+) -> Grammar:
+    """JSON by a ``schema``: a dict, its text, a file, or a class of pydantic. Without
+    ``any_whitespace`` it is on one line, which leaves more tokens certain, and answers faster.
 
     Raises ``ValueError`` for one that is no JSON object.
     """
@@ -98,7 +111,7 @@ def json_schema(schema: str | Path | Mapping[str, Any] | type) -> Grammar:
             raise ValueError(f"json_schema must be JSON, got {text[:60]!r} ({error})") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"json_schema must be a JSON object, got {type(found).__name__}")
-    return Grammar("json_schema", json.dumps(found))
+    return Grammar("json_schema", json.dumps(found), any_whitespace)
 
 
 def of_call(given: Any) -> Grammar:
@@ -138,6 +151,22 @@ def _text(given: str | Path) -> str:
     return given
 
 
+@dataclass(frozen=True)
+class Mask:
+    """The tokens that may come, as bits of ``words`` [V / 32] int32."""
+
+    words: Tensor
+
+    def __contains__(self, token: int) -> bool:
+        return bool(int(self.words[token // BITS]) >> token % BITS & 1)
+
+    def others(self, like: Tensor) -> Tensor:
+        """Which tokens may not come [V] bool, where ``like`` [V] is."""
+        places = torch.arange(BITS, dtype=torch.int32)
+        bits = (self.words[:, None] >> places & 1).flatten()[: len(like)]
+        return (bits == 0).to(like.device)
+
+
 class Matchers:
     """Which tokens may follow an answer, by row: matchers go back to where answers part."""
 
@@ -145,13 +174,43 @@ class Matchers:
         self.compiled = list(compiled)  # one for all rows, or one a row
         self.vocabulary = int(self.compiled[0].tokenizer_info.vocab_size)
         self._rows: dict[int, tuple[Any, list[int]]] = {}
+        self._masks: dict[tuple[int, ...], Mask | None] = {}  # the latest, by row and answer
 
-    def mask(self, row: int, answer: Sequence[int]) -> Tensor | None:
-        """The tokens [V] bool that may follow ``answer``; None where it has ended, or cannot be.
+    def mask(self, row: int, answer: Sequence[int]) -> Mask | None:
+        """The tokens that may follow ``answer``; None where it has ended, or cannot be.
 
         Raises ``ValueError`` where the tokenizer has no token that goes on.
         """
-        from xgrammar import GrammarMatcher, allocate_token_bitmask
+        key = (row, *answer)
+        if key not in self._masks:
+            if len(self._masks) == LATEST:
+                self._masks.clear()
+            self._masks[key] = self._mask(row, answer)
+        return self._masks[key]
+
+    def forced(self, row: int, answer: Sequence[int]) -> bytes:
+        """The text that must follow ``answer``; empty where none must."""
+        matcher = self._matcher(row, answer)
+        return b"" if matcher is None else str(matcher.find_jump_forward_string()).encode()
+
+    def _mask(self, row: int, answer: Sequence[int]) -> Mask | None:
+        from xgrammar import allocate_token_bitmask
+
+        matcher = self._matcher(row, answer)
+        if matcher is None:
+            return None
+        words = allocate_token_bitmask(1, self.vocabulary)
+        matcher.fill_next_token_bitmask(words)
+        if not bool(words.any()):
+            raise ValueError(
+                "no token may follow by this grammar: the tokenizer cannot spell it; give one of "
+                "letters that it has"
+            )
+        return Mask(words[0])
+
+    def _matcher(self, row: int, answer: Sequence[int]) -> Any:
+        """xgrammar's of a ``row`` after ``answer``; None where that has ended, or cannot be."""
+        from xgrammar import GrammarMatcher
 
         if row not in self._rows:
             own = self.compiled[row if len(self.compiled) > 1 else 0]
@@ -166,18 +225,110 @@ class Matchers:
             if matcher.is_terminated() or not matcher.accept_token(token):
                 return None
             said.append(token)
-        if matcher.is_terminated():
-            return None
-        words = allocate_token_bitmask(1, self.vocabulary)
-        matcher.fill_next_token_bitmask(words)
-        if not bool(words.any()):
-            raise ValueError(
-                "no token may follow by this grammar: the tokenizer cannot spell it; give one of "
-                "letters that it has"
-            )
-        places = torch.arange(BITS, dtype=torch.int32)
-        found: Tensor = (words[0, :, None] >> places & 1).flatten()[: self.vocabulary] > 0
-        return found
+        return None if matcher.is_terminated() else matcher
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A grammar's ``matchers``, and the tokens ``ids`` by their texts, of at most ``longest``
+    bytes.
+    """
+
+    matchers: Matchers
+    ids: Mapping[bytes, int]
+    longest: int
+
+    @classmethod
+    def of(cls, matchers: Matchers, tokenizer: PreTrainedTokenizerBase) -> Spelling:
+        """By ``matchers`` for the tokens of ``tokenizer``."""
+        known = _compiled.setdefault(tokenizer, {})
+        if cls not in known:
+            texts = list(matchers.compiled[0].tokenizer_info.decoded_vocab)
+            ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
+            known[cls] = ids, max(map(len, ids))
+        return cls(matchers, *known[cls])
+
+    def forced(self, row: int, answer: Sequence[int]) -> int | None:
+        """The longest token of what must follow ``answer``; None where nothing must."""
+        text = self.matchers.forced(row, answer)
+        starts = (text[:n] for n in range(min(len(text), self.longest), 0, -1))
+        return next((self.ids[start] for start in starts if start in self.ids), None)
+
+
+class SpelledDrafts:
+    """``inner``, whose chains of drafts go as a ``spelling`` does: a draft that may not come makes
+    way for a token of what must, and where nothing must, the chain ends before it.
+
+    ``answer`` gives a row's tokens before the root. What is recorded is what a token shown was
+    drawn from.
+    """
+
+    def __init__(
+        self, inner: Drafter, spelling: Spelling, answer: Callable[[int], list[int]]
+    ) -> None:
+        self.inner = inner
+        self.spelling = spelling
+        self.answer = answer
+        self.max_nodes = inner.max_nodes
+        self.max_depth = inner.max_depth
+        self.coupled = getattr(inner, "coupled", False)
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """As ``inner``."""
+        self.inner.begin(feedback, clock)
+
+    def start_row(self, row: int) -> None:
+        """As ``inner``, where rows can start new samples."""
+        assert isinstance(self.inner, BatchingDrafter)
+        self.inner.start_row(row)
+
+    def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """What ``inner`` proposes, spelled if it is a chain."""
+        tree = self.inner.propose(widened(feedback, self.max_depth), uniforms)
+        if not tree.shape.is_chain:
+            return tree
+        rows = [
+            self._spelled(row, ids, None if tree.probs is None else tree.probs[row])
+            for row, ids in enumerate(tree.tokens[:, : tree.levels + 1].tolist())
+        ]
+        depth = max(len(ids) for ids, _ in rows) - 1
+        tokens = [ids + [0] * (depth + 1 - len(ids)) for ids, _ in rows]
+        made = torch.tensor(tokens, device=tree.tokens.device)
+        probs = None
+        if tree.probs is not None:  # where nothing was drawn, a draft is certain
+            probs = F.one_hot(made, tree.probs.shape[-1]).to(tree.probs)
+            for row, (_, drawn) in enumerate(rows):
+                for node, own in drawn.items():
+                    probs[row, node] = own
+        return DraftTree(made, TreeShape.chain(depth, made.device), probs)
+
+    def _spelled(
+        self, row: int, drafts: list[int], probs: Tensor | None
+    ) -> tuple[list[int], dict[int, Tensor]]:
+        """Root and drafts of a ``row``, and by node what those were drawn from [V], where the
+        ``drafts`` were by ``probs`` [N, V].
+        """
+        answer = self.answer(row)
+        said = drafts[:1]
+        drawn: dict[int, Tensor] = {}
+        for node in range(1, self.max_depth + 1):
+            mask = self.spelling.matchers.mask(row, answer + said)
+            if mask is None:
+                break
+            token = drafts[node] if node < len(drafts) else None
+            may = token is not None and token in mask
+            must = None if may and probs is None else self.spelling.forced(row, answer + said)
+            if token is not None and probs is not None:
+                own = probs[node].masked_fill(mask.others(probs[node]), 0)
+                if must is not None:
+                    own[must] += 1 - own.sum()
+                drawn[node] = own / own.sum()
+            found = token if may else must
+            if found is None:
+                drawn.pop(node, None)
+                break
+            said.append(found)
+        return said, drawn
 
 
 @dataclass
@@ -207,13 +358,14 @@ class Constrained:
         logits = logits.clone()
         for row in range(len(logits)):
             answer = history.answer(row)
-            masks: list[Tensor | None] = []
+            masks: list[Mask | None] = []
             for node, (parent, path) in enumerate(paths(tree, row)):
                 before = None if parent < 0 else masks[parent]
-                dead = parent >= 0 and (before is None or not bool(before[path[-1]]))
+                dead = parent >= 0 and (before is None or path[-1] not in before)
                 masks.append(None if dead else self.matchers.mask(row, [*answer, *path]))
                 if (mask := masks[-1]) is not None:
-                    logits[row, node].masked_fill_(~mask.to(logits.device), float("-inf"))
+                    own = logits[row, node]
+                    own.masked_fill_(mask.others(own), float("-inf"))
         return self.plain.probs(logits, history, tree, out)
 
 
@@ -235,5 +387,5 @@ class GrammarProcessor(LogitsProcessor):
         for row, ids in enumerate(input_ids[:, self.width :].tolist()):
             mask = self.matchers.mask(row, ids)
             if mask is not None:
-                scores[row].masked_fill_(~mask.to(scores.device), float("-inf"))
+                scores[row].masked_fill_(mask.others(scores[row]), float("-inf"))
         return scores

@@ -25,7 +25,7 @@ from transformers import (
 
 from specmm.hf.options import SCORES, Options
 from specmm.processors import History
-from specmm.structured import GrammarProcessor
+from specmm.structured import Constrained, GrammarProcessor, Matchers
 from specmm.tree import DraftTree, paths
 
 T = TypeVar("T")
@@ -185,6 +185,14 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
         device=model.device,
     )
     return found if grammar is None else [GrammarProcessor(grammar), *found]
+
+
+def matchers_of(processor: Any) -> Matchers | None:
+    """What says which tokens may come by a grammar that ``processor`` has; None without one."""
+    if isinstance(processor, Constrained):
+        return processor.matchers
+    own = processor.processors if isinstance(processor, PathProcessor) else ()
+    return next((p.matchers for p in own if isinstance(p, GrammarProcessor)), None)
 
 
 def _by_ids(processor: Any) -> Any:

@@ -33,7 +33,7 @@ from specmm.decode import (
     one_round,
     without_drafts,
 )
-from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter
+from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
 from specmm.hardware import Place, contiguous_state, prepack
 from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.choosing import chosen_of, kinds_of
@@ -49,7 +49,7 @@ from specmm.hf.drafting import (
 )
 from specmm.hf.options import Options
 from specmm.hf.own_settings import own_penalty, own_scores, own_stops
-from specmm.hf.path_processors import Criteria, PathProcessor, processors_of
+from specmm.hf.path_processors import Criteria, PathProcessor, matchers_of, processors_of
 from specmm.hf.placing import Placing, is_quantised, moved
 from specmm.hf.pretrained import find, use_tree_attention
 from specmm.hf.prompt import VLMPrompt
@@ -61,7 +61,7 @@ from specmm.outside import of_others, with_own
 from specmm.randomness import Uniforms
 from specmm.registry import Registry
 from specmm.stats import Certificate
-from specmm.structured import Constrained, Matchers, of_call
+from specmm.structured import Constrained, Matchers, SpelledDrafts, Spelling, of_call
 from specmm.turns import in_its_turn
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
@@ -613,6 +613,10 @@ class Pipeline:
         sampled = queue is not None or not target.processor.greedy
         if sampled and isinstance(inner, BatchingDrafter):
             drafter = inner  # or a sample's uniforms would depend on whether it is a row's first
+        matchers = matchers_of(target.processor)
+        if parts and matchers and (target.processor.greedy or not looks_ahead(rule)):
+            spelling = Spelling.of(matchers, self.tokenizer)
+            drafter = SpelledDrafts(drafter, spelling, lambda row: target.history.answer(row))
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )

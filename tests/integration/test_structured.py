@@ -2,6 +2,7 @@
 drafts, in batches, streams and by questions; one sentence for what is none.
 """
 
+import itertools
 import json
 from collections import Counter
 
@@ -11,7 +12,12 @@ import xgrammar
 
 import specmm
 from specmm import structured
-from specmm.structured import GrammarProcessor, Matchers
+from specmm.drafter import Feedback
+from specmm.structured import GrammarProcessor, Matchers, SpelledDrafts, Spelling
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify import Recursive
+from specmm.verify.exhaustive import Draws, emitted_probs, sequence_probs, total_variation
+from specmm.watching import watched
 from tests.commands import refused, succeed
 from tests.noisy import noisy
 from tests.tiny.saying import saying
@@ -108,17 +114,90 @@ def test_what_is_sampled_has_the_law_of_plain_decoding():
     assert off < 24.3, "chi-square of 7 degrees, one in a thousand"
 
 
+def test_what_must_come_is_drafted(coder):
+    """On one line, where a name is given all its letters are."""
+    rounds = []
+    line = structured.json_schema(SCHEMA, any_whitespace=False)
+    with watched(rounds.append):
+        texts = coder(PROMPTS, method="prompt-lookup", max_new_tokens=64, grammar=line).texts
+    assert texts == [json.dumps(json.loads(text)) for text in texts]
+    assert sum(int(r.result.kept.sum()) for r in rounds) > 1.8 * len(rounds) * len(PROMPTS)
+    spelling = Spelling.of(
+        Matchers([line.compiled(coder.tokenizer, coder.model.config.vocab_size, coder.ends())]),
+        coder.tokenizer,
+    )
+    encode = lambda text: coder.tokenizer(text)["input_ids"]  # noqa: E731
+    assert coder.tokenizer.decode([spelling.forced(0, encode('{"name": "x", "'))]) == "n"
+    assert spelling.forced(0, encode('{"name": "')) is None
+
+
+class Drafted:
+    """A chain of two given drafts, of given distributions."""
+
+    max_nodes, max_depth = 3, 2
+
+    def __init__(self, drafts, probs):
+        self.tree = DraftTree(torch.tensor([drafts]), TreeShape.chain(2), probs)
+
+    def propose(self, feedback, uniforms):
+        return self.tree
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_spelled_drafts_keep_the_distribution(broken):
+    """Every pair of drafts, enumerated: one that must come, one that ends the chain; the twin
+    records what the drafter drew from.
+    """
+    model, words = saying("abcd")
+    spelled = structured.grammar('root ::= ("a" | "b") ("c" | "d") "a" ("b" | "d")')
+    size = model.config.vocab_size
+    matchers = Matchers([spelled.compiled(words, size, [2])])
+    torch.manual_seed(0)
+    q = torch.rand(3, size, dtype=torch.float64).softmax(-1)
+    root = words.encode("a")[0]
+
+    def after(prefix):
+        probs = (3 * torch.rand(size, dtype=torch.float64)).softmax(-1)
+        mask = matchers.mask(0, [root, *prefix])
+        probs = probs if mask is None else probs.masked_fill(mask.others(probs), 0)
+        return probs / probs.sum()
+
+    tables = [
+        torch.stack([after(prefix) for prefix in itertools.product(range(size), repeat=n)])
+        for n in range(3)
+    ]
+    feedback = Feedback(None, torch.tensor([root]))
+    law = torch.zeros(size**3, dtype=torch.float64)
+    lengths = set()
+    for drafts in itertools.product(range(size), repeat=2):
+        inner = Drafted([root, *drafts], q[None])
+        spelling = Spelling.of(matchers, words)
+        tree = SpelledDrafts(inner, spelling, lambda row: []).propose(feedback, None)
+        lengths.add(depth := tree.shape.depth)
+        if broken:
+            tree.probs = q[None, : depth + 1]
+        first, second = [*tree.tokens[0, 1:].tolist(), 0, 0][:2]
+        prefix = torch.tensor([[0, first, first * size + second][: depth + 1]])
+        chance = q[1, drafts[0]] * q[2, drafts[1]]
+        found = emitted_probs(Recursive(), Draws(tree, chance[None], prefix), tables)
+        for table in tables[depth + 1 :]:
+            found = (found[:, None] * table).flatten()
+        law += found
+    assert lengths == {0, 2}, "a draft that may not come ends it, one that must takes its place"
+    off = total_variation(law, sequence_probs(tables, 3))
+    assert off > 1e-3 if broken else off < 1e-12
+
+
 def test_matchers_go_back(coder):
     matchers = Matchers([compiled(coder)])
     encode = lambda text: coder.tokenizer(text)["input_ids"]  # noqa: E731
-    begin = matchers.mask(0, [])
-    assert matchers.mask(0, encode('{"name": "ab')).sum() > 5
+    own = lambda answer, row=0: matchers._mask(row, encode(answer)).words  # noqa: E731
+    begin = own("")
+    assert (own('{"name": "ab') != 0).any() and not torch.equal(own('{"name": "ab'), begin)
     assert matchers.mask(0, encode("[")) is None, "which may not come"
-    assert torch.equal(matchers.mask(0, []), begin)
-    assert torch.equal(matchers.mask(1, []), begin)
+    assert torch.equal(own(""), begin) and torch.equal(own("", row=1), begin)
     whole = encode('{"name": "ab", "n": 7, "tags": []}')
-    allowed = matchers.mask(0, whole)
-    assert set(coder.ends()) <= set(allowed.nonzero()[:, 0].tolist())
+    assert all(end in matchers.mask(0, whole) for end in coder.ends())
     assert matchers.mask(0, [*whole, *coder.ends()]) is None, "an answer that has ended"
 
 
