@@ -1,7 +1,10 @@
-"""The training loop of all models: resumable, with a progress bar and a loss curve on disk.
+"""The training loop of all models: resumable, on one or several processes, with a progress bar and
+a loss curve on disk.
 
 ``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a
-resumed run continues exactly where the killed one stopped.
+resumed run continues exactly where the killed one stopped. Under ``torchrun`` or ``accelerate
+launch`` each process takes its :func:`share` of a batch's rows, and gradients are those of the
+whole batch.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ import csv
 import math
 import os
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +27,46 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm.choose.threads import settled
+from specmm.extras import install
+from specmm.files import sentence_of
 
-Losses = dict[str, Tensor]  # "loss" is minimised, the others are recorded
+Losses = dict[str, Tensor]
+"""``loss`` is minimised, the others are recorded; ``count`` (1 without) says how many terms these
+are means of."""
 STEP_ROWS = 512  # of a training's products, of which threads are chosen
 MUON = 3.0  # times the learning rate of the rest is a good one for it
 NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of several layers
+RECORDED = 20  # steps between lines of the curve
+STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a training runs: ``steps`` of at most the learning rate ``lr``, reached after ``warmup``
+    steps, the gradients of ``accumulate`` batches each.
+
+    ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end, the
+    one before it is ``previous.pt``. ``measure`` (if any) is called every ``measure_every`` steps;
+    the weights whose ``tau`` was highest are those that stay. ``made_of`` are facts by name, of
+    which a checkpoint's must be the same. ``tracker`` is one of accelerate's, by name.
+    """
+
+    out: Path
+    steps: int
+    lr: float
+    warmup: int = 100
+    accumulate: int = 1
+    save_every: float = 120.0
+    measure_every: int = 0
+    measure: Callable[[], Mapping[str, float]] | None = None
+    made_of: Mapping[str, object] = field(default_factory=dict)
+    tracker: str = ""
+    batch: int = 0  # rows of one, to tell how many are read a second
+
+    @property
+    def checkpoint(self) -> Path:
+        """The latest."""
+        return self.out / "checkpoint.pt"
 
 
 def warmup_cosine(step: int, steps: int, warmup: int = 100, floor: float = 0.05) -> float:
@@ -56,52 +97,247 @@ def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:
     return torch.cat(orders)[start : start + size]
 
 
+def share(rows: Tensor) -> Tensor:
+    """This process's part of a batch's ``rows`` [B].
+
+    Raises ``ValueError`` for fewer rows than processes.
+    """
+    processes = _processes()
+    if processes is None:
+        return rows
+    count = processes.num_processes
+    if len(rows) < count:
+        raise ValueError(f"batch must be at least the {count} processes, got {len(rows)}")
+    part: Tensor = rows[processes.process_index :: count]
+    return part
+
+
+@contextmanager
+def one_first() -> Iterator[bool]:
+    """A block that the first process runs before the others, which find what it has written; and
+    whether this is the first.
+    """
+    processes = _processes()
+    if processes is None:
+        yield True
+        return
+    with processes.main_process_first():
+        yield processes.is_main_process
+
+
+def _processes() -> Any:
+    """accelerate's state where there are several processes (``torchrun``, ``accelerate launch``).
+
+    Raises ``ValueError`` where it is not installed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    try:
+        from accelerate import PartialState
+    except ImportError as error:
+        raise ValueError(f"several processes need accelerate: {install('train')}") from error
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
 def fit(
     model: nn.Module,
     step: Callable[[int], Losses],
+    run: Run,
     *,
-    out: Path,
-    steps: int,
-    lr: float,
     betas: tuple[float, float] = (0.9, 0.95),
     weight_decay: float = 0.05,
     clip: float = 1.0,
     muon: float = 0.0,
-    save_every: float = 120.0,
 ) -> None:
-    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW.
+    """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW, as ``run`` says.
 
-    ``out/checkpoint.pt`` is written every ``save_every`` seconds and at the end, atomically; a run
-    that finds one resumes, by as many threads as it was begun with. With a learning rate for
-    ``muon`` (https://kellerjordan.github.io/posts/muon) it trains the matrices of numbered layers,
-    which takes fewer steps. Raises ``ValueError`` when the loss is no longer finite.
+    A run that finds a checkpoint in its folder resumes, by as many threads as it was begun with.
+    With a learning rate for ``muon`` (https://kellerjordan.github.io/posts/muon) it trains the
+    matrices of numbered layers, which takes fewer steps. Raises ``ValueError`` when the loss or a
+    weight is no longer finite (the checkpoint stays good), where nothing can be written, and for a
+    checkpoint of another training.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    optimizers = _optimizers(model, lr, betas, weight_decay, muon)
-    rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    first, begun = _resume(out / "checkpoint.pt", model, optimizers)  # it replaces the groups
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    curve = out / "loss.csv"
-    _forget(curve, first)
-    bar = tqdm(range(first, steps), initial=first, total=steps, desc=out.name, mininterval=5)
-    saved = time.monotonic()
-    with settled(model, begun, STEP_ROWS) as threads:
-        for i in bar:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * warmup_cosine(i, steps)
-            losses = step(i)
-            model.zero_grad(set_to_none=True)
-            losses["loss"].backward()
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-            for optimizer in optimizers:
-                optimizer.step()
-            if i % 20 == 0:
-                _record(curve, i, losses)
-                bar.set_postfix(loss=f"{float(losses['loss'].detach()):.4f}", refresh=False)
-            if time.monotonic() - saved > save_every:
-                _save(out / "checkpoint.pt", model, optimizers, i + 1, threads.count)
+    run.out.mkdir(parents=True, exist_ok=True)
+    loop = _Loop(model, step, run, _optimizers(model, run.lr, betas, weight_decay, muon), clip)
+    first, begun = loop.resume()
+    with settled(model, begun, STEP_ROWS) as threads, _signals() as received:
+        loop.threads = threads.count
+        loop.train(first, received)
+
+
+class _Loop:
+    """One call of :func:`fit`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Callable[[int], Losses],
+        run: Run,
+        optimizers: list[torch.optim.Optimizer],
+        clip: float,
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.run = run
+        self.optimizers = optimizers
+        self.clip = clip
+        self.threads = 1
+        processes = _processes()
+        self.alone = processes is None
+        self.first = self.alone or processes.is_main_process
+        self.rates = [group["lr"] for group in self._groups]
+        self.best: tuple[float, dict[str, Tensor]] | None = None
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def train(self, first: int, received: list[signal.Signals]) -> None:
+        """All steps from ``first`` on."""
+        run = self.run
+        log = _Log(run, first, self.first)
+        saved = time.monotonic()
+        for i in log.bar:
+            losses, stop = self._one(i, received)
+            values: dict[str, float] = {}
+            if i % RECORDED == 0 or i + 1 == run.steps:
+                values = {name: float(value) for name, value in losses.items()}
+                self._check(values["loss"], i)
+            if self._measures(i):
+                values |= self._measured()
+            log.add(i, values)
+            if stop or time.monotonic() - saved > run.save_every:
+                self.save(i + 1)
                 saved = time.monotonic()
-    _save(out / "checkpoint.pt", model, optimizers, steps, threads.count)
+            if stop:
+                _end(received, run, i + 1)
+        self.save(run.steps)
+        if self.best is not None:
+            self.model.load_state_dict(self.best[1])
+        log.end()
+
+    def _one(self, i: int, received: list[signal.Signals]) -> tuple[Losses, bool]:
+        """Step ``i``: its losses, and whether a process was told to stop."""
+        run = self.run
+        factor = warmup_cosine(i, run.steps, run.warmup)
+        for group, rate in zip(self._groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.model.zero_grad(set_to_none=True)
+        found: Losses = {}
+        stop = False
+        for part in range(i * run.accumulate, (i + 1) * run.accumulate):
+            losses = dict(self.step(part))
+            count = losses.pop("count", torch.ones_like(losses["loss"].detach()))
+            weight = torch.ones_like(count)
+            if not self.alone:  # of the mean over all processes
+                told = [count, torch.tensor(bool(received), device=count.device)]
+                total, stops = self._summed(torch.stack([x.float() for x in told]))
+                weight, stop = count / total, stop or bool(stops)
+            (losses["loss"] * (weight / run.accumulate)).backward()
+            for name, value in losses.items():
+                own = value.detach() * (weight / run.accumulate)
+                found[name] = found[name] + own if name in found else own
+        if not self.alone:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = self._summed(parameter.grad)
+            found = {name: self._summed(value) for name, value in found.items()}
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return found, stop or bool(received)
+
+    def _summed(self, values: Tensor) -> Tensor:
+        """``values``, added up over all processes."""
+        from accelerate.utils import reduce
+
+        found: Tensor = reduce(values, "sum")
+        return found
+
+    def _measures(self, i: int) -> bool:
+        """Whether the drafter is measured after step ``i``."""
+        run = self.run
+        if run.measure is None:
+            return False
+        return i + 1 == run.steps or bool(run.measure_every and (i + 1) % run.measure_every == 0)
+
+    def _measured(self) -> dict[str, float]:
+        """What is measured now; the best weights are kept."""
+        assert self.run.measure is not None
+        self.model.eval()
+        found = dict(self.run.measure())
+        self.model.train()
+        if self.best is None or found["tau"] > self.best[0]:
+            weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
+            self.best = found["tau"], weights
+        return found
+
+    def _check(self, loss: float, i: int) -> None:
+        """Raise ``ValueError`` where the loss of step ``i`` or a weight is not finite."""
+        whole = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        if not (whole and math.isfinite(loss)):
+            kept = self.run.checkpoint
+            stays = f"{kept} is of before" if kept.exists() else "nothing was written"
+            raise ValueError(
+                f"loss is {loss if not math.isfinite(loss) else 'of weights that are no numbers'} "
+                f"at step {i}, {stays}; give a smaller lr"
+            )
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint before ``step``, if its weights are finite."""
+        if not self.first:
+            return
+        self._check(0.0, step)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": step,
+            "threads": self.threads,
+            "made_of": {name: str(value) for name, value in self.run.made_of.items()},
+            "best": self.best,
+        }
+        file = self.run.checkpoint
+        part = file.with_suffix(".part")
+        try:
+            torch.save(state, part)
+            if file.exists():
+                os.replace(file, file.with_name("previous.pt"))
+            os.replace(part, file)
+        except (OSError, RuntimeError) as error:  # PyTorch's of a disk that is full
+            part.unlink(missing_ok=True)
+            stays = f"; {file} is of before" if file.exists() else ""
+            raise ValueError(
+                f"{file} cannot be written at step {step} ({sentence_of(error)}){stays}"
+            ) from error
+
+    def resume(self) -> tuple[int, int | None]:
+        """The next step, and the threads of those before; None before the first."""
+        path = self.run.checkpoint
+        saved = _read(path)
+        if saved is None:
+            return 0, None
+        other = "give another out, or remove it"
+        now = {name: str(value) for name, value in self.run.made_of.items()}
+        before = saved.get("made_of", {})
+        if differ := [name for name in {**now, **before} if now.get(name) != before.get(name)]:
+            told = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in differ]
+            raise ValueError(f"{path} is of another training ({'; '.join(told)}): {other}")
+        if saved["step"] > self.run.steps:
+            raise ValueError(
+                f"{path} has {saved['step']} steps, more than the {self.run.steps} asked: {other}"
+            )
+        try:
+            self.model.load_state_dict(saved["model"])
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise ValueError(f"{path} is of another model ({reason}): {other}") from error
+        if len(saved["optimizers"]) != len(self.optimizers):
+            counts = f"{len(saved['optimizers'])} optimizers, this one has {len(self.optimizers)}"
+            raise ValueError(f"{path} is of a training with {counts}: {other}")
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        self.best = saved.get("best")
+        return int(saved["step"]), saved.get("threads")
 
 
 def _optimizers(
@@ -123,19 +359,102 @@ def _optimizers(
     return made
 
 
-def _record(curve: Path, i: int, losses: Losses) -> None:
-    values = {k: float(v.detach()) for k, v in losses.items()}
-    if not math.isfinite(values["loss"]):
-        raise ValueError(
-            f"loss is {values['loss']} at step {i}; "
-            f"the last good checkpoint stays in {curve.parent}"
-        )
-    new = not curve.exists()
-    with curve.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(["step", *values])
-        writer.writerow([i, *(f"{v:.5f}" for v in values.values())])
+def _read(path: Path) -> Any:
+    """The checkpoint at ``path``, or the one before it where that is torn; None without any."""
+    for file in (path, path.with_name("previous.pt")):
+        if file.exists():
+            try:
+                return torch.load(file, weights_only=True, map_location="cpu")
+            except Exception as error:  # of many classes, by where it is torn
+                torn = error
+        elif file == path:
+            return None
+    raise ValueError(f"{path} cannot be read ({sentence_of(torn)}): remove it") from torn
+
+
+@contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+    """The signals that have asked to end the block, which ends itself; a second one ends it now."""
+    received: list[signal.Signals] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # signals are the main thread's
+        return
+    before = {each: signal.getsignal(each) for each in STOPS}
+
+    def hear(number: int, _: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number))
+
+    for each in before:
+        signal.signal(each, hear)
+    try:
+        yield received
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _end(received: list[signal.Signals], run: Run, step: int) -> None:
+    """End as the signal asked."""
+    tqdm.write(f"stopped before step {step} of {run.steps}; {run.checkpoint} goes on from there")
+    if signal.SIGTERM in received:
+        raise SystemExit(128 + signal.SIGTERM)
+    raise KeyboardInterrupt
+
+
+class _Log:
+    """What is told of a training: the bar, ``loss.csv`` with losses each :data:`RECORDED` steps and
+    what is measured, and a tracker. Raises ``ValueError`` for a tracker that is not there.
+    """
+
+    def __init__(self, run: Run, first: int, main: bool) -> None:
+        self.run = run
+        self.curve = run.out / "loss.csv" if main else None
+        options: dict[str, Any] = dict(initial=first, total=run.steps, mininterval=5)
+        self.bar = tqdm(range(first, run.steps), desc=run.out.name, disable=not main, **options)
+        self.tracker: Any = None
+        if self.curve is not None:
+            _forget(self.curve, first)
+        if run.tracker and main:
+            try:
+                from accelerate import Accelerator
+            except ImportError as error:
+                raise ValueError(f"tracker needs accelerate: {install('train')}") from error
+            self.tracker = Accelerator(log_with=run.tracker, project_dir=run.out)
+            if not self.tracker.log_with:
+                name = run.tracker
+                raise ValueError(f"tracker {name} needs its package: pip install {name}")
+            self.tracker.init_trackers(run.out.name)
+
+    def add(self, i: int, values: Mapping[str, float]) -> None:
+        """The ``values`` of step ``i``, if it has any that are recorded."""
+        if self.curve is None or not (i % RECORDED == 0 or "tau" in values):
+            return
+        self._write(self.curve, {"step": str(i), **{k: f"{v:.5f}" for k, v in values.items()}})
+        if self.tracker is not None:
+            self.tracker.log(values, step=i)
+        shown = {name: f"{value:.4f}" for name, value in values.items()}
+        if self.run.batch and (rate := self.bar.format_dict["rate"]):
+            shown["rows/s"] = f"{rate * self.run.batch * self.run.accumulate:.1f}"
+        self.bar.set_postfix(shown, refresh=False)
+
+    def end(self) -> None:
+        """After the last step."""
+        if self.tracker is not None:
+            self.tracker.end_training()
+
+    def _write(self, curve: Path, row: Mapping[str, str]) -> None:
+        """A line of the curve, whose columns are those of its first one and what is measured."""
+        new = not curve.exists()
+        names = curve.read_text().partition("\n")[0].split(",") if not new else list(row)
+        if new and self.run.measure is not None and "tau" not in names:
+            names.append("tau")
+        with curve.open("a", newline="") as stream:
+            writer = csv.DictWriter(stream, names, extrasaction="ignore", lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(row)
 
 
 def _forget(curve: Path, first: int) -> None:
@@ -148,36 +467,3 @@ def _forget(curve: Path, first: int) -> None:
     part = curve.with_suffix(".part")
     part.write_text("".join([head, *kept]))
     os.replace(part, curve)
-
-
-def _save(
-    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int, threads: int
-) -> None:
-    part = path.with_suffix(".part")
-    states = [optimizer.state_dict() for optimizer in optimizers]
-    made = {"model": model.state_dict(), "optimizers": states, "step": step, "threads": threads}
-    torch.save(made, part)
-    os.replace(part, path)
-
-
-def _resume(
-    path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> tuple[int, int | None]:
-    """The next step, and the threads of those before; None before the first."""
-    if not path.exists():
-        return 0, None
-    saved = torch.load(path, weights_only=True)
-    try:
-        model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise ValueError(f"{path} is of another model ({reason}), use another folder") from error
-    if len(saved["optimizers"]) != len(optimizers):
-        counts = f"{len(saved['optimizers'])} optimizers, this one has {len(optimizers)}"
-        raise ValueError(
-            f"{path} is of a training with {counts}: "
-            "finish it with the version it was begun with, or remove it"
-        )
-    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-        optimizer.load_state_dict(state)
-    return int(saved["step"]), saved.get("threads")

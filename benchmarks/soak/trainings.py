@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.soak.kills import one_thread, struck
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 STEPS = 400
 
@@ -37,7 +37,7 @@ def train(out: Path) -> None:
         rows = x[batch_rows(i, 32, len(x), 0)]
         return {"loss": (model(rows)[:, 0] - rows.square().sum(1)).square().mean()}
 
-    fit(model, step, out=out, steps=STEPS, lr=1e-3, muon=1e-3, save_every=0.02)
+    fit(model, step, Run(out, STEPS, 1e-3, save_every=0.02), muon=1e-3)
 
 
 def result(out: Path) -> tuple[dict[str, Any], list[list[str]]]:

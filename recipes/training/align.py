@@ -26,7 +26,7 @@ from recipes.scenes.patches import HEADS, IGNORED, NAMES, labelled
 from recipes.scenes.scenes import PLACES, SIZES
 from recipes.scenes.stream import World
 from recipes.training.llava import image_features
-from specmm.training import Losses, fit
+from specmm.training import Losses, Run, fit
 
 WORDS: dict[str, tuple[str, ...]] = {
     "kind": ("background", *NAMES[1:]),
@@ -73,7 +73,7 @@ def train_projector(
         said = projector(seen.float())
         return {"loss": F.mse_loss(said / scale, in_words(labels, tables) / scale)}
 
-    fit(projector, step, out=out, steps=steps, lr=lr)
+    fit(projector, step, Run(out, steps, lr))
 
 
 def word_counts(

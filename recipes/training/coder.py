@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from recipes.scenes.tokenizer import byte_pairs
 from specmm.recipes.training.small_qwen import LENGTH, compile_layers
 from specmm.recipes.training.texts import windows
-from specmm.training import Losses, fit
+from specmm.training import Losses, Run, fit
 
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -77,7 +77,7 @@ def train_target(
                 **found,
             }
 
-    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON)
+    fit(model, step, Run(out, steps, lr), muon=MUON)
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from transformers import GenerationConfig, JanusConfig, JanusForConditionalGener
 from recipes.captioned import KINDS, SIDE, STYLES, Captioned
 from recipes.wording import BEGIN, IMAGE, chat, prompt
 from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
-from specmm.training import MUON, Losses, batch_rows, fit, seeded
+from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
 
 PROMPT = 16  # P: at most, with what begins a picture
 TALK = 40  # tokens of a chat about a picture, at most
@@ -252,7 +252,7 @@ def train_model(
             logits = draw(ids, row.begins)
         return {"loss": drawing_loss(logits, row.codes), **last}
 
-    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(model, step, Run(out, steps, lr), muon=MUON * lr)
 
 
 def _drawing(
@@ -339,4 +339,4 @@ def train_tower(
         kinds = (logits[1].argmax(-1) == labels[1][rows]).float().mean()
         return {"loss": torch.stack(parts).sum(), "kinds": kinds}
 
-    fit(classifier, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(classifier, step, Run(out, steps, lr), muon=MUON * lr)

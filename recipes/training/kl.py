@@ -18,7 +18,7 @@ from torch import Tensor
 from recipes.training.pictures import flip_some, reconstruction_loss
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig, Posterior
 from specmm.recipes.training.encoding import encode_views, to_float
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 
 def train_kl(
@@ -58,7 +58,7 @@ def train_kl(
             "kl": kl / noise[0].numel(),
         }
 
-    fit(model, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
+    fit(model, step, Run(out, steps, lr), weight_decay=0.0)
     model.eval()
     moments = encode_moments(model, images)
     model.config = replace(config, scale=1 / latent_std(moments))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipes.training.pictures import labelled_batch
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.training import Losses, fit, seeded
+from specmm.training import Losses, Run, fit, seeded
 
 
 def train_target(
@@ -37,7 +37,7 @@ def train_target(
         with torch.autocast("cpu", torch.bfloat16):
             return {"loss": loss_of(classes, drawn)}
 
-    fit(model, step, out=out, steps=steps, lr=lr)
+    fit(model, step, Run(out, steps, lr))
     return model
 
 

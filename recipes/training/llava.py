@@ -33,7 +33,7 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.scenes import R
 from recipes.scenes.sprites import Array
 from recipes.scenes.stream import World
-from specmm.training import MUON, Losses, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 TEXT_EVERY = 12  # steps: one of so many is without pictures
 NOTHING = 0.1  # weight of a patch without a thing
@@ -182,7 +182,7 @@ def train_tower(
         ]
         return {"loss": torch.stack(parts).sum(), "kind": _kinds_right(logits[0], labels), **seen}
 
-    fit(classifier, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(classifier, step, Run(out, steps, lr), muon=MUON * lr)
 
 
 def _kinds_right(logits: Tensor, labels: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def train_target(
             logits = logits_of(rows)
         return {"loss": answer_loss(logits, rows), **right}
 
-    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(model, step, Run(out, steps, lr), muon=MUON * lr)
 
 
 def answer_logits(model: LlavaForConditionalGeneration, batch: Batch) -> Tensor:

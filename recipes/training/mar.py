@@ -19,7 +19,7 @@ from recipes.training.diffusion import diffusion_loss, noised
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
 from specmm.recipes.training.encoding import CLASS_DROPOUT
-from specmm.training import MUON, Losses, batch_rows, fit, seeded
+from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
 
 MASK_MEAN = 1.0  # of the share of tokens that are masked, cut at 1
 MASK_STD = 0.25
@@ -84,7 +84,7 @@ def train_mar(
         both.update(i)
         return mar_loss(both.model, schedule, tokens, labels[rows], generator)
 
-    fit(both, step, out=out, steps=steps, lr=lr, weight_decay=0.02, muon=MUON * lr)
+    fit(both, step, Run(out, steps, lr), weight_decay=0.02, muon=MUON * lr)
     both.update(steps)
     return both.average
 

@@ -22,7 +22,7 @@ from transformers import LlavaForConditionalGeneration
 from recipes.scenes.packing import Batch, Encoder, stack
 from recipes.scenes.stream import World
 from recipes.training.llava import answer_states
-from specmm.training import Losses, fit
+from specmm.training import Losses, Run, fit
 
 LENGTH = 224  # tokens of a row
 
@@ -69,7 +69,7 @@ def train_between(
                 seen["held out"] = losses(held_out, Random(seed))["right"]
         return losses(world, Random(f"between {seed} {i}")) | seen
 
-    fit(projector, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
+    fit(projector, step, Run(out, steps, lr), weight_decay=0.0)
 
 
 def token_losses(model: LlavaForConditionalGeneration, rows: Batch, states: Tensor) -> Losses:

@@ -18,7 +18,7 @@ from torch import Tensor
 from recipes.training.pictures import labelled_batch
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.training import MUON, Losses, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales
 
@@ -199,5 +199,5 @@ def _train(
         with torch.autocast("cpu", torch.bfloat16):
             return {"loss": loss(model, labels, tokens, inputs, scales)}
 
-    fit(model.train(), step, out=out, steps=steps, lr=lr, muon=muon)
+    fit(model.train(), step, Run(out, steps, lr), muon=muon)
     return model.eval()

@@ -16,7 +16,7 @@ from torch import Tensor
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
 from specmm.image_ar.autoencoder import VQCodes, VQConfig, VQModel
 from specmm.recipes.training.encoding import to_float
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 
 def train_tokenizer(
@@ -67,7 +67,7 @@ def train_codes(
             "used": alive,
         }
 
-    fit(model, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
+    fit(model, step, Run(out, steps, lr), weight_decay=0.0)
 
 
 def _reconstruct(model: Any, x: Tensor) -> tuple[Tensor, VQCodes]:

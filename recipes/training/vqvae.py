@@ -17,7 +17,7 @@ from torch import Tensor
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig
 from specmm.recipes.training.encoding import encode_views, to_float
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 
 @dataclass
@@ -85,7 +85,7 @@ def train_vqvae(
             made, quantized = forward(model, x)
         return _losses(made.float(), quantized, x, used)
 
-    fit(model, step, out=out, steps=steps, lr=lr, weight_decay=0.0)
+    fit(model, step, Run(out, steps, lr), weight_decay=0.0)
     return model
 
 

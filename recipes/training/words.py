@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipes.scenes.packing import Encoder, stack
 from recipes.scenes.stream import World
 from recipes.training.llava import TEXT_LENGTH, answer_loss
-from specmm.training import Losses, fit, seeded
+from specmm.training import Losses, Run, fit, seeded
 
 
 def build_text_model(
@@ -71,4 +71,4 @@ def train_text(
             )
         return {"loss": answer_loss(logits, rows)}
 
-    fit(model, step, out=out, steps=steps, lr=lr)
+    fit(model, step, Run(out, steps, lr))

@@ -26,7 +26,7 @@ from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms
 from specmm.shape.trees import spine
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded
 from specmm.verify import Recursive
 
 
@@ -100,7 +100,7 @@ def train_block(
         loss = cross_entropy + overlap_weight * (1 - overlap.mean())
         return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
 
-    fit(drafter, step, out=out, steps=steps, lr=lr, weight_decay=0.01)
+    fit(drafter, step, Run(out, steps, lr), weight_decay=0.01)
     return drafter
 
 

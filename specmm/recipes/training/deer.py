@@ -26,7 +26,7 @@ from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 ALPHA = 1.02
 
@@ -102,7 +102,7 @@ def train_deer(
         with torch.autocast(target.device.type, torch.bfloat16):
             return deer_loss(drafter, target, data, anchors, filling, alpha, seed * 1_000_003 + i)
 
-    fit(_Own(drafter.model), step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(_Own(drafter.model), step, Run(out, steps, lr), muon=MUON * lr)
     drafter.model.eval()
 
 

@@ -31,7 +31,7 @@ from specmm.recipes.training.blocks import (
 )
 from specmm.recipes.training.drawn_rows import Batch, Rows
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 FADE = 4.0
 
@@ -149,7 +149,7 @@ def train_block(
         with torch.autocast(target.device.type, torch.bfloat16):
             return block_loss(model, target, head, data, anchors, fade, seed * 1_000_003 + i)
 
-    fit(model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(model, step, Run(out, steps, lr), muon=MUON * lr)
     model.eval()
 
 

@@ -16,7 +16,7 @@ from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.recipes.training.block_drafter import Seen, seen_by, varied
 from specmm.recipes.training.encoding import CLASS_DROPOUT
-from specmm.training import Losses, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 PROBS_WEIGHT = 0.1  # of EAGLE's cross-entropy beside its SmoothL1
 
@@ -68,7 +68,7 @@ def train_eagle(
         with torch.autocast("cpu", torch.bfloat16):
             return made(classes, tokens[rows, mirrored], shift)
 
-    fit(head, step, out=out, steps=steps, lr=lr, weight_decay=weight_decay)
+    fit(head, step, Run(out, steps, lr), weight_decay=weight_decay)
     return head
 
 

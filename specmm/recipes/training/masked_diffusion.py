@@ -22,7 +22,7 @@ from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.hf.drafters.files import HEAD
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.recipes.training.texts import windows
-from specmm.training import MUON, Losses, fit
+from specmm.training import MUON, Losses, Run, fit
 
 LENGTH = 128  # tokens of a row
 BLOCK = 16  # most tokens hidden at a row's end
@@ -48,7 +48,7 @@ def train_diffusion(
         with torch.autocast(model.device.type, torch.bfloat16):
             return {"loss": denoising_loss(model, rows, seed * 1_000_003 + i)}
 
-    fit(model.model, step, out=out, steps=steps, lr=lr, muon=MUON * lr)
+    fit(model.model, step, Run(out, steps, lr), muon=MUON * lr)
     model.model.eval()
 
 

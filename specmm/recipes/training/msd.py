@@ -24,7 +24,7 @@ from torch import Tensor
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.hf.target import Context, VLMTarget
-from specmm.training import Losses, fit, seeded
+from specmm.training import Losses, Run, fit, seeded
 from specmm.vlm.msd import MSDConfig, MSDHead
 
 PROBS_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
@@ -141,7 +141,7 @@ def train_msd(
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
             return msd_loss(head, target.head, slots, probs_weight, passes)
 
-    fit(head, step, out=out, steps=steps, lr=lr, betas=BETAS, clip=CLIP, weight_decay=DECAY)
+    fit(head, step, Run(out, steps, lr), betas=BETAS, clip=CLIP, weight_decay=DECAY)
     return head
 
 

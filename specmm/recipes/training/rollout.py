@@ -28,7 +28,7 @@ from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.families import cache_name
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.seen import Seen
-from specmm.training import MUON, Losses, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 DECAY = 0.8  # a step of the rollout counts this share of the one before
 Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..., C] to [..., v]
@@ -200,7 +200,7 @@ def train_rollout(
         with torch.autocast(seen.hidden.device.type, torch.bfloat16):
             return rollout_loss(rolled, output, seen, rollout, decay)
 
-    fit(network, step, out=out, steps=steps, lr=lr, clip=0.5, muon=MUON * lr)
+    fit(network, step, Run(out, steps, lr), clip=0.5, muon=MUON * lr)
     network.eval()
 
 
