@@ -20,12 +20,16 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
 from specmm.extras import install
 from specmm.hf.pretrained import find
-from specmm.recipes.conversations import Conversations, Line, read_lines, reader
+from specmm.hf.prompt import VLMPrompt
+from specmm.recipes.chat_tokens import ChatReader
+from specmm.recipes.chats import Chat
+from specmm.recipes.conversations import LONGEST, Conversations, Opening
 from specmm.recipes.pictures import Pictures
-from specmm.recipes.training.msd import Example, collate
+from specmm.recipes.training.msd import MOSTLY, Example, collate
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import is_composed
 
+ROWS = 1536  # where a recipe names no number
 EMOJI = Path("~/.cache/specmm/emoji")  # downloaded from npm and rasterised when it is empty
 
 
@@ -62,42 +66,51 @@ def world(folder: Path, split: str) -> Any:
         return load_world(folder, split)
 
 
-def scene_conversations(place: str, target: Any, processor: Any) -> Conversations:
+def scene_conversations(places: Sequence[str], opening: Opening) -> Conversations:
     """What ``llava`` trains on, about pictures or facts without one; descriptions of held-out
     scenes are asked for.
 
     A model that learnt scenes reads whole chats as then, any other one the first question of each
     through its processor.
     """
-    return _scenes(place, target, processor, _encoder(processor, target))
+    return _scenes(places, opening, _encoder(opening.reader.reader, opening.target()))
 
 
-def scene_lines(place: str, target: Any, processor: Any) -> Conversations:
+def scene_lines(places: Sequence[str], opening: Opening) -> Conversations:
     """As :func:`scene_conversations`, but every model reads first questions by its processor, so
     that it may answer them itself.
     """
-    return _scenes(place, target, processor, None)
+    return _scenes(places, opening, None)
 
 
-def _scenes(place: str, target: Any, processor: Any, packed: Any) -> Conversations:
-    folder = Path(place).expanduser()
+def _scenes(places: Sequence[str], opening: Opening, packed: Any) -> Conversations:
+    [folder] = (Path(place).expanduser() for place in places)
     drawn = world(folder, "train")
 
-    def draw(random: Random, visual: bool) -> Any:
+    def draw(number: int, visual: bool) -> Any:
+        random = Random(f"scene {opening.seed} {number} {visual}")
         made = next(drawn.conversations(packed or FirstTurn(), random, float(visual)))
         return _example(made) if packed else made
 
-    read = collate if packed else reader(processor, target)
-    return Conversations(draw, lambda count: _described(world(folder, "test"), count), read)
+    def rows(count: int | None) -> Sequence[Any]:
+        random = Random(opening.seed)
+        return [draw(i, random.random() < MOSTLY) for i in range(count or ROWS)]
+
+    def prompts(count: int) -> VLMPrompt:
+        asked = _described(world(folder, "test"), count)
+        return VLMPrompt(asked.inputs(opening.reader.reader), LONGEST, asked)
+
+    read = collate if packed else opening.reader.read
+    return Conversations(rows, draw, prompts, opening.reader, read)
 
 
 class FirstTurn:
     """Makes lines of chats, as :class:`Encoder` makes samples."""
 
-    def chat(self, turns: Sequence[Turn], image: Any = None) -> Line:
+    def chat(self, turns: Sequence[Turn], image: Any = None) -> Chat:
         """The first of ``turns`` about the picture ``image`` [R, R, 3]."""
         picture = None if image is None else Image.fromarray(image)
-        return Line(turns[0].question, turns[0].answer, picture)
+        return Chat.asked(turns[0].question, turns[0].answer, picture)
 
 
 def _example(sample: Any) -> Example:
@@ -132,7 +145,7 @@ def _reads_alike(packed: Any, processor: Any) -> bool:
     picture = np.zeros((64, 64, 3), np.uint8)
     chat = packed.chat([Turn("Is it?", "yes", "")], picture)
     line = FirstTurn().chat([Turn("Is it?", "yes", "")], picture)
-    prompt, _ = read_lines(processor, processor.tokenizer.eos_token_id, [line])
+    prompt, _ = ChatReader(processor, [processor.tokenizer.eos_token_id], 1024).read([line])
     return bool(prompt.rows()[0] == chat.input_ids.tolist())
 
 

@@ -69,7 +69,7 @@ def _opened(source: Source) -> tuple[Image.Image, str]:
         )
     if isinstance(source, str) and ADDRESS.match(source):
         name = source[:60]
-        return _read_header(io.BytesIO(_fetched(source)), name), name
+        return _read_header(io.BytesIO(fetched(source)), name), name
     return _read_header(str(source), str(source)), str(source)
 
 
@@ -116,7 +116,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return scaled.round().astype(np.uint8) if floats else scaled.astype(np.uint8)
 
 
-def _fetched(address: str) -> bytes:
+def fetched(address: str) -> bytes:
     """What ``address`` holds; raises ``ValueError`` where it cannot be read."""
     asked = urllib.request.Request(address, headers={"User-Agent": "specmm"})
     try:

@@ -40,7 +40,7 @@ _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a process
 
 def warn_of_none(processor: Any, name: str) -> None:
     """Log that a model called ``name`` asks questions as they are, where a chat has no template."""
-    if _template(processor) is None and not places_pictures(processor):
+    if template_of(processor) is None and not places_pictures(processor):
         LOGGER.warning(
             "%s has no chat template, so questions go in as they are, after their pictures; put a "
             "chat_template.jinja into its folder if it is a chat model",
@@ -59,8 +59,8 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
             f"this model must take videos, got a {type(processor).__name__}, which takes none; "
             "give frames as pictures"
         )
-    tokens = {kind: _placeholder(processor, kind) for kind in counts}
-    template = _template(processor)
+    tokens = {kind: placeholder(processor, kind) for kind in counts}
+    template = template_of(processor)
     placed = template is None and places_pictures(processor)
     if not chat:
         _check_raw(text, counts, tokens)
@@ -201,7 +201,7 @@ def _shown(
     given: dict[str, Any] = {}
     if any(pictures):
         each = {len(shown) for shown in pictures}
-        if _placeholder(processor, "image") is None and each != {1}:
+        if placeholder(processor, "image") is None and each != {1}:
             raise ValueError(
                 f"{type(processor).__name__} takes one picture for each question, got "
                 f"{min(each)} to {max(each)}; ask the questions apart"
@@ -225,12 +225,13 @@ def _names(part: Any) -> set[str]:
     return set(getattr(part, "model_input_names", ()))
 
 
-def _placeholder(processor: Any, kind: str) -> str | None:
+def placeholder(processor: Any, kind: str) -> str | None:
+    """What stands in a text for an image or a video; None where nothing does."""
     token = getattr(processor, f"{kind}_token", None)
     return None if token is None else str(token)
 
 
-def _template(processor: Any) -> Any:
+def template_of(processor: Any) -> Any:
     """The chat template, which older folders keep with the tokenizer."""
     own = getattr(processor, "chat_template", None)
     return own or getattr(processor.tokenizer, "chat_template", None)
@@ -251,11 +252,21 @@ def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     )
 
 
+def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
+    """A message's ``parts``, {"type": "text", "text": …} or of another kind, as the chat template
+    takes them.
+    """
+    if template_of(processor) is None or _form(processor) is _parts:
+        return [dict(part) for part in parts]
+    said = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)
+    return "".join(text or "" for text in said)
+
+
 def _form(processor: Any) -> Form:
     """What the chat template takes as a message's content: parts, or plain text with placeholders
     before it. Which is seen by a question about one picture.
     """
-    template = _template(processor)
+    template = template_of(processor)
     known = _forms.get(processor)
     if known is not None and known[0] == template:
         return known[1]
@@ -274,12 +285,12 @@ def _parts(_: Any, text: str, counts: Mapping[str, int]) -> Any:
 
 def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     """``text`` after the placeholders."""
-    return "".join((_placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
+    return "".join((placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
 
 
 def _templated(processor: Any, content: Any) -> str:
     own = getattr(processor, "chat_template", None)
-    given = {} if own else {"chat_template": _template(processor)}
+    given = {} if own else {"chat_template": template_of(processor)}
     message = [{"role": "user", "content": content}]
     return str(
         processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **given)
@@ -288,6 +299,6 @@ def _templated(processor: Any, content: Any) -> str:
 
 def _fits(processor: Any, text: str, counts: Mapping[str, int], found: str) -> bool:
     """Whether a prompt holds the question and its placeholders."""
-    tokens = {kind: _placeholder(processor, kind) for kind in counts}
+    tokens = {kind: placeholder(processor, kind) for kind in counts}
     shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
     return shown and "".join(text.split()) in "".join(found.split())  # templates trim

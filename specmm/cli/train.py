@@ -23,6 +23,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A setting of it; more of them may follow."),
 ]
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="FILE", help="What it learns from; more of them may follow."),
+]
 OutFolder = Annotated[
     Path | None,
     typer.Option(help="Folder of checkpoint, loss curve and result, the recipe's if not given."),
@@ -35,6 +39,7 @@ Show = Annotated[
 def train(
     words: Words = None,
     given: Set = None,
+    data: Data = None,
     out: OutFolder = None,
     show: Show = False,
     threads: Threads = None,
@@ -49,7 +54,8 @@ def train(
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
     recipe = load(name)
-    settings = _pairs([*(given or []), *map(_setting, rest), *([f"out={out}"] if out else [])])
+    named = [*(f"data={place}" for place in data or []), *([f"out={out}"] if out else [])]
+    settings = _pairs([*(given or []), *map(_setting, rest), *named])
     with stdout_reserved():
         found = recipe.having(settings).run()
     if as_json:

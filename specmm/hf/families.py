@@ -254,17 +254,12 @@ class Family:
 
     @property
     def room(self) -> int:
-        """Positions that a text may have, those that scaled rotary embeddings add included."""
-        found = int(getattr(self.config, "max_position_embeddings", None) or 0)
-        longest = (int(_original(rope, found) * rope["factor"]) for rope in self._scaled)
-        return max(found, *longest, 0) or sys.maxsize
+        """See ``room_of``."""
+        return room_of(self.config)
 
     @cached_property
     def _scaled(self) -> list[dict[str, Any]]:
-        """What rotary embeddings that have a factor are told; each kind of layer may have some."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
-        return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
+        return _scaled(self.config)
 
     @property
     def stretched_after(self) -> int | None:
@@ -537,6 +532,20 @@ def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
         return LayerSize(keys.shape[1], keys.shape[-1], layer.values.shape[-1])
 
     return tuple(size(layer) for layer in cache.layers)
+
+
+def room_of(config: Any) -> int:
+    """Positions that a text may have, those that scaled rotary embeddings add included."""
+    found = int(getattr(config, "max_position_embeddings", None) or 0)
+    longest = (int(_original(rope, found) * rope["factor"]) for rope in _scaled(config))
+    return max(found, *longest, 0) or sys.maxsize
+
+
+def _scaled(config: Any) -> list[dict[str, Any]]:
+    """What rotary embeddings that have a factor are told; each kind of layer may have some."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
 
 
 def _original(rope: dict[str, Any], found: int) -> int:

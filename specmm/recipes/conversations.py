@@ -1,147 +1,241 @@
-"""Conversations of your own for an MSD drafter: lines of JSON, read through the model's own
-processor as a pipeline reads questions.
+"""What drafters learn from of chats: all are looked through first, those that cannot be used are
+set aside, some are held out, and the others lie on the disk.
 
-A line holds ``question``, ``answer`` and, where there are any, ``image`` and ``video``: a file,
-relative to the lines', or a list of them.
-
-Shape letters: B lines of a batch, L tokens.
+Shape letters: B chats of a batch, L tokens.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+import sys
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from jinja2 import TemplateError
-from torch import Tensor
+import torch
+from tqdm import tqdm
 
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.recipes.training.msd import Read, answered, collate
-from specmm.vlm.asking import Clips, Pictures, Questions
-from specmm.vlm.pipeline import VQAPipeline
-from specmm.vlm.wording import FAULTS
+from specmm.recipes.chat_tokens import ChatReader
+from specmm.recipes.chats import Chat, Unusable, bytes_of, chat_of, rows_of
+from specmm.recipes.training.msd import Read
+from specmm.vlm.pictures import ADDRESS, fetched, open_image
+from specmm.vlm.videos import open_video
 
-HELD_OUT = 10  # one line with a picture of so many is not trained on
-QUESTION = "Question"  # words of a talk that shows what the template puts after an answer
-ANSWER = "Answer"
+TOGETHER = 64  # rows looked at by several threads
+FIRST = 8  # rows of which the tokens that are learnt are compared with their answers
+LONGEST = 80  # tokens of an answer that acceptance is measured on
+SHOWN = 4000  # characters of the chat that is shown before a training
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What data are opened for: a model that reads chats by ``reader``, the ``target`` itself,
+    which is slow to load, and settings of a recipe.
+    """
+
+    reader: ChatReader
+    target: Callable[[], VLMTarget]
+    out: Path
+    held_out: float
+    seed: int
 
 
 @dataclass(frozen=True)
 class Conversations:
-    """``draw`` gives what to train on, ``read`` makes a batch of it; ``questions`` are some that
-    were held out, to measure acceptance on.
+    """``rows`` gives at most so many chats to learn from (None: all), ``draw`` the one of a number
+    among those with something to see or among the others; there are the ``sorts``. ``read`` makes
+    a batch of them, as ``reader`` does of chats; ``prompts`` gives questions that were held out.
     """
 
-    draw: Callable[[Random, bool], Any]
-    questions: Callable[[int], Questions]
-    read: Read = collate
+    rows: Callable[[int | None], Sequence[Any]]
+    draw: Callable[[int, bool], Any]
+    prompts: Callable[[int], VLMPrompt]
+    reader: ChatReader
+    read: Read
+    sorts: Sequence[bool] = (False, True)
+
+
+class Spool(Sequence[Chat]):
+    """Chats in a file of ``folder`` that ends with this, with the pictures that no file holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        self.ends = array("q", [])
+        self.sizes = array("q", [])
+
+    def add(self, chat: Chat) -> None:
+        """Write ``chat``."""
+        facts = {**vars(chat), "images": [self._named(source) for source in chat.images]}
+        data = json.dumps(facts, default=str).encode()
+        self.ends.append(self._put(data))
+        self.sizes.append(len(data))
+
+    def _named(self, source: Any) -> Any:
+        if isinstance(source, str):
+            return source
+        data = bytes_of(source)
+        return [self._put(data), len(data)]
+
+    def _put(self, data: bytes) -> int:
+        self.file.seek(0, io.SEEK_END)
+        self.file.write(data)
+        return self.file.tell()
+
+    def _get(self, end: int, size: int) -> bytes:
+        self.file.seek(end - size)
+        return self.file.read(size)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        facts = json.loads(self._get(self.ends[index], self.sizes[index]))
+        facts["images"] = [s if isinstance(s, str) else self._get(*s) for s in facts["images"]]
+        return Chat(**facts)
 
 
 @dataclass(frozen=True)
-class Line:
-    """A question with its answer, its pictures and its videos."""
+class Some(Sequence[Any]):
+    """Those of ``chats`` at ``places``."""
 
-    question: str
-    answer: str
-    images: Pictures = None
-    videos: Clips = None
+    chats: Sequence[Any]
+    places: Sequence[int]
 
-    @property
-    def visual(self) -> bool:
-        """Whether there is anything to see."""
-        return bool(self.images or self.videos)
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.chats[i] for i in self.places[index]]
+        return self.chats[self.places[index]]
 
 
-def conversations(place: str, target: VLMTarget, processor: Any) -> Conversations:
-    """Those in the file ``place``. Without a line of the wanted sort (with a picture or none) the
-    other is drawn.
+def conversations(places: Sequence[str], opening: Opening) -> Conversations:
+    """Those in files and folders ``places``: the chats of each epoch come in another order.
 
-    Raises ``ValueError`` for a line that is none, and where no line with a picture is left to train
-    on.
+    Copies of a question, whatever their answers, are all learnt from or all held out. Raises
+    ``ValueError`` where there are not two different ones that can be used.
     """
-    lines = _lines(Path(place).expanduser())
-    visual = [line for line in lines if line.visual]
-    text = [line for line in lines if not line.visual]
-    held_out = visual[::HELD_OUT]
-    learnt = [line for i, line in enumerate(visual) if i % HELD_OUT]
-    if not learnt:
+    chats, keys, seen = _spooled(places, opening)
+    different = sorted(set(keys))
+    if len(different) < 2:
         raise ValueError(
-            f"data must hold two or more lines with an image or a video, got {len(visual)} in "
-            f"{place}"
+            "data must hold two different questions that can be used, one to measure on, got "
+            f"{len(different)} in {', '.join(places)}"
         )
+    count = round(opening.held_out * len(different))
+    held = set(different[: min(max(count, 1), len(different) - 1)])
+    learnt = [i for i, key in enumerate(keys) if key not in held]
+    by_sort = {sort: [i for i in learnt if bool(seen[i]) == sort] for sort in (False, True)}
+    asked = [i for i in range(len(keys)) if keys[i] in held]
+    asked.sort(key=lambda i: (not seen[i], keys[i]))
+    reader = opening.reader
+    shown = reader.coloured(chats[learnt[0]], sys.stderr.isatty())
+    _tell(f"{chats[learnt[0]].place}, of which the answers are learnt:\n{shown[:SHOWN]}")
+    _tell(f"{len(learnt)} chats to learn from, {len(asked)} held out")
 
-    def draw(random: Random, wanted: bool) -> Line:
-        return random.choice(learnt if wanted or not text else text)
+    @lru_cache(4)
+    def order(count: int, epoch: int) -> list[int]:
+        mixed = torch.Generator().manual_seed(opening.seed * 1000 + epoch)
+        return torch.randperm(count, generator=mixed).tolist()
 
-    def questions(count: int) -> Questions:
-        return _asked(held_out[:count])
+    def draw(number: int, visual: bool) -> Chat:
+        own = by_sort[visual]
+        return chats[own[order(len(own), number // len(own))[number % len(own)]]]
 
-    return Conversations(draw, questions, reader(processor, target))
+    def rows(count: int | None) -> Sequence[Chat]:
+        chosen = order(len(learnt), 0)[: count or len(learnt)]
+        return Some(chats, [learnt[i] for i in sorted(chosen)])
 
-
-def reader(processor: Any, target: VLMTarget) -> Read:
-    """What makes batches of lines for ``target``."""
-    ends = VQAPipeline(target.model, processor).ends()
-    return partial(read_lines, processor, answer_end(processor, ends))
-
-
-def read_lines(processor: Any, end: int, lines: Sequence[Line]) -> tuple[VLMPrompt, Tensor]:
-    """``lines`` as the model reads them: questions in the chat template with all that goes with
-    their pictures, then each answer and its ``end``; and which tokens are answers' [B, L].
-    """
-    words = processor.tokenizer
-    answers = [words.encode(line.answer, add_special_tokens=False) for line in lines]
-    prompt = VLMPrompt(_asked(lines).inputs(processor), 1)
-    return answered(prompt, [[*answer, end] for answer in answers])
-
-
-def answer_end(processor: Any, ends: Sequence[int]) -> int:
-    """The token that ends an answer: the first of ``ends`` after one in the chat template.
-
-    Where there is none it is the tokenizer's end of sequence.
-    """
-    words = processor.tokenizer
-    talk = zip(("user", "assistant"), (QUESTION, ANSWER), strict=True)
-    said = [{"role": r, "content": [{"type": "text", "text": text}]} for r, text in talk]
-    after = ""
-    with suppress(TemplateError, *FAULTS):  # it has no template, or one for other talks
-        after = str(processor.apply_chat_template(said, tokenize=False)).rpartition(ANSWER)[2]
-    last = words.eos_token_id
-    tokens = [*words.encode(after, add_special_tokens=False), last]
-    return int(next((token for token in tokens if token in ends), last))
-
-
-def _asked(lines: Sequence[Line]) -> Questions:
-    return Questions.of(
-        [line.images for line in lines],
-        [line.question for line in lines],
-        videos=[line.videos for line in lines],
-    )
-
-
-def _lines(file: Path) -> list[Line]:
-    found = []
-    for number, text in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(text)
-            shown = (_files(file.parent, row.get(name)) for name in ("image", "video"))
-            line = Line(row["question"], row["answer"], *shown)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+    def prompts(count: int) -> VLMPrompt:
+        fitting = (chat for i in asked if reader.has_room(chat := chats[i], LONGEST))
+        if not (some := list(islice(fitting, count))):
             raise ValueError(
-                f"{file}:{number} must hold question and answer, got {text[:60]!r}"
-            ) from error
-        found.append(line)
+                f"data must hold questions that leave room for answers of {LONGEST} tokens, got "
+                f"none among the {len(asked)} that were held out"
+            )
+        return reader.prompts(some, LONGEST)
+
+    sorts = [sort for sort, own in by_sort.items() if own]
+    return Conversations(rows, draw, prompts, reader, reader.read, sorts)
+
+
+def _tell(text: str) -> None:
+    tqdm.write(text, file=sys.stderr)
+
+
+def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int], bytearray]:
+    """The chats that can be used, each one's key, and which show something."""
+    chats, keys, seen = Spool(opening.out), array("Q"), bytearray()
+    aside: dict[str, list[Any]] = {}
+    for found in tqdm(_looked_through(places), desc="look", unit=" chats"):
+        try:
+            if isinstance(found, Unusable):
+                raise found
+            opening.reader.check(found)
+        except (ValueError, OSError) as error:
+            kind = getattr(error, "kind", "not what the model's processor takes")
+            aside.setdefault(kind, [f"{found.place}: {error}", 0])[1] += 1
+            continue
+        if len(chats) < FIRST:
+            opening.reader.verify(found)
+        chats.add(found)
+        keys.append(int(found.key, 16))
+        seen.append(found.visual)
+    for said, count in aside.values():
+        _tell(said if count == 1 else f"{said} ({count} such)")
+    return chats, keys, seen
+
+
+def _looked_through(places: Sequence[str]) -> Iterator[Chat | Unusable]:
+    """Every row's chat, what it shows looked at, or what is wrong with it."""
+    rows = rows_of(places)
+    with ThreadPoolExecutor() as pool:
+        while part := list(islice(rows, TOGETHER)):
+            yield from pool.map(_looked, part)
+
+
+def _looked(row: tuple[Any, Path, str]) -> Chat | Unusable:
+    content, folder, place = row
+    try:
+        chat = chat_of(content, folder, place)
+        images, videos = map(_seen, chat.images), map(_played, chat.videos)
+        return replace(chat, images=list(images), videos=list(videos)).keyed()
+    except Unusable as error:
+        error.place = place
+        return error
+
+
+def _played(source: Any) -> Any:
+    """A video that can be opened."""
+    if not isinstance(source, str) or not Path(source).exists():
+        raise Unusable(f"no video at {source if isinstance(source, str) else 'bytes'}", "no video")
+    try:
+        open_video(source)
+    except (ValueError, OSError) as error:
+        raise Unusable(f"{error}", "a video that cannot be read") from error
+    return source
+
+
+def _seen(source: Any) -> Any:
+    """A picture that can be opened; what the network holds, as its bytes."""
+    far = isinstance(source, str) and ADDRESS.match(source)
+    try:
+        found = fetched(source) if far else source
+        open_image(found)
+    except FileNotFoundError as error:
+        raise Unusable(f"no picture at {source}", "no picture") from error
+    except (ValueError, OSError) as error:
+        raise Unusable(f"{error}", "a picture that cannot be read") from error
     return found
-
-
-def _files(folder: Path, named: str | list[str] | None) -> list[str]:
-    """The files that a line names, beside it."""
-    names = [named] if isinstance(named, str) else named or []
-    return [str(folder / name) for name in names if name]

@@ -6,8 +6,9 @@
     steps = 1500
 
 The function's annotations say what a setting must be. ``Annotated[int, 1]`` is at least 1,
-``Annotated[float, 0, 1]`` at most 1, too; a setting that may be ``None`` can be left out. ``open``
-names the function that reads ``data``.
+``Annotated[float, 0, 1]`` at most 1, too; a setting that may be ``None`` can be left out. Settings
+that several trainings share are the fields of a dataclass. ``open`` names the function that reads
+``data``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,6 +49,18 @@ BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
+class Places:
+    """A setting that names several ``places``, which the recipe's ``open`` reads."""
+
+    places: list[str]
+    open: Callable[..., Any]
+
+    def __call__(self, *given: Any) -> Any:
+        """What is there."""
+        return self.open(self.places, *given)
+
+
+@dataclass(frozen=True)
 class Recipe:
     """``train`` names a function, ``open`` what reads its ``data``.
 
@@ -69,7 +82,14 @@ class Recipe:
 
     def kinds(self) -> dict[str, Any]:
         """The annotations of the settings by name."""
-        hints = typing.get_type_hints(self.function(), include_extras=True)
+        found: dict[str, Any] = {}
+        for name, hint in self._hints().items():
+            found |= _fields(hint) or {name: hint}
+        return found
+
+    def _hints(self) -> dict[str, Any]:
+        """What the training takes: settings, or dataclasses of them."""
+        hints = _hints(self.function())
         return {name: hint for name, hint in hints.items() if name not in ("return", "chosen")}
 
     def having(self, given: Mapping[str, Any]) -> Recipe:
@@ -92,11 +112,18 @@ class Recipe:
                 )
             if kind == Open:
                 settings[name] = partial(named(self.open), str(value))
+            elif kind == Places:
+                places = [str(place) for place in _listed(value) if str(place)]
+                settings[name] = Places(places, named(self.open))
             else:
                 settings[name] = _fitting(name, value, kind)
+        given: dict[str, Any] = {}
+        for name, hint in self._hints().items():
+            own = {field: settings[field] for field in _fields(hint)}
+            given[name] = hint(**own) if own else settings[name]
         if "chosen" in function.__annotations__:
-            settings["chosen"] = self.chosen
-        return function(**settings)
+            given["chosen"] = self.chosen
+        return function(**given)
 
 
 def recipes() -> dict[str, Path]:
@@ -168,6 +195,19 @@ def _import_checkout() -> None:
     spec.loader.exec_module(module)
 
 
+def _hints(thing: Any) -> dict[str, Any]:
+    return typing.get_type_hints(thing, include_extras=True)
+
+
+def _fields(hint: Any) -> dict[str, Any]:
+    """The settings of a dataclass of them."""
+    return _hints(hint) if is_dataclass(hint) and hint is not Places else {}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _optional(kind: Any) -> bool:
     return type(None) in typing.get_args(kind)
 
@@ -179,8 +219,7 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
             return None
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is list:
-        values = value if isinstance(value, list) else [value]
-        return [_fitting(name, each, typing.get_args(kind)[0]) for each in values]
+        return [_fitting(name, each, typing.get_args(kind)[0]) for each in _listed(value)]
     kind, *bounds = typing.get_args(kind) or (kind,)
     found = _read(value, kind)
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):

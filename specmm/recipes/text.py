@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +27,14 @@ from specmm.hf.pretrained import (
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size, beside
+from specmm.recipes.source import Source
 from specmm.recipes.training.deer import build_deer, train_deer
 from specmm.recipes.training.dflash import build_block, layers_read, train_block, with_memory
-from specmm.recipes.training.drawn_rows import Rows, drawn_chats, drawn_rows, frequent
+from specmm.recipes.training.drawn_rows import Rows, frequent
 from specmm.recipes.training.masked_diffusion import save_dream, train_diffusion
 from specmm.recipes.training.ngram import fit
-from specmm.recipes.training.small_qwen import LENGTH, Sizes, build_model
-from specmm.recipes.training.texts import given_texts, read_files, token_stream, windows
-from specmm.text.pipeline import TextPipeline
+from specmm.recipes.training.small_qwen import Sizes, build_model
+from specmm.recipes.training.texts import text_stream
 
 SIZES = (
     "layers",
@@ -53,11 +51,8 @@ Block = Annotated[int, 2]  # drafts a round
 def deer(
     *,
     model: str,
-    text: list[Path],
+    source: Source,
     steps: Count,
-    rows: Count,
-    drawn: Share,
-    chats: bool,
     layers: Count,
     block: Block,
     mask: Size | None,
@@ -77,12 +72,12 @@ def deer(
     drafter = build_deer(
         target, layers, block, _mask(tokenizer, mask), tokenizer.eos_token_id, inner
     )
-    data = Rows(
-        target,
-        text_rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed),
-    )
+    lessons = source.lessons(Path(target.name), writable(out), seed, 1, lambda: target)
+    tokens, learnt = lessons.tokens(block)
     options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=seed)
-    train_deer(target, drafter, data, out, steps=steps, batch=batch, lr=lr, **options)
+    steps = source.steps(lessons.rows, batch, steps)
+    rows = Rows(target, tokens)
+    train_deer(target, drafter, rows, learnt, out, steps=steps, batch=batch, lr=lr, **options)
     save_deer(drafter, place)
     return {"kind": "deer", "model": model, "steps": steps, "outputs": [str(place)]}
 
@@ -90,11 +85,8 @@ def deer(
 def dflash(
     *,
     model: str,
-    text: list[Path],
+    source: Source,
     steps: Count,
-    rows: Count,
-    drawn: Share,
-    chats: bool,
     layers: Count,
     block: Block,
     mask: Size | None,
@@ -126,14 +118,17 @@ def dflash(
     else:
         hidden = _mask(tokenizer, mask)
         layers_read(target, read)  # a mistake is told before rows are drawn, which takes minutes
-    tokens = text_rows(target, tokenizer, text, rows, None if chats else drawn, writable(out), seed)
+    lessons = source.lessons(Path(target.name), writable(out), seed, 1, lambda: target)
     if start is None:
-        known = frequent(tokens, vocabulary) if vocabulary else None
+        known = frequent(lessons.said(), vocabulary) if vocabulary else None
         drafter = build_block(
             target, layers, block + 1, hidden, read, inner, markov, recurrent, known
         )
-    data = Rows(target, tokens, drafter.config.layers)
-    train_block(target, drafter, data, out, steps=steps, batch=batch, lr=lr, fade=fade, seed=seed)
+    tokens, learnt = lessons.tokens(drafter.config.block)
+    rows = Rows(target, tokens, drafter.config.layers)
+    options: dict[str, Any] = dict(fade=fade, seed=seed)
+    steps = source.steps(lessons.rows, batch, steps)
+    train_block(target, drafter, rows, learnt, out, steps=steps, batch=batch, lr=lr, **options)
     save_dflash(drafter, place, target.model.get_input_embeddings().weight)
     return {"kind": "block", "model": model, "steps": steps, "outputs": [str(place)]}
 
@@ -186,7 +181,7 @@ def _begin(model: str, kind: str, replace: bool) -> tuple[Path, Any, Any]:
     folder = beside(model, find_target(model))
     place = place_of(folder, kind, replace)
     network, tokenizer = load_target(folder, torch.float32)
-    return place, VLMTarget(network, Processor(), model), tokenizer
+    return place, VLMTarget(network, Processor(), str(folder)), tokenizer
 
 
 def place_of(folder: Path, kind: str, replace: bool) -> Path:
@@ -206,50 +201,3 @@ def _mask(tokenizer: Any, given: int | None) -> int:
             "give one of its ids as mask"
         )
     return int(found)
-
-
-def text_rows(
-    target: Any,
-    tokenizer: Any,
-    text: list[Path],
-    count: int,
-    drawn: float | None,
-    out: Path,
-    seed: int,
-) -> Any:
-    """Rows [R, 256] of the text, a share of them continued by the target after 64 tokens, half
-    greedily; without ``drawn`` conversations that the target makes up.
-    """
-    if drawn is None:
-        if text:
-            raise ValueError("give text or chats, not both")
-        return drawn_chats(
-            TextPipeline.from_pretrained(target.name, device="cpu"), count, LENGTH, out, seed
-        )
-    rows = windows(text_stream(tokenizer, out, text), 0, count, LENGTH, seed)
-    own = round(drawn * count)
-    if not own:
-        return rows
-    return torch.cat(
-        [drawn_rows(target, rows[:own, : LENGTH // 4], LENGTH, (0.0, 1.0), out, seed), rows[own:]]
-    )
-
-
-def text_stream(
-    tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False
-) -> Any:
-    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in
-    ``out`` for later use.
-
-    Raises ``ValueError`` for a given place without text.
-    """
-    texts = given_texts(given) if given else read_files(held_out)
-    key = hashlib.sha256(
-        repr((sorted(tokenizer.get_vocab().items()), list(texts.items()))).encode()
-    ).hexdigest()
-    file = out / f"{'held-out' if held_out else 'tokens'}.pt"
-    if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
-        return kept["stream"]
-    stream = token_stream(texts.values(), tokenizer)
-    torch.save({"key": key, "stream": stream}, file)
-    return stream

@@ -4,7 +4,6 @@ processor.
 
 import json
 import shutil
-from random import Random
 
 import numpy as np
 import pytest
@@ -19,11 +18,10 @@ from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
 from specmm.hf.drafters.files import read_acceptance
-from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.recipes.conversations import Line, answer_end, conversations, read_lines
+from specmm.recipes.chat_tokens import ChatReader
+from specmm.recipes.chats import Chat
 from specmm.recipes.recipe import train
-from specmm.vlm.loading import load_model, load_processor
+from specmm.vlm.loading import load_processor
 
 LLAVA = zoo.POCKET / "llava"
 
@@ -44,28 +42,18 @@ def lines(tmp_path_factory):
 def test_a_line_is_what_the_models_own_training_made_of_it(lines):
     processor, file = load_processor(LLAVA), lines.parent / "a.png"
     encoder = Encoder(processor.tokenizer, 64)
-    end = answer_end(processor, [processor.tokenizer.eos_token_id])
+    reader = ChatReader(processor, [processor.tokenizer.eos_token_id], 1024)
     for image in (str(file), None):
-        prompt, answers = read_lines(processor, end, [Line("Is it a star?", "yes", image)])
+        chat = Chat.asked("Is it a star?", "yes", image)
+        prompt, answers = reader.read([chat])
         pixels = np.asarray(Image.open(image)) if image else None
         wanted = encoder.chat([Turn("Is it a star?", "yes", "is there")], pixels)
         assert prompt.input_ids[0].tolist() == wanted.input_ids.tolist()
         assert answers[0].tolist() == wanted.answer_mask.tolist()
+        assert reader.check(chat) == len(wanted.input_ids)
         assert prompt.vision.keys() == ({"pixel_values"} if image else set())
         if image:
             torch.testing.assert_close(prompt.vision["pixel_values"][0], wanted.pixel_values)
-
-
-def test_held_out_lines_are_not_learnt(lines):
-    processor, target = load_processor(LLAVA), VLMTarget(load_model(LLAVA), Processor())
-    found = conversations(str(lines), target, processor)
-    asked = found.questions(5).texts
-    random = Random(0)
-    shown = [found.draw(random, i % 2 == 0) for i in range(80)]
-    learnt = {line.question for line in shown}
-    assert asked == ["Is it 0?", "Is it 10?"]
-    assert len(learnt) == 10 and not learnt & set(asked)
-    assert all(bool(line.images) == (i % 2 == 0) for i, line in enumerate(shown))
 
 
 def test_the_recipe(lines, tmp_path):
@@ -93,42 +81,3 @@ def test_the_recipe_on_scenes(tmp_path, monkeypatch):
     train("scenes-msd", **options)
     measured = read_acceptance(model / "drafters" / "msd")
     assert measured.keys() == {0.0, 1.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"question": "a", "answer": "b"}', "two or more lines with an image or a video, got 0"),
-        ('{"question": "a"}', "lines.jsonl:1 must hold question and answer, got"),
-        ("{", "lines.jsonl:1 must hold question and answer, got '{'"),
-    ],
-)
-def test_lines_that_are_none(text, message, tmp_path):
-    file = tmp_path / "lines.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        conversations(str(file), None, None)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"question": "is it?", "answer": "a", "image": 3}, "lines.jsonl:2 must hold question and"),
-        (
-            {"question": "is it?", "answer": "a"},
-            "two or more lines with an image or a video, got 1",
-        ),
-        ({"question": " ", "answer": "a", "image": "a.png"}, "question must not be empty"),
-        ({"question": "is it?", "answer": "a", "image": "lines.jsonl"}, "must be a picture, got"),
-        ({"question": "it?" * 999, "answer": "a", "image": "a.png"}, "must fit the 1024 positions"),
-    ],
-)
-def test_lines_that_cannot_train_are_named(lines, line, message, tmp_path):
-    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
-    shutil.copy(lines.parent / "a.png", tmp_path)
-    rows = [dict(question="is it?", answer="yes", image="a.png"), line]
-    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = dict(steps=1, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
-    with pytest.raises(ValueError, match=message) as error:
-        train("msd", model=model, data=tmp_path / "lines.jsonl", **options)
-    assert "\n" not in str(error.value)

@@ -23,7 +23,8 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.conversations import Line, answer_end, read_lines, reader
+from specmm.recipes.chat_tokens import ChatReader
+from specmm.recipes.chats import Chat, chat_of
 from specmm.recipes.recipe import train
 from specmm.recipes.training.msd import read_slots
 from specmm.shape.trees import spine
@@ -130,9 +131,10 @@ def own_states(pipe, line, end):
     """By the model's own forward over one whole conversation: the decoder's inputs, its states,
     and where the answer begins.
     """
-    question = Questions.of(line.images, line.question, videos=line.videos)
+    asked, said = (m["content"][-1]["text"] for m in line.messages)
+    question = Questions.of([list(line.images)], [asked], videos=[list(line.videos)])
     inputs = question.inputs(pipe.processor)
-    answer = [*pipe.tokenizer.encode(line.answer, add_special_tokens=False), end]
+    answer = [*pipe.tokenizer.encode(said, add_special_tokens=False), end]
     start = inputs["input_ids"].shape[1]
     for name, value in inputs.items():
         if value.shape == (1, start):
@@ -154,7 +156,7 @@ def check_slots(pipe, talks):
     """A batch of ``talks`` gives a head what the model's own forward over each of them sees."""
     target = VLMTarget(pipe.model, Processor(1.0))
     target.wants_context = True
-    slots = read_slots(target, talks, read=reader(pipe.processor, target))
+    slots = read_slots(target, talks, read=ChatReader(pipe.processor, [2, END], 512).read)
     for row, line in enumerate(talks):
         inputs, states, start = own_states(pipe, line, END)
         count = len(states) - 1
@@ -173,9 +175,9 @@ def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
     """In a ragged batch, of everything that the processor makes."""
     wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
     lines = [
-        Line("is it red?", "yes", wide),
-        Line("what is it", "a dog"),
-        Line("how many", "two", [high, wide]),
+        Chat.asked("is it red?", "yes", wide),
+        Chat.asked("what is it", "a dog"),
+        Chat.asked("how many", "two", [high, wide]),
     ]
     check_slots(pipe, lines)
 
@@ -185,7 +187,7 @@ def test_videos(pipe, pictures):
     if not hasattr(pipe.processor, "video_processor"):
         pytest.skip("its processor takes no videos")
     clip = str(pictures / "clip.gif")
-    check_slots(pipe, [Line("what is it", "a dog", None, clip), Line("is it?", "yes")])
+    check_slots(pipe, [Chat.asked("what is it", "a dog", None, clip), Chat.asked("is it?", "yes")])
     asked = dict(videos=clip, max_new_tokens=LENGTH, temperature=0.0)
     drafted, plain = (pipe(None, "is it?", method=m, **asked) for m in ("msd", "ar"))
     assert drafted.tokens[0].tolist() == plain.tokens[0].tolist()
@@ -200,16 +202,40 @@ def test_a_loaded_head_reads_tokens_as_the_decoder_does(pipe):
 
 
 def test_an_answer_ends_as_the_template_ends_it(pipe):
-    words = pipe.tokenizer
-    assert answer_end(pipe.processor, [2, END]) == END
-    assert answer_end(pipe.processor, [2]) == words.eos_token_id == 2
-    assert answer_end(pipe.processor, []) == 2
+    words, chat = pipe.tokenizer, Chat.asked("is it?", "yes")
     silent = copy.copy(pipe.processor)
-    silent.chat_template = None
-    assert answer_end(silent, [2, END]) == 2
-    prompt, answers = read_lines(pipe.processor, END, [Line("is it?", "yes", None)])
+    silent.tokenizer = copy.copy(words)
+    silent.chat_template = silent.tokenizer.chat_template = None
+    for processor, ends, wanted in (
+        (pipe.processor, [2, END], "yes<unk>"),
+        (pipe.processor, [2], "yes</s>"),
+        (pipe.processor, [], "yes</s>"),
+        (silent, [2, END], "yes</s>"),
+    ):
+        prompt, answers = ChatReader(processor, ends, 512).read([chat])
+        assert words.decode(prompt.input_ids[0][answers[0]]) == wanted
+    prompt, _ = ChatReader(pipe.processor, [2, END], 512).read([chat])
     assert words.decode(prompt.input_ids[0]) == "<s>user:is it?assistant:yes<unk>"
-    assert words.decode(prompt.input_ids[0][answers[0]]) == "yes<unk>"
+
+
+def test_pictures_in_several_turns(pipe, pictures):
+    """Answers before a later picture are learnt as well, in the tokens that the processor makes."""
+    turns = [
+        ("user", "is it <image>"),
+        ("assistant", "yes"),
+        ("user", "<image>or"),
+        ("assistant", "no"),
+    ]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    row["images"] = ["wide.png", "high.png"]
+    reader = ChatReader(pipe.processor, [2, END], 512)
+    chat = chat_of(row, pictures)
+    prompt, learnt = reader.read([chat, Chat.asked("is it?", "yes")])
+    words = [
+        pipe.tokenizer.decode(ids[own]) for ids, own in zip(prompt.input_ids, learnt, strict=True)
+    ]
+    assert words == ["yes<unk>no<unk>", "yes<unk>"]
+    assert reader.check(chat) == int(prompt.lengths[0])
 
 
 CELLS = 4  # tokens that the filter leaves at each place

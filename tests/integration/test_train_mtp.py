@@ -112,6 +112,6 @@ def test_rollouts_that_cannot_be(model_of):
 
 def test_a_model_without_layers_is_refused_before_it_answers(text_folder, tmp_path, monkeypatch):
     shutil.copytree(text_folder, tmp_path / "model")
-    monkeypatch.setattr("specmm.recipes.features.text_rows", None)
+    monkeypatch.setattr("specmm.recipes.source.Source.lessons", None)
     with pytest.raises(ValueError, match="config that names none"):
         train("mtp", model=tmp_path / "model", out=tmp_path / "run")

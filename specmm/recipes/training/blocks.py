@@ -32,12 +32,17 @@ class Anchors:
     size: int
 
     @classmethod
-    def draw(cls, rows: int, length: int, count: int, block: int, size: int, seed: int) -> Anchors:
-        """Random places that leave room for ``block`` drafts; ``ValueError`` for rows too short."""
+    def draw(cls, learnt: Tensor, count: int, block: int, size: int, seed: int) -> Anchors:
+        """Random places that leave room for ``block`` drafts, before tokens that are ``learnt``
+        [B, L] where a row has any; ``ValueError`` for rows too short.
+        """
+        length = learnt.shape[1]
         if length <= block:
             raise ValueError(f"rows must be longer than a block of {block}, got {length} tokens")
         generator = torch.Generator().manual_seed(seed)
-        return cls(torch.randint(length - block, (rows, count), generator=generator), size)
+        chances = learnt[:, 1 : length - block + 1].float()
+        chances += ~chances.any(1, keepdim=True)
+        return cls(torch.multinomial(chances, count, True, generator=generator), size)
 
     def after(self, count: int, first: int = 0) -> Tensor:
         """The ``count`` positions from ``first`` after each anchor [B, A, count]."""

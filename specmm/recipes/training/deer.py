@@ -26,7 +26,7 @@ from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
 from specmm.recipes.training.drawn_rows import Batch, Rows
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, Run, fit, seeded
+from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
 
 ALPHA = 1.02
 
@@ -79,6 +79,7 @@ def train_deer(
     target: VLMTarget,
     drafter: DEERModel,
     rows: Rows,
+    learnt: Tensor,
     out: Path,
     *,
     steps: int,
@@ -90,17 +91,19 @@ def train_deer(
     seed: int = 0,
     compiled: bool = True,
 ) -> None:
-    """Train ``drafter`` in place, the first ``first_stage`` of ``steps`` in stage 1; resumes from
-    ``out``.
+    """Train ``drafter`` in place on the ``learnt`` tokens [R, L] of ``rows``, the first
+    ``first_stage`` of ``steps`` in stage 1; resumes from ``out``.
     """
     target.model.requires_grad_(False)  # embedding and head are among the drafter's weights
     compile_layers(drafter.model.model.layers, compiled)
 
     def step(i: int) -> Losses:
         data = rows.batch(i, batch, seed)
+        own = learnt[batch_rows(i, batch, len(learnt), seed)]
         filling = i < first_stage * steps
         with torch.autocast(target.device.type, torch.bfloat16):
-            return deer_loss(drafter, target, data, anchors, filling, alpha, seed * 1_000_003 + i)
+            options = (anchors, filling, alpha, seed * 1_000_003 + i)
+            return deer_loss(drafter, target, data, own, *options)
 
     fit(_Own(drafter.model), step, Run(out, steps, lr), muon=MUON * lr)
     drafter.model.eval()
@@ -119,19 +122,20 @@ def deer_loss(
     drafter: DEERModel,
     target: VLMTarget,
     data: Batch,
+    learnt: Tensor,
     anchors: int,
     filling: bool,
     alpha: float,
     seed: int,
 ) -> Losses:
-    """Loss of the rows' blocks and of the first drafts of all their positions; ``filling`` is stage
-    1.
+    """Loss of the rows' blocks and of the first drafts of all their positions, on tokens that are
+    ``learnt`` [B, L]; ``filling`` is stage 1.
     """
     tokens = data.tokens
     masks = drafter.block - 1
     rows, length = tokens.shape
     device = tokens.device
-    drawn = Anchors.draw(rows, length, anchors, drafter.block, masks, seed)
+    drawn = Anchors.draw(learnt, anchors, drafter.block, masks, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     hidden, weights = _hide(rows, anchors, masks, generator, filling, alpha)
     places = drawn.after(masks, 1)  # of the blocks' own positions [B, A, K - 1]
@@ -142,8 +146,11 @@ def deer_loss(
     blocks = states[:, length:].unflatten(1, (anchors, masks))
     index = places.flatten(1)[..., None].to(device)
     wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
-    found = probs_loss(blocks, wanted.view_as(blocks), weights.to(device), target.head)
-    even = torch.ones(1, device=device)
+    # A row scores the token after it, which is to be learnt.
+    counted = F.pad(learnt[:, 1:], (0, 1)).to(device)
+    weights = weights.to(device) * counted.gather(1, index[..., 0]).view(places.shape)
+    found = probs_loss(blocks, wanted.view_as(blocks), weights, target.head)
+    even = counted[:, None].float()
     first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head)
     part = 1 / drafter.block
     loss = part * first["loss"] + (1 - part) * found["loss"]

@@ -31,7 +31,7 @@ from specmm.recipes.training.blocks import (
 )
 from specmm.recipes.training.drawn_rows import Batch, Rows
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, Run, fit, seeded
+from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
 
 FADE = 4.0
 
@@ -129,6 +129,7 @@ def train_block(
     target: VLMTarget,
     model: DFlash,
     rows: Rows,
+    learnt: Tensor,
     out: Path,
     *,
     steps: int,
@@ -139,28 +140,40 @@ def train_block(
     seed: int = 0,
     compiled: bool = True,
 ) -> None:
-    """Train ``model`` in place; ``rows`` must be made with its layers. Resumes from ``out``."""
+    """Train ``model`` in place on the ``learnt`` tokens [R, L] of ``rows``, which must be made with
+    its layers; resumes from ``out``.
+    """
     target.model.requires_grad_(False)
     compile_layers(model.layers, compiled)
     head = target.family.logits_of(model.ids)
 
     def step(i: int) -> Losses:
         data = rows.batch(i, batch, seed)
+        own = learnt[batch_rows(i, batch, len(learnt), seed)]
         with torch.autocast(target.device.type, torch.bfloat16):
-            return block_loss(model, target, head, data, anchors, fade, seed * 1_000_003 + i)
+            return block_loss(model, target, head, data, own, anchors, fade, seed * 1_000_003 + i)
 
     fit(model, step, Run(out, steps, lr), muon=MUON * lr)
     model.eval()
 
 
 def block_loss(
-    model: DFlash, target: VLMTarget, head: Head, data: Batch, anchors: int, fade: float, seed: int
+    model: DFlash,
+    target: VLMTarget,
+    head: Head,
+    data: Batch,
+    learnt: Tensor,
+    anchors: int,
+    fade: float,
+    seed: int,
 ) -> Losses:
-    """Loss of the rows' blocks; ``head`` gives logits of the drafter's tokens only."""
-    rows, length = data.tokens.shape
+    """Loss of the rows' blocks on tokens that are ``learnt`` [B, L]; ``head`` gives logits of the
+    drafter's tokens only.
+    """
+    rows = len(data.tokens)
     device = data.tokens.device
     size = model.config.block
-    drawn = Anchors.draw(rows, length - 1, anchors, size - 1, size, seed)
+    drawn = Anchors.draw(learnt[:, 1:], anchors, size - 1, size, seed)
     drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
     ids = torch.full((rows, anchors, size), model.config.mask, device=device)
     ids[..., 0] = data.tokens.gather(1, drawn.places)
@@ -173,7 +186,8 @@ def block_loss(
     if model.recurrent is not None:
         states = along(model.recurrent, states, target.embed(before))
     pairs = None if model.markov is None else model.pairs(before)
-    weights = fading(size - 1, fade).to(device)
+    counted = learnt.to(device).gather(1, places + 1).view(states.shape[:3])
+    weights = fading(size - 1, fade).to(device) * counted
     return probs_loss(states, wanted.view_as(states), weights, head, pairs)
 
 

@@ -9,16 +9,19 @@ Shape letters: R rows, B batch, L tokens of a row, P of a prompt, F layers read,
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from specmm import __version__
 from specmm.checkpoints import fingerprint
 from specmm.decode import decode_plain
 from specmm.files import write_whole
@@ -84,15 +87,23 @@ class Rows:
         self.computed[rows] = True
 
 
-def frequent(tokens: Tensor, count: int) -> Tensor:
-    """The ``count`` most frequent ids in ``tokens``; raises ``ValueError`` for more than occur."""
-    seen = torch.bincount(tokens.flatten())
+def frequent(seen: Tensor, count: int) -> Tensor:
+    """The ``count`` most frequent of the ids ``seen`` so often [V].
+
+    Raises ``ValueError`` for more than occur.
+    """
     different = int((seen > 0).sum())
     if not 1 <= count <= different:
         raise ValueError(
             f"vocabulary must be 1 to the text's {different} different tokens, got {count}"
         )
     return seen.topk(count).indices
+
+
+def made_by(model: nn.Module, *facts: Any) -> str:
+    """Sixteen hexadecimal digits that tell apart what a ``model`` makes under other ``facts``."""
+    whole = repr((__version__, fingerprint(*model.parameters()), *facts))
+    return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 
 def drawn_rows(
@@ -107,7 +118,8 @@ def drawn_rows(
 
     Kept in ``out`` batch by batch, so that an interrupted run continues.
     """
-    kept = out / f"drawn-{fingerprint(target.family.head.weight)}-{length}-{seed}"
+    asked = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
+    kept = out / f"drawn-{made_by(target.model, asked, length, list(temperatures), seed)}"
     kept.mkdir(parents=True, exist_ok=True)
     found = []
     for i, part in enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw")):
@@ -132,7 +144,8 @@ def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int
     a model without a chat template, a template that begins with the question, and a model that asks
     nothing.
     """
-    kept = out / f"chats-{fingerprint(pipe.model.get_input_embeddings().weight)}-{seed}"
+    words = (pipe.tokenizer.chat_template, pipe.tokenizer.get_vocab())
+    kept = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
     kept.mkdir(parents=True, exist_ok=True)
     found = torch.empty(0, dtype=torch.int32)
     wanted = rows * length

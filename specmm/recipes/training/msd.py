@@ -45,10 +45,10 @@ class Example:
     vision: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-# Draws a conversation, with a picture or without one, from a seeded stream.
-Source = Callable[[Random, bool], Any]
+# Gives the conversation of a number among those with a picture, or among those without one.
+Source = Callable[[int, bool], Any]
 # Makes a batch of what was drawn: whole conversations, and which tokens are answers' [B, L] bool.
-Read = Callable[[Sequence[Any]], tuple[VLMPrompt, Tensor]]
+Read = Callable[[Any], tuple[VLMPrompt, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,14 @@ def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
     return VLMPrompt({"input_ids": ids, "attention_mask": mask} | vision, 1), answers
 
 
-def answered(prompt: VLMPrompt, answers: Sequence[Sequence[int]]) -> tuple[VLMPrompt, Tensor]:
-    """``prompt`` with the ids of each row's answer after it, and which tokens those are [B, L]."""
+def answered(
+    prompt: VLMPrompt, answers: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+) -> tuple[VLMPrompt, Tensor]:
+    """``prompt`` with the ids of each row's answer after it, and which tokens are ``learnt``, of
+    those of answers, [B, L].
+    """
     said = padded([list(ids) for ids in answers])
+    counted = padded([list(map(int, each)) for each in learnt])["input_ids"]
     said_mask = said["attention_mask"]
     count = said_mask.shape[1]
     where = prompt.lengths[:, None] + torch.arange(count)
@@ -93,7 +98,7 @@ def answered(prompt: VLMPrompt, answers: Sequence[Sequence[int]]) -> tuple[VLMPr
 
     given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
     tokens = {k: longer(values, said.get(k, nothing)) for k, values in given.items()}
-    spoken = longer(torch.zeros_like(prompt.mask), said_mask)
+    spoken = longer(torch.zeros_like(prompt.mask), counted)
     return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken
 
 
@@ -113,9 +118,10 @@ def train_msd(
     ramp: int | None = None,
     autocast: bool = True,
     read: Read = collate,
+    sorts: Sequence[bool] = (False, True),
 ) -> MSDHead:
-    """Train a head for ``target`` on what ``source`` draws and ``read`` makes batches of; resumes
-    from ``out/checkpoint.pt``.
+    """Train a head for ``target`` on what ``source`` gives, of the ``sorts`` that it has, and
+    ``read`` makes batches of; resumes from ``out/checkpoint.pt``.
 
     With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many steps and stays there, in
     place of the release's two stages, which leave few steps to pictures alone. ``config`` gives
@@ -133,16 +139,37 @@ def train_msd(
     target.model.requires_grad_(False)
     target.wants_context = True
 
+    def share(i: int) -> float:
+        if len(sorts) == 1:
+            return float(sorts[0])
+        return MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, steps)
+
+    numbered = numbers(share, steps, batch, seed)
+
     def step(i: int) -> Losses:
         random = Random(f"msd {seed} {i}")
-        share = MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, steps)
-        examples = [source(random, random.random() < share) for _ in range(batch)]
+        examples = [source(*drawn) for drawn in numbered[i * batch : (i + 1) * batch]]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
             return msd_loss(head, target.head, slots, probs_weight, passes)
 
     fit(head, step, Run(out, steps, lr), betas=BETAS, clip=CLIP, weight_decay=DECAY)
     return head
+
+
+def numbers(
+    share: Callable[[int], float], steps: int, batch: int, seed: int
+) -> list[tuple[int, bool]]:
+    """Of each example of all steps, whether it has a picture, as a ``share`` of a step's have, and
+    its number among those alike.
+    """
+    random, counts = Random(f"msd {seed}"), [0, 0]
+    found = []
+    for i in range(steps * batch):
+        visual = random.random() < share(i // batch)
+        found.append((counts[visual], visual))
+        counts[visual] += 1
+    return found
 
 
 def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:

@@ -1,34 +1,23 @@
-"""What feature drafters learn from: texts, and conversations about pictures that the target itself
-may have answered, as the target sees them.
+"""What feature drafters learn from: texts and chats, as the target sees them.
 
 Shape letters: B batch, L positions, F layers read, C width.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
-from specmm.files import write_whole
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.target import VLMTarget
-from specmm.recipes.training.drawn_rows import Rows
 from specmm.recipes.training.msd import Read
-from specmm.vlm.pipeline import VQAPipeline
-
-TEMPERATURES = (0.0, 1.0)  # of answers, in turn
-AT_ONCE = 32  # questions answered together
-LONGEST = 96  # tokens of an answer
+from specmm.training import batch_rows
 
 
 @dataclass(frozen=True)
@@ -57,71 +46,27 @@ class Seen:
         )
 
 
-class SeenTexts:
-    """Batches of ``rows`` of text [R, L] as ``target`` sees them.
+class SeenRows:
+    """Batches of ``rows`` as ``target`` sees them, of whose tokens those that ``read`` tells count.
 
-    Every place counts that has a next token.
+    ``layers`` of it are read. Each batch is computed when it is first used, and kept; every epoch
+    they come in another order.
     """
 
     def __init__(
-        self, target: VLMTarget, rows: Tensor, layers: Sequence[int], batch: int, seed: int
-    ) -> None:
-        self.target = target
-        self.rows = Rows(target, rows, layers)
-        self.size = batch
-        self.seed = seed
-
-    def batch(self, step: int) -> Seen:
-        """That of a ``step``, on the target's device."""
-        found = self.rows.batch(step, self.size, self.seed)
-        mask = torch.ones_like(found.tokens, dtype=torch.bool)
-        mask[:, -1] = False
-        following = self.target.embed(found.tokens.roll(-1, 1))
-        context = found.context if self.rows.aux_layers.seen else found.hidden
-        seen = Seen(following, context, found.hidden, mask)
-        return seen.to(self.target.device, self.target.dtype)
-
-
-def answered_lines(pipe: VQAPipeline, lines: Sequence[Any], share: float, out: Path) -> list[Any]:
-    """``lines`` (:class:`specmm.recipes.conversations.Line`), the first of each so many answered by
-    the target itself, at ``TEMPERATURES`` in turn.
-
-    Kept in ``out`` part by part, so that an interrupted run continues.
-    """
-    kept = out / "answers"
-    kept.mkdir(parents=True, exist_ok=True)
-    found: list[Any] = []
-    parts = [lines[i : i + AT_ONCE] for i in range(0, len(lines), AT_ONCE)]
-    for i, part in enumerate(tqdm(parts, desc="answer")):
-        own = part[: round(share * len(part))]
-        file = kept / f"{i:04d}-{len(own)}.json"
-        if own and not file.exists():
-            texts = pipe(
-                [line.images for line in own],
-                [line.question for line in own],
-                temperature=TEMPERATURES[i % len(TEMPERATURES)],
-                max_new_tokens=LONGEST,
-                seed=i,
-            ).answers
-            write_whole(file, json.dumps(texts).encode())
-        texts = json.loads(file.read_text()) if own else []
-        found += [dataclasses.replace(x, answer=text) for x, text in zip(own, texts, strict=True)]
-        found += part[len(own) :]
-    return found
-
-
-class SeenConversations:
-    """Batches of ``lines`` as ``target`` sees them, of whose tokens those of answers count.
-
-    ``layers`` of it are read. Each batch is computed when it is first used, and kept.
-    """
-
-    def __init__(
-        self, target: VLMTarget, lines: Sequence[Any], read: Read, layers: Sequence[int], batch: int
+        self,
+        target: VLMTarget,
+        rows: Sequence[Any] | Tensor,
+        read: Read,
+        layers: Sequence[int],
+        batch: int,
+        seed: int,
     ) -> None:
         self.target = target
         self.read = read
-        self.parts = [lines[i : i + batch] for i in range(0, len(lines), batch)]
+        self.rows = rows
+        self.size = batch
+        self.seed = seed
         self.kept: dict[int, Seen] = {}
         own = [target.family.layers[i] for i in layers]
         self.aux = AuxStates(own, lambda: target.running)
@@ -129,14 +74,16 @@ class SeenConversations:
 
     def batch(self, step: int) -> Seen:
         """That of a ``step``, on the target's device."""
-        number = step % len(self.parts)
+        count = -(-len(self.rows) // self.size)
+        number = int(batch_rows(step, 1, count, self.seed))
         if number not in self.kept:
-            self.kept[number] = self._compute(self.parts[number]).to("cpu", torch.bfloat16)
+            part = self.rows[number * self.size : (number + 1) * self.size]
+            self.kept[number] = self._compute(part).to("cpu", torch.bfloat16)
         return self.kept[number].to(self.target.device, self.target.dtype)
 
-    def _compute(self, lines: Sequence[Any]) -> Seen:
+    def _compute(self, rows: Sequence[Any] | Tensor) -> Seen:
         target = self.target
-        prompt, answers = self.read(lines)
+        prompt, answers = self.read(rows)
         target.prefill(prompt.to(target.device, target.dtype), 0)
         context = target.context
         assert context is not None

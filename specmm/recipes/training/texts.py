@@ -126,6 +126,53 @@ def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
     )
 
 
+def text_stream(
+    tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False
+) -> Tensor:
+    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in
+    ``out`` for later use.
+
+    Raises ``ValueError`` for a given place without text.
+    """
+    texts = given_texts(given) if given else read_files(held_out)
+    facts = repr((sorted(tokenizer.get_vocab().items()), list(texts.items())))
+    key = hashlib.sha256(facts.encode()).hexdigest()
+    file = out / f"{'held-out' if held_out else 'tokens'}.pt"
+    if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
+        return kept["stream"]
+    stream = token_stream(texts.values(), tokenizer)
+    torch.save({"key": key, "stream": stream}, file)
+    return stream
+
+
+def split(stream: Tensor, share: float, length: int, least: int) -> tuple[Tensor, Tensor]:
+    """``stream`` [T] without its last ``share``, and that, of at least ``least`` tokens.
+
+    Raises ``ValueError`` where no row of ``length`` is left.
+    """
+    end = len(stream) - max(round(share * len(stream)), least)
+    if end < length:
+        raise ValueError(
+            f"texts must hold at least {length} tokens and some to measure on, got {len(stream)}; "
+            "give more text"
+        )
+    return stream[:end], stream[end:]
+
+
+def rows_of(stream: Tensor, count: int, length: int, seed: int) -> Tensor:
+    """``count`` rows [R, L] of ``stream`` [T]: each epoch takes all of it, cut at other places, in
+    another order.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.empty(0, dtype=torch.long)
+    while len(starts) < count:
+        most = min(length, len(stream) - length + 1)
+        first = int(torch.randint(most, (), generator=generator))
+        more = torch.arange(first, len(stream) - length + 1, length)
+        starts = torch.cat([starts, more[torch.randperm(len(more), generator=generator)]])
+    return stream[starts[:count, None] + torch.arange(length)].long()
+
+
 def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:
     """The rows [B, L] of ``step``, from anywhere in ``stream`` [T].
 

@@ -13,6 +13,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.training.msd import (
     Example,
+    collate,
     msd_config,
     msd_loss,
     read_slots,
@@ -28,8 +29,9 @@ def target(zoo):
     return VLMTarget(zoo.model("llava"), Processor(1.0))
 
 
-def source(random, visual):
+def source(number, visual):
     """A picture or none, then counting: learnable."""
+    random = Random(f"{number} {visual}")
     first = random.randrange(3, 20)
     text = [first + i for i in range(random.randint(6, 10))]
     ids = [1, *([36] * 4 if visual else []), *text]
@@ -49,12 +51,12 @@ def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
     assert float(curve[-1][1]) < 0.8 * float(curve[1][1])
     killed = 0
 
-    def dying(random, visual):
+    def dying(number, visual):
         nonlocal killed
         killed += 1
         if killed > 4 * 30:
             raise KeyboardInterrupt
-        return source(random, visual)
+        return source(number, visual)
 
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_msd.__globals__, "fit", saving_often(train_msd.__globals__["fit"]))
@@ -83,11 +85,8 @@ def test_only_the_head_learns_and_embeddings_stay(target, tmp_path):
 
 
 def test_slots_are_those_of_each_row_alone(target):
-    from random import Random
-
-    random = Random(0)
     target.wants_context = True
-    examples = [source(random, visual) for visual in (True, False, True)]
+    examples = [source(i, visual) for i, visual in enumerate((True, False, True))]
     slots = read_slots(target, examples)
     for row, example in enumerate(examples):
         alone, length = read_slots(target, [example]), len(example.input_ids)
@@ -151,9 +150,9 @@ def test_a_head_turns_by_the_targets_largest_base(target, rope, base, monkeypatc
 def test_a_ramp_brings_the_pictures_early(target, tmp_path):
     shown = []
 
-    def watched(random, visual):
+    def watched(number, visual):
         shown.append(visual)
-        return source(random, visual)
+        return source(number, visual)
 
     train_msd(target, watched, tmp_path, steps=8, batch=16, ramp=4, autocast=False)
     shares = [sum(shown[16 * i : 16 * i + 16]) / 16 for i in range(8)]
@@ -165,14 +164,14 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     for it.
     """
     from specmm.recipes import conversations, msd, recipe
+    from specmm.recipes.source import Data
     from specmm.vlm.msd import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    processor = SimpleNamespace(chat_template="some", tokenizer=SimpleNamespace(eos_token_id=2))
-    monkeypatch.setattr(msd, "load_processor", lambda folder: processor)
-    asked = SimpleNamespace(inputs=lambda _: {"input_ids": torch.tensor([[1, 2]])})
-    opened = conversations.Conversations(source, lambda count: asked)
+    reader = SimpleNamespace(stops=[2])
+    monkeypatch.setattr(Data, "reader", lambda self, folder: reader)
+    opened = conversations.Conversations(None, source, lambda count: None, reader, collate)
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
     monkeypatch.setattr(msd, "acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(
@@ -187,7 +186,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
 
 
 def test_later_passes_read_the_head_s_own_states_on_answers(target):
-    slots = read_slots(target, [source(Random(0), True), source(Random(1), False)])
+    slots = read_slots(target, [source(0, True), source(1, False)])
     read = []
 
     class Oracle:

@@ -1,0 +1,117 @@
+"""Answers that the target itself gives to the questions of chats, which a drafter of it learns
+best: made by its fastest method, in batches, and kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from specmm.recipes.chat_tokens import ChatReader
+from specmm.recipes.chats import Chat
+from specmm.recipes.training.drawn_rows import made_by
+
+TEMPERATURES = (0.0, 1.0)  # of answers, by question
+AT_ONCE = 32  # questions answered together
+
+
+def answered(
+    pipe: Any, reader: ChatReader, chats: Sequence[Chat], share: float, longest: int, out: Path
+) -> Iterator[Chat]:
+    """``chats``, a ``share`` of them, chosen by their questions, with all answers by ``pipe``, of
+    at most ``longest`` tokens.
+
+    Kept in ``out`` batch by batch, by all that made them, so that an interrupted run continues.
+    """
+    facts = (longest, TEMPERATURES, *reader.facts())
+    kept = _Kept(out / "answers" / f"{made_by(pipe.model, *facts)}.jsonl")
+    keyed = [chat.key or chat.keyed().key for chat in chats]
+    own = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
+    with tqdm(total=len(own), desc="answer") as bar:
+        for which, temperature in enumerate(TEMPERATURES):
+            some = [key for key in own if int(key, 16) % len(TEMPERATURES) == which]
+            new = [key for key in some if key not in kept.found]
+            bar.update(len(some) - len(new))
+            for start in range(0, len(new), AT_ONCE):
+                part = {key: chats[own[key]] for key in new[start : start + AT_ONCE]}
+                fitting = {k: chat for k, chat in part.items() if reader.has_room(chat, longest)}
+                if fitting:
+                    kept.add(_answers(pipe, reader, fitting, temperature, longest))
+                bar.update(len(part))
+    for key, chat in zip(keyed, chats, strict=True):
+        yield _learnable(reader, chat, kept.found.get(key, ()))
+
+
+class _Kept:
+    """Answers in a ``file`` by the digest of their question."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file = file
+        self.found: dict[str, list[str]] = {}
+        whole = file.read_bytes() if file.exists() else b""
+        for line in whole.split(b"\n")[
+            :-1
+        ]:  # what a killed run left of its last line does not count
+            self.found |= json.loads(line)
+        self.end = whole.rfind(b"\n") + 1
+
+    def add(self, answers: dict[str, list[str]]) -> None:
+        self.found |= answers
+        data = json.dumps(answers).encode() + b"\n"
+        with self.file.open("r+b" if self.file.exists() else "wb") as stream:
+            stream.seek(self.end)
+            stream.write(data)
+            stream.truncate()
+        self.end += len(data)
+
+
+def _turns(chat: Chat) -> list[int]:
+    """The messages that are answered: those of the assistant that no tool answers in turn."""
+    roles = [message["role"] for message in chat.messages]
+    pairs = zip(roles, [*roles[1:], ""], strict=True)
+    return [i for i, pair in enumerate(pairs) if pair[0] == "assistant" and pair[1] != "tool"]
+
+
+def _learnable(reader: ChatReader, chat: Chat, texts: Sequence[str]) -> Chat:
+    """``chat`` with ``texts`` as its answers, or as it is where nothing can be learnt from them."""
+    found = _said(chat, texts)
+    try:
+        reader.check(found)
+    except ValueError:
+        return chat
+    return found
+
+
+def _said(chat: Chat, texts: Sequence[str]) -> Chat:
+    """``chat`` with its first answers replaced by ``texts``."""
+    messages = list(chat.messages)
+    for i, text in zip(_turns(chat), texts, strict=False):
+        messages[i] = {"role": "assistant", "content": [{"type": "text", "text": text}]}
+    return replace(chat, messages=messages)
+
+
+def _answers(
+    pipe: Any, reader: ChatReader, chats: dict[str, Chat], temperature: float, longest: int
+) -> dict[str, list[str]]:
+    """The answers to ``chats``, turn by turn."""
+    texts: dict[str, list[str]] = {key: [] for key in chats}
+    for turn in range(max(len(_turns(chat)) for chat in chats.values())):
+        some = [key for key, chat in chats.items() if turn < len(_turns(chat))]
+        asked = [_said(chats[key], texts[key]) for key in some]
+        found = reader.answers(
+            pipe,
+            asked,
+            [_turns(chat)[turn] for chat in asked],
+            temperature=temperature,
+            max_new_tokens=longest,
+            seed=[int(key, 16) % 2**31 for key in some],
+        )
+        for key, text in zip(some, found, strict=True):
+            texts[key].append(text)
+    return texts

@@ -1,0 +1,394 @@
+"""Chats as a model reads them: the tokens of its own chat template, and which of them are answers.
+
+Where a template marks answers (``{% generation %}``) its mark counts. Otherwise an answer is what
+changes in the text when another takes its place, from the end of what asks for it on.
+
+Shape letters: B chats of a batch, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from specmm.hf.prompt import VLMPrompt, padded
+from specmm.recipes.chats import KINDS, REASONING, Chat, Message, Unusable
+from specmm.recipes.training.msd import answered
+from specmm.vlm import wording
+from specmm.vlm.asking import Questions
+
+MARK = "\ue000"  # an answer that no other begins or ends with
+THINKING = ("enable_thinking", "thinking")  # what templates call the setting
+THOUGHT = "</think>"
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A chat's ``text`` in the template, its ``ids`` and which are ``learnt``; before the ``head``
+    (in characters; ``begin``, in tokens) all that is shown has been.
+    """
+
+    text: str
+    ids: list[int]
+    learnt: list[bool]
+    spans: list[Span]
+    head: int
+    begin: int
+
+
+class ChatReader:
+    """Reads chats for a model of ``reader``, a processor or a tokenizer.
+
+    ``ends`` are its end tokens, ``room`` its positions. ``max_length`` bounds chats further, of
+    which longer ones are ``cut``, not left out. ``thinking`` is what the template is told; with
+    False reasoning is left out. Raises ``ValueError`` for templates that chats cannot be read by.
+    """
+
+    def __init__(
+        self,
+        reader: Any,
+        ends: Sequence[int],
+        room: int,
+        max_length: int | None = None,
+        cut: bool = False,
+        thinking: bool | None = None,
+    ) -> None:
+        self.reader = reader
+        self.sees = hasattr(reader, "tokenizer")
+        self.words = reader.tokenizer if self.sees else reader
+        self.stops = list(ends)
+        self.ends = set(ends) | {self.words.eos_token_id}
+        self.room = room
+        self.limit = min(room - 1, max_length or room)
+        self.cut = cut
+        self.thinking = thinking
+        self.widths: dict[Any, int] = {}  # tokens that pictures of such sizes add
+        self.template = wording.template_of(reader) if self.sees else reader.chat_template
+        if not self.words.is_fast:
+            raise ValueError(
+                "chats need a fast tokenizer, which knows where its tokens stand in the text, got "
+                f"a {type(self.words).__name__}; convert it to tokenizer.json"
+            )
+        self.given = {} if thinking is None else dict.fromkeys(self._switches(), thinking)
+        self._check_template()
+
+    def _switches(self) -> list[str]:
+        found = [name for name in THINKING if name in str(self.template)]
+        if not found:
+            raise ValueError("thinking is for chat templates that know it, leave it out here")
+        return found
+
+    def _check_template(self) -> None:
+        if self.template is None:
+            if not self.sees:
+                raise ValueError(
+                    "chats need a chat template, which this tokenizer lacks: put a "
+                    "chat_template.jinja into the model's folder, or give text=FILE, not data"
+                )
+            return
+        try:
+            asked, said = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
+        except (TemplateError, *wording.FAULTS):
+            return  # it takes whole chats only
+        if asked == said:
+            raise ValueError(
+                f"the chat template must tell questions from answers, got one that writes both as "
+                f"{asked.replace(MARK, '…')!r}"
+            )
+
+    @cached_property
+    def _opening(self) -> str:
+        """What the template puts after a question to ask for an answer."""
+        asked = [_message("user", MARK)]
+        with_it, without = self._render(asked, begin=True), self._render(asked)
+        return with_it[_alike(with_it, without) :]
+
+    def _render(self, messages: Sequence[Message], tools: Any = None, begin: bool = False) -> str:
+        own = getattr(self.reader, "chat_template", None)
+        given = {**self.given, **({"tools": list(tools)} if tools else {})}
+        given |= {} if own else {"chat_template": self.template}
+        said = [{**m, "content": self._content(m["content"])} for m in messages]
+        return str(
+            self.reader.apply_chat_template(
+                said, add_generation_prompt=begin, tokenize=False, **given
+            )
+        )
+
+    def _content(self, parts: Sequence[Mapping[str, Any]]) -> Any:
+        if self.sees:
+            return wording.content(self.reader, parts)
+        return "".join(part["text"] for part in parts)
+
+    def written(self, chat: Chat) -> Written:
+        """``chat`` in the template.
+
+        Raises ``Unusable`` where that does not show its answers, or takes other chats only.
+        """
+        if chat.visual and not self.sees:
+            raise Unusable("a picture, and the model reads text alone")
+        messages = [self._thought(message) for message in chat.messages]
+        try:
+            text, spans = self._spans(messages, chat)
+        except (TemplateError, *wording.FAULTS) as error:
+            if isinstance(error, Unusable):
+                raise
+            reason = " ".join(str(error).split())
+            raise Unusable(f"not as the chat template takes it ({reason})") from error
+        if not spans:
+            raise Unusable("an answer that the chat template does not show")
+        last = 0
+        for kind, shown in zip(KINDS, (chat.images, chat.videos), strict=True):
+            mark = wording.placeholder(self.reader, kind) if self.sees else None
+            if mark and text.count(mark) != len(shown):
+                raise Unusable(
+                    f"{text.count(mark)} of the placeholder {mark} for {len(shown)} {kind}s",
+                    f"other numbers of {mark}",
+                )
+            last = max(last, text.rfind(mark) if mark and shown else 0)
+        head = next((begin for begin, _ in spans if begin > last), len(text))
+        found = self.words(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = list(found["input_ids"]), list(found["offset_mapping"])
+        begin = next((i for i, (_, end) in enumerate(places) if end > head), len(ids))
+        return Written(text, *self._learnt(text, ids, places, spans), head, begin)
+
+    def _thought(self, message: Message) -> Message:
+        """``message`` without its reasoning, where thinking is left out."""
+        if self.thinking is not False or message["role"] != "assistant":
+            return message
+        found = {key: value for key, value in message.items() if key not in REASONING}
+        text = "".join(part["text"] for part in message["content"]).rpartition(THOUGHT)[2]
+        return {**found, "content": [{"type": "text", "text": text.lstrip()}]}
+
+    def _spans(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
+        if self.template is None:
+            return self._untemplated(messages, chat)
+        if "endgeneration" in str(self.template):
+            said = [{**m, "content": self._content(m["content"])} for m in messages]
+            rendered: Any = render_jinja_template(
+                [said],
+                tools=list(chat.tools) if chat.tools else None,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **{**self.words.special_tokens_map, **self.given},
+            )
+            [marked], [places] = rendered
+            return marked, [(begin, end) for begin, end in places if end > begin]
+        text = self._render(messages, chat.tools)
+        spans: list[Span] = []
+        after = 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            others = [*messages[:i], _message("assistant", MARK), *messages[i + 1 :]]
+            other = self._render(others, chat.tools)
+            begin = _alike(text, other)
+            end = len(text) - _alike(text[begin:][::-1], other[begin:][::-1])
+            if MARK not in other or end <= begin:
+                continue
+            begin = self._opened(
+                text, after, begin, partial(self._render, messages[:i], chat.tools)
+            )
+            spans.append((begin, end))
+            after = end
+        return text, spans
+
+    def _opened(self, text: str, after: int, begin: int, asked: Callable[..., str]) -> int:
+        """Where an answer begins that stands at ``begin``: after what is ``asked`` for it with, for
+        what the template puts between the two is said as well.
+        """
+        opening, before = self._opening, ""
+        with suppress(TemplateError, *wording.FAULTS):
+            before = asked(begin=True)
+        near = text.startswith(before) and after <= len(before) <= begin
+        if near and (opening or not text[len(before) : begin].strip()):
+            return len(before)
+        place = text.rfind(opening, after, begin) if opening else -1
+        return begin if place < 0 else place + len(opening)
+
+    def _untemplated(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
+        """Of a model that is asked plain questions."""
+        if [message["role"] for message in messages] != ["user", "assistant"]:
+            raise Unusable("more than a question and its answer, and no chat template")
+        asked, said = ("".join(p.get("text", "") for p in m["content"]) for m in messages)
+        counts = {"image": len(chat.images), "video": len(chat.videos)}
+        before = wording.prompt(self.reader, asked, counts, True)
+        return before + said, [(len(before), len(before) + len(said))]
+
+    def _learnt(
+        self, text: str, ids: list[int], places: list[Span], spans: Sequence[Span]
+    ) -> tuple[list[int], list[bool], list[Span]]:
+        """Ids up to the end of the last answer; which of them the model says, answers and the ends
+        that it puts after them; and where these stand in the text.
+        """
+        learnt = [any(a < end and b > begin for begin, end in spans) for a, b in places]
+        after, said = 0, []
+        for begin, end in spans:
+            after = next((i for i, (a, _) in enumerate(places) if a >= end), len(ids))
+            near = range(after - 1, min(after + 2, len(ids)))
+            last = next((i for i in near if ids[i] in self.ends), after - 1)
+            if not text[end : places[last][0]].strip():
+                learnt[after : last + 1] = [True] * (last + 1 - after)
+                after = last + 1
+            said.append((begin, max(end, places[after - 1][1])))
+        ids, learnt = ids[:after], learnt[:after]
+        if ids[-1] not in self.ends and self.words.eos_token_id is not None:
+            ids, learnt = [*ids, self.words.eos_token_id], [*learnt, True]
+        return ids, learnt, said
+
+    def check(self, chat: Chat) -> int:
+        """The tokens of ``chat``; raises ``ValueError`` for one that cannot be learnt from."""
+        row = self.written(chat)
+        before = self._width(chat, row) if self.sees else row.begin
+        length = before + len(row.ids) - row.begin
+        if length > self.limit and (not self.cut or before >= self.limit):
+            raise Unusable(f"{length} tokens, where {self.limit} have a place", "too long")
+        if not any(row.learnt[: len(row.ids) - max(length - self.limit, 0)]):
+            raise Unusable("no answer before it is cut", "too long")
+        return min(length, self.limit)
+
+    def has_room(self, chat: Chat, longest: int) -> bool:
+        """Whether answers of ``longest`` tokens can follow all of ``chat``."""
+        return self.check(chat) + longest <= self.room
+
+    def _width(self, chat: Chat, row: Written) -> int:
+        """Tokens of ``row`` up to its head, of which pictures of the same sizes take the same."""
+        asked = _shown(chat)
+        sizes = None if chat.videos else tuple(image.size for image in asked.pictures[0])
+        added = self.widths.get(sizes)
+        if sizes is None or added is None:
+            read = wording.read(self.reader, [row.text[: row.head]], asked.pictures, asked.videos)
+            added = self.widths[sizes] = read["input_ids"].shape[1] - row.begin
+        return row.begin + added
+
+    def verify(self, chat: Chat) -> None:
+        """Raise ``ValueError`` where what is learnt of ``chat`` is not its answers."""
+        row = self.written(chat)
+        kept = [token for token, own in zip(row.ids, row.learnt, strict=True) if own]
+        found = "".join(self.words.decode(kept).split())
+        for message in chat.messages:
+            text = "".join(part.get("text", "") for part in message["content"])
+            text = text.rpartition(THOUGHT)[2]
+            wanted = self.words.decode(self.words(text, add_special_tokens=False)["input_ids"])
+            if message["role"] == "assistant" and "".join(wanted.split()) not in found:
+                raise ValueError(
+                    f"{chat.place}: the answer {wanted[:60]!r} is not in what the chat template "
+                    f"marks as answers, {self.words.decode(kept)[:60]!r}; mend the template's "
+                    "{% generation %}, or its turns"
+                )
+
+    def read(self, chats: Sequence[Chat]) -> tuple[VLMPrompt, Tensor]:
+        """``chats`` as one batch, and which of its tokens are said by the model [B, L]."""
+        rows = [self.written(chat) for chat in chats]
+        if not self.sees:
+            ids = padded([row.ids[: self.limit] for row in rows])
+            own = padded([list(map(int, row.learnt[: self.limit])) for row in rows])
+            return VLMPrompt({**ids}, 1), own["input_ids"].bool()
+        prompt = VLMPrompt(self._heads(chats, [row.text[: row.head] for row in rows]), 1)
+        rooms = (self.limit - prompt.lengths).clamp(min=0).tolist()
+        tails = [slice(row.begin, row.begin + room) for row, room in zip(rows, rooms, strict=True)]
+        each = list(zip(rows, tails, strict=True))
+        whole, learnt = answered(
+            prompt, [row.ids[tail] for row, tail in each], [row.learnt[tail] for row, tail in each]
+        )
+        for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
+            for span in row.spans:
+                if span[1] <= row.head:
+                    begin, end = (self._tokens_before(chat, row.text[:place]) for place in span)
+                    learnt[i, begin:end] = True
+        return whole, learnt
+
+    def _tokens_before(self, chat: Chat, text: str) -> int:
+        """Tokens of a chat's beginning ``text``, with what is shown in it."""
+        counts = [text.count(wording.placeholder(self.reader, kind) or "\0") for kind in KINDS]
+        begun = Chat((), chat.images[: counts[0]], chat.videos[: counts[1]])
+        return int(self._heads([begun], [text])["input_ids"].shape[1])
+
+    def _heads(self, chats: Sequence[Chat], texts: Sequence[str]) -> dict[str, Any]:
+        asked = [_shown(chat) for chat in chats]
+        pictures, videos = [q.pictures[0] for q in asked], [q.videos[0] for q in asked]
+        return wording.read(self.reader, texts, pictures, videos)
+
+    def asked(self, chat: Chat, turn: int) -> str:
+        """What the model is asked with to give the answer in message ``turn``."""
+        messages = [self._thought(message) for message in chat.messages[:turn]]
+        if self.template is None:
+            return self._untemplated([*messages, _message("assistant", "")], chat)[0]
+        return self._render(messages, chat.tools, begin=True)
+
+    def prompts(self, chats: Sequence[Chat], longest: int) -> VLMPrompt:
+        """The questions of the chats' last answers, for answers of at most ``longest`` tokens."""
+        texts = [self.asked(chat, len(chat.messages) - 1) for chat in chats]
+        if self.sees:
+            return VLMPrompt(self._heads(chats, texts), longest)
+        ids = [self.words(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return VLMPrompt({**padded(ids)}, longest)
+
+    def said(self, chats: Sequence[Chat]) -> Tensor:
+        """How often each token [V] is one that the model says in ``chats``."""
+        found = torch.zeros(len(self.words), dtype=torch.long)
+        for row in map(self.written, chats):
+            kept = [token for token, own in zip(row.ids, row.learnt, strict=True) if own]
+            found += torch.bincount(torch.tensor(kept), minlength=len(found))
+        return found
+
+    def answers(
+        self, pipe: Any, chats: Sequence[Chat], turns: Sequence[int], **options: Any
+    ) -> list[str]:
+        """What ``pipe`` answers in the messages ``turns`` of ``chats``."""
+        asked = list(zip(chats, turns, strict=True))
+        texts = [self.asked(chat, turn) for chat, turn in asked]
+        if not self.sees:
+            return list(pipe(texts, **options).texts)
+        images, videos = (
+            [list(getattr(chat, f"{kind}s")[: _count(chat, turn, kind)]) for chat, turn in asked]
+            for kind in KINDS
+        )
+        given: dict[str, Any] = {"chat": False, "videos": videos if any(videos) else None}
+        return list(pipe(images, texts, **given, **options).answers)
+
+    def facts(self) -> list[str]:
+        """What answers depend on beside the model."""
+        words = self.words.backend_tokenizer.to_str()
+        whole = self.reader.to_json_string() if self.sees else ""
+        return [str(self.template), str(self.given), words, whole]
+
+    def coloured(self, chat: Chat, colours: bool) -> str:
+        """``chat`` as it is read, what is learnt in green, or between ⟦ and ⟧ without colours."""
+        row = self.written(chat)
+        opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
+        found = ""
+        for own, each in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
+            text = self.words.decode([token for token, _ in each])
+            found += f"{opened}{text}{closed}" if own else text
+        return found
+
+
+def _count(chat: Chat, turn: int, kind: str) -> int:
+    """How many of a ``kind`` are shown before message ``turn``."""
+    return sum(p["type"] == kind for message in chat.messages[:turn] for p in message["content"])
+
+
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": [{"type": "text", "text": text}]}
+
+
+def _alike(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _shown(chat: Chat) -> Questions:
+    """What is shown in ``chat``, opened."""
+    return Questions.of([list(chat.images)], ["?"], videos=[list(chat.videos)])

@@ -1,0 +1,400 @@
+"""Chats as people keep them, in one form.
+
+A row is our own (``question``, ``answer``), ShareGPT's (``conversations`` of ``from`` and
+``value``) or has ``messages`` as OpenAI and transformers write them. Files hold an array of JSON,
+lines of JSON or parquet; a folder holds such files, or is one that ``datasets`` saved.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from PIL import Image
+
+from specmm.extras import install
+from specmm.kinds import shown
+from specmm.vlm.pictures import ADDRESS
+
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+KINDS = ("image", "video")
+TALKS = ("messages", "conversations")
+NOTES = ("id", "idx", "index", "source", "dataset", "category", "metadata", "model")  # not said
+OWN = ("question", "answer", "history")
+READ = ("image", "images", "video", "videos", "system", "tools")
+SAID = ("role", "from", "content", "value")
+KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+REASONING = KEPT[-3:]
+MARKED = re.compile(r"\s*<(image|video)>\s*")
+BASE64 = re.compile(r"[A-Za-z0-9+/\s]{64,}={0,2}\s*")
+FILES = (".json", ".jsonl", ".ndjson", ".parquet")
+
+Part = dict[str, Any]  # {"type": "text", "text": …}, {"type": "image"} or {"type": "video"}
+Message = dict[str, Any]  # role, content (parts) and, where there are any, those KEPT
+
+
+class Unusable(ValueError):
+    """A row that nothing can be learnt from; rows of one ``kind`` are counted together."""
+
+    place = ""
+
+    def __init__(self, said: str, kind: str = "") -> None:
+        super().__init__(said)
+        self.kind = kind or said
+
+
+@dataclass(frozen=True)
+class Chat:
+    """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``place`` is
+    its file and line, and ``key`` the digest of what is asked in it.
+    """
+
+    messages: Sequence[Message]
+    images: Sequence[Any] = ()
+    videos: Sequence[Any] = ()
+    tools: Sequence[Any] | None = None
+    place: str = ""
+    key: str = ""
+
+    def keyed(self) -> Chat:
+        """The same with its key."""
+        asked = [message for message in self.messages if message["role"] != "assistant"]
+        said = json.dumps([asked, self.tools], sort_keys=True, default=str).encode()
+        digest = hashlib.sha256(said)
+        for source in (*self.images, *self.videos):
+            digest.update(hashlib.sha256(bytes_of(source)).digest())
+        return replace(self, key=digest.hexdigest()[:16])
+
+    @property
+    def visual(self) -> bool:
+        """Whether there is anything to see."""
+        return bool(self.images or self.videos)
+
+    @classmethod
+    def asked(cls, question: str, answer: str, images: Any = None, videos: Any = None) -> Chat:
+        """One question, after what it is about, with its answer."""
+        row = {"question": question, "answer": answer, "images": images, "videos": videos}
+        return chat_of(row, Path())
+
+
+def chat_of(row: Any, folder: Path, place: str = "") -> Chat:
+    """The chat of a ``row`` whose files are named from ``folder``, up to its last answer.
+
+    Raises ``Unusable`` for a row without one, and ``ValueError`` for keys that are not read.
+    """
+    row = {"messages": row} if isinstance(row, list) else row
+    if not isinstance(row, dict):
+        raise Unusable(f"no chat, but {shown(row)}", "no chat")
+    row = {key: value for key, value in row.items() if value is not None or key == "answer"}
+    talk = next((name for name in TALKS if name in row), None)
+    if talk is None and not {"question", "answer"} & row.keys():
+        raise ValueError(
+            f"{place} must hold messages, conversations, or question and answer, got "
+            f"{', '.join(row) or 'nothing'}"
+        )
+    _check_keys(place, row, (*READ, *NOTES, *((talk,) if talk else OWN)))
+    listed = {kind: _listed(row, kind) for kind in KINDS}
+    said = _Said({kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}, folder)
+    messages = [said.read(entry, place) for entry in _entries(row, talk)]
+    if row.get("system") and messages and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": [_text(row["system"])]})
+    ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not ends:
+        raise Unusable("no answer")
+    messages = messages[: ends[-1] + 1]
+    asked = [message for message in messages if message["role"] == "user"]
+    if not asked:
+        raise Unusable("no question")
+    given = said.placed(asked[0 if talk else -1])
+    return Chat(messages, given["image"], given["video"], _tools(row.get("tools")), place)
+
+
+def bytes_of(source: Any) -> bytes:
+    """What a picture or video is made of: a file's bytes, or those of a picture as PNG."""
+    if isinstance(source, Image.Image):
+        stream = io.BytesIO()
+        source.save(stream, "png")
+        return stream.getvalue()
+    if isinstance(source, bytes):
+        return source
+    return Path(source).read_bytes() if Path(source).is_file() else str(source).encode()
+
+
+def _check_keys(place: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unread := [key for key in found if key not in known]:
+        raise ValueError(
+            f"{place} has {unread[0]!r}, which is not read; leave it out of the data "
+            f"(read are {', '.join(key for key in known if key not in NOTES)})"
+        )
+
+
+def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
+    """The messages of a row, not yet read."""
+    if talk is None:
+        before = [("user", q, "assistant", a) for q, a in row.get("history", ())]
+        turns = [*before, ("user", row.get("question"), "assistant", row.get("answer"))]
+        pairs = chain.from_iterable((t[:2], t[2:]) for t in turns)
+        return [{"role": role, "content": text} for role, text in pairs]
+    found = row[talk]
+    if isinstance(found, Mapping):  # columns, as datasets keeps a list of records
+        found = [
+            dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)
+        ]
+    if not isinstance(found, list):
+        raise Unusable(f"{talk} is {shown(found)}, not a list", f"{talk} is no list")
+    return found
+
+
+@dataclass
+class _Said:
+    """What is shown in a row's messages: ``listed`` by kind, for places that name nothing."""
+
+    listed: dict[str, list[Any]]
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.shown: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        self.waiting = {kind: list(found) for kind, found in self.listed.items()}
+
+    def read(self, entry: Any, place: str) -> Message:
+        """A message; raises ``Unusable`` for one that cannot be said."""
+        if not isinstance(entry, Mapping):
+            raise Unusable(f"a message is {shown(entry)}", "a message is no object")
+        entry = {key: value for key, value in entry.items() if value is not None}
+        _check_keys(place, entry, (*SAID, *KEPT))
+        named = entry.get("role", entry.get("from"))
+        role = ROLES.get(str(named).lower())
+        if role is None:
+            raise Unusable(f"no role {shown(named)}")
+        content = entry.get("content", entry.get("value", "" if "tool_calls" in entry else None))
+        kept = {key: entry[key] for key in KEPT if key in entry}
+        if "tool_calls" in kept:
+            kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+        parts = self._parts(content, role)
+        if role == "assistant":
+            text = "".join(part.get("text", "") for part in parts)
+            if any(part["type"] != "text" for part in parts) or MARKED.search(text):
+                raise Unusable("a picture in an answer")
+            if not text.strip() and "tool_calls" not in kept:
+                raise Unusable("an empty answer")
+        return {"role": role, "content": parts, **kept}
+
+    def _parts(self, content: Any, role: str) -> list[Part]:
+        if isinstance(content, str):
+            return [_text(content)] if role == "assistant" else self._marked(content)
+        if not isinstance(content, list):
+            what = "an answer" if role == "assistant" else f"a {role} message"
+            raise Unusable(f"{what} that is no text, but {shown(content)}", f"{what} is no text")
+        return list(chain.from_iterable(map(self._part, content)))
+
+    def _marked(self, text: str) -> list[Part]:
+        """``text`` with placeholders for what the row lists."""
+        if not any(self.listed.values()):
+            return [_text(text)]
+        pieces = MARKED.split(text)
+        for kind in pieces[1::2]:
+            self._show(kind, None)
+        each = zip([*pieces[1::2], ""], pieces[::2], strict=True)
+        found = [part for kind, said in each for part in (_text(said), {"type": kind})][:-1]
+        return [part for part in found if part.get("text") != ""] or [_text("")]
+
+    def _part(self, part: Any) -> list[Part]:
+        if isinstance(part, str):
+            return [_text(part)]
+        if not isinstance(part, Mapping):
+            raise Unusable(f"a part is {shown(part)}", "a part is no object")
+        given = {key: value for key, value in part.items() if value is not None}
+        kind = given.pop("type", next((key for key in ("text", *KINDS) if key in given), None))
+        if kind == "text":
+            return [_text(given.get("text"))]
+        kind = str(kind).removeprefix("input_").removesuffix("_url")
+        if kind not in KINDS:
+            raise Unusable(f"no part of type {shown(kind)}")
+        named = next((value for key, value in given.items() if key != "detail"), None)
+        self._show(kind, named)
+        return [{"type": kind}]
+
+    def _show(self, kind: str, named: Any) -> None:
+        """What stands at the next place of a ``kind``: what is ``named`` there, or listed."""
+        if named is not None:
+            self.shown[kind].append(_source(named, self.folder))
+        elif self.waiting[kind]:
+            self.shown[kind].append(self.waiting[kind].pop(0))
+        else:
+            raise Unusable(f"more <{kind}> than there are {kind}s")
+
+    def placed(self, asked: Message) -> dict[str, list[Any]]:
+        """All that is shown; what no message has a place for is shown where it is ``asked``."""
+        for kind in reversed(KINDS):
+            if not self.waiting[kind]:
+                continue
+            if self.shown[kind]:
+                raise Unusable(f"fewer <{kind}> than there are {kind}s")
+            asked["content"][:0] = [{"type": kind} for _ in self.waiting[kind]]
+            self.shown[kind] = self.waiting[kind]
+        return self.shown
+
+
+def _text(text: Any) -> Part:
+    if not isinstance(text, str):
+        raise Unusable(f"a text is {shown(text)}", "a text is none")
+    return {"type": "text", "text": text}
+
+
+def _call(call: Any) -> Any:
+    """A call of a tool, whose arguments OpenAI writes as a text of JSON."""
+    function = dict(call.get("function", call))
+    if isinstance(function.get("arguments"), str):
+        try:
+            function["arguments"] = json.loads(function["arguments"])
+        except json.JSONDecodeError as error:
+            raise Unusable("arguments of a tool that are no JSON") from error
+    return {**call, "function": function} if "function" in call else function
+
+
+def _tools(given: Any) -> list[Any] | None:
+    """The tools of a row, which some data keep as a text of JSON."""
+    try:
+        found = json.loads(given) if isinstance(given, str) and given else given
+    except json.JSONDecodeError as error:
+        raise Unusable("tools that are no JSON") from error
+    return list(found) if found else None
+
+
+def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
+    """The pictures or videos beside a row's messages."""
+    found = [row[name] for name in (kind, f"{kind}s") if name in row]
+    each = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in found)
+    return [value for value in each if value is not None and value != ""]
+
+
+def _source(value: Any, folder: Path) -> Any:
+    """A picture or video as :func:`specmm.vlm.pictures.open_image` takes it."""
+    if isinstance(value, Mapping):
+        each = ("bytes", "base64", "path", "url", "image", "video")
+        value = next((value[name] for name in each if value.get(name) is not None), None)
+    if isinstance(value, Path):
+        return str(folder / value)
+    if isinstance(value, bytes | Image.Image):
+        return value
+    if not isinstance(value, str):
+        raise Unusable(f"a picture is {shown(value)}", "a picture is none")
+    if ADDRESS.match(value):
+        return value
+    if value.startswith("file:"):
+        value = unquote(urlparse(value).path)
+    if len(value) > 64 and BASE64.fullmatch(value) and not (folder / value[:255]).exists():
+        try:
+            return base64.b64decode(value)
+        except binascii.Error:
+            pass
+    return str(folder / value)
+
+
+def rows_of(places: Sequence[str]) -> Iterator[tuple[Any, Path, str]]:
+    """The rows of all files at ``places``, the folder that each names files from, and its place.
+
+    Raises ``ValueError`` where no chats are, or what reads them is not installed.
+    """
+    for place in places:
+        path = Path(place).expanduser()
+        if not path.exists():
+            raise ValueError(f"data must be files or folders of chats, got nothing at {path}")
+        for file in _files(path):
+            yield from _arrow(file) if file.suffix in (".parquet", ".arrow") else _json(file)
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of chats at ``path``."""
+    if path.is_file():
+        return [path]
+    if (path / "dataset_dict.json").is_file():
+        splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        if len(splits) > 1:
+            each = ", ".join(str(path / split) for split in splits)
+            raise ValueError(f"data must be one split of {path}, give one of {each}")
+        path = path / splits[0]
+    if (path / "state.json").is_file():
+        files = json.loads((path / "state.json").read_text())["_data_files"]
+        return [path / file["filename"] for file in files]
+    found = sorted(file for file in path.rglob("*") if file.suffix in FILES)
+    if not found:
+        held = sorted({file.suffix for file in path.rglob("*") if file.suffix})
+        raise ValueError(
+            f"data must be files of chats ({', '.join(FILES)}), got a folder of "
+            f"{', '.join(held[:3]) or 'nothing'} at {path}; write questions and answers about "
+            "them into a file"
+        )
+    return found
+
+
+def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
+    """The rows of an array or of lines of JSON; a line that is none is a text."""
+    with file.open("rb") as stream:
+        begin = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        stream.seek(0)
+        if begin.startswith(b"[") and (whole := _array(stream.read())) is not None:
+            yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(whole))
+            return
+        stream.seek(0)
+        for number, line in enumerate(stream, 1):
+            if line := line.removeprefix(b"\xef\xbb\xbf").strip():
+                yield _parsed(line), file.parent, f"{file.name}:{number}"
+
+
+def _array(text: bytes) -> list[Any] | None:
+    """The rows of an array of JSON; None where ``text`` is more than one, or a single chat."""
+    try:
+        found = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
+    single = bool(found) and all(
+        isinstance(row, dict) and {"role", "from"} & {*row} for row in found
+    )
+    return [found] if single else found
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return line.decode(errors="replace")
+
+
+def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
+    """The rows of a file of parquet, or of one that ``datasets`` saved."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ValueError(f"reading {file} needs pyarrow, run: {install('batch')}") from error
+    try:
+        if file.suffix == ".parquet":
+            batches = pq.ParquetFile(file).iter_batches(256)
+        else:
+            batches = pa.ipc.open_stream(pa.memory_map(str(file)))
+        each = chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(each))
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{file} must be a table of chats ({error})") from error
