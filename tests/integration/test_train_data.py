@@ -195,8 +195,8 @@ def test_text_models_learn_from_chats(talker, talks, tmp_path):
     assert len(curve) == 2
     [kept] = (tmp_path / "run" / "answers").iterdir()
     answers = {}
-    for line in kept.read_text().splitlines():
-        answers |= json.loads(line)
+    for file in kept.iterdir():
+        answers |= json.loads(file.read_text())
     assert 0 < len(answers) < 11 and all(len(texts) == 2 for texts in answers.values())
     pipe = TextPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
     drafted = pipe("def f", chat=True, max_new_tokens=8).texts
