@@ -264,7 +264,7 @@ class ChatReader:
         sizes = tuple(map(tuple, chat.sizes or ()))
         if known and sizes in self.widths:
             return row.begin + self.widths[sizes]
-        added = self._tokens_before(chat, row.text[: row.head]) - row.begin
+        added = len(self._before(chat, row.text[: row.head])) - row.begin
         if known:
             self.widths[sizes] = added
         return row.begin + added
@@ -302,15 +302,16 @@ class ChatReader:
         for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             for span in row.spans:
                 if span[1] <= row.head:
-                    begin, end = (self._tokens_before(chat, row.text[:place]) for place in span)
-                    learnt[i, begin:end] = True
+                    begin, end = (self._before(chat, row.text[:place]) for place in span)
+                    same = whole.input_ids[i, : len(end)].tolist() == end  # or a token lies across
+                    learnt[i, len(begin) : len(end)] = same
         return whole, learnt
 
-    def _tokens_before(self, chat: Chat, text: str) -> int:
-        """Tokens of a chat's beginning ``text``, with what is shown in it."""
+    def _before(self, chat: Chat, text: str) -> list[int]:
+        """The ids of a chat's beginning ``text``, with what is shown in it."""
         counts = [text.count(wording.placeholder(self.reader, kind) or "\0") for kind in KINDS]
         begun = Chat((), chat.images[: counts[0]], chat.videos[: counts[1]])
-        return int(self._heads([begun], [text])["input_ids"].shape[1])
+        return VLMPrompt(self._heads([begun], [text]), 1).rows()[0]
 
     def _heads(self, chats: Sequence[Chat], texts: Sequence[str]) -> dict[str, Any]:
         asked = [_shown(chat) for chat in chats]
