@@ -12,6 +12,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from specmm.checkpoints import read_json
+from specmm.files import writable, write_whole
 from specmm.recipes.chat_tokens import ChatReader
 from specmm.recipes.chats import Chat
 from specmm.recipes.training.drawn_rows import made_by
@@ -29,46 +31,27 @@ def answered(
     Kept in ``out`` batch by batch, by all that made them, so that an interrupted run continues.
     """
     facts = (longest, TEMPERATURES, *reader.facts())
-    kept = _Kept(out / "answers" / f"{made_by(pipe.model, *facts)}.jsonl")
+    kept = writable(out / "answers" / made_by(pipe.model, *facts))
+    found: dict[str, list[str]] = {}
+    for file in kept.glob("*.json"):
+        found |= read_json(file)
     keyed = [chat.key or chat.keyed().key for chat in chats]
     own = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
     with tqdm(total=len(own), desc="answer") as bar:
         for which, temperature in enumerate(TEMPERATURES):
             some = [key for key in own if int(key, 16) % len(TEMPERATURES) == which]
-            new = [key for key in some if key not in kept.found]
+            new = [key for key in some if key not in found]
             bar.update(len(some) - len(new))
             for start in range(0, len(new), AT_ONCE):
                 part = {key: chats[own[key]] for key in new[start : start + AT_ONCE]}
                 fitting = {k: chat for k, chat in part.items() if reader.has_room(chat, longest)}
                 if fitting:
-                    kept.add(_answers(pipe, reader, fitting, temperature, longest))
+                    made = _answers(pipe, reader, fitting, temperature, longest)
+                    write_whole(kept / f"{new[start]}.json", json.dumps(made).encode())
+                    found |= made
                 bar.update(len(part))
     for key, chat in zip(keyed, chats, strict=True):
-        yield _learnable(reader, chat, kept.found.get(key, ()))
-
-
-class _Kept:
-    """Answers in a ``file`` by the digest of their question."""
-
-    def __init__(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.file = file
-        self.found: dict[str, list[str]] = {}
-        whole = file.read_bytes() if file.exists() else b""
-        for line in whole.split(b"\n")[
-            :-1
-        ]:  # what a killed run left of its last line does not count
-            self.found |= json.loads(line)
-        self.end = whole.rfind(b"\n") + 1
-
-    def add(self, answers: dict[str, list[str]]) -> None:
-        self.found |= answers
-        data = json.dumps(answers).encode() + b"\n"
-        with self.file.open("r+b" if self.file.exists() else "wb") as stream:
-            stream.seek(self.end)
-            stream.write(data)
-            stream.truncate()
-        self.end += len(data)
+        yield _learnable(reader, chat, found.get(key, ()))
 
 
 def _turns(chat: Chat) -> list[int]:

@@ -52,7 +52,7 @@ class ChatReader:
 
     ``ends`` are its end tokens, ``room`` its positions. ``max_length`` bounds chats further, of
     which longer ones are ``cut``, not left out. ``thinking`` is what the template is told; with
-    False reasoning is left out. Raises ``ValueError`` for templates that chats cannot be read by.
+    False reasoning is left out.
     """
 
     def __init__(
@@ -75,21 +75,18 @@ class ChatReader:
         self.thinking = thinking
         self.widths: dict[Any, int] = {}  # tokens that pictures of such sizes add
         self.template = wording.template_of(reader) if self.sees else reader.chat_template
+        known = [name for name in THINKING if name in str(self.template)]
+        self.given = {} if thinking is None else dict.fromkeys(known, thinking)
+
+    def begin(self) -> None:
+        """Raise ``ValueError`` for a tokenizer or a template that chats cannot be read by."""
         if not self.words.is_fast:
             raise ValueError(
                 "chats need a fast tokenizer, which knows where its tokens stand in the text, got "
                 f"a {type(self.words).__name__}; convert it to tokenizer.json"
             )
-        self.given = {} if thinking is None else dict.fromkeys(self._switches(), thinking)
-        self._check_template()
-
-    def _switches(self) -> list[str]:
-        found = [name for name in THINKING if name in str(self.template)]
-        if not found:
+        if self.thinking is not None and not self.given:
             raise ValueError("thinking is for chat templates that know it, leave it out here")
-        return found
-
-    def _check_template(self) -> None:
         if self.template is None:
             if not self.sees:
                 raise ValueError(
@@ -263,12 +260,13 @@ class ChatReader:
 
     def _width(self, chat: Chat, row: Written) -> int:
         """Tokens of ``row`` up to its head, of which pictures of the same sizes take the same."""
-        asked = _shown(chat)
-        sizes = None if chat.videos else tuple(image.size for image in asked.pictures[0])
-        added = self.widths.get(sizes)
-        if sizes is None or added is None:
-            read = wording.read(self.reader, [row.text[: row.head]], asked.pictures, asked.videos)
-            added = self.widths[sizes] = read["input_ids"].shape[1] - row.begin
+        known = not chat.videos and len(chat.sizes or ()) == len(chat.images)
+        sizes = tuple(map(tuple, chat.sizes or ()))
+        if known and sizes in self.widths:
+            return row.begin + self.widths[sizes]
+        added = len(self._before(chat, row.text[: row.head])) - row.begin
+        if known:
+            self.widths[sizes] = added
         return row.begin + added
 
     def verify(self, chat: Chat) -> None:
@@ -304,15 +302,16 @@ class ChatReader:
         for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             for span in row.spans:
                 if span[1] <= row.head:
-                    begin, end = (self._tokens_before(chat, row.text[:place]) for place in span)
-                    learnt[i, begin:end] = True
+                    begin, end = (self._before(chat, row.text[:place]) for place in span)
+                    same = whole.input_ids[i, : len(end)].tolist() == end  # or a token lies across
+                    learnt[i, len(begin) : len(end)] = same
         return whole, learnt
 
-    def _tokens_before(self, chat: Chat, text: str) -> int:
-        """Tokens of a chat's beginning ``text``, with what is shown in it."""
+    def _before(self, chat: Chat, text: str) -> list[int]:
+        """The ids of a chat's beginning ``text``, with what is shown in it."""
         counts = [text.count(wording.placeholder(self.reader, kind) or "\0") for kind in KINDS]
         begun = Chat((), chat.images[: counts[0]], chat.videos[: counts[1]])
-        return int(self._heads([begun], [text])["input_ids"].shape[1])
+        return VLMPrompt(self._heads([begun], [text]), 1).rows()[0]
 
     def _heads(self, chats: Sequence[Chat], texts: Sequence[str]) -> dict[str, Any]:
         asked = [_shown(chat) for chat in chats]

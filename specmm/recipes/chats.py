@@ -67,7 +67,8 @@ class Unusable(ValueError):
 @dataclass(frozen=True)
 class Chat:
     """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``place`` is
-    its file and line, and ``key`` the digest of what is asked in it.
+    its file and line, ``key`` the digest of what is asked in it, ``sizes`` those of its images
+    where they are known.
     """
 
     messages: Sequence[Message]
@@ -76,6 +77,7 @@ class Chat:
     tools: Sequence[Any] | None = None
     place: str = ""
     key: str = ""
+    sizes: Sequence[tuple[int, int]] | None = None
 
     def keyed(self) -> Chat:
         """The same with its key."""
@@ -315,14 +317,14 @@ def _source(value: Any, folder: Path) -> Any:
 def rows_of(places: Sequence[str]) -> Iterator[tuple[Any, Path, str]]:
     """The rows of all files at ``places``, the folder that each names files from, and its place.
 
-    Raises ``ValueError`` where no chats are, or what reads them is not installed.
+    Raises ``ValueError`` where no chats are, at once, or what reads them is not installed.
     """
-    for place in places:
-        path = Path(place).expanduser()
-        if not path.exists():
-            raise ValueError(f"data must be files or folders of chats, got nothing at {path}")
-        for file in _files(path):
-            yield from _arrow(file) if file.suffix in (".parquet", ".arrow") else _json(file)
+    paths = [Path(place).expanduser() for place in places]
+    if missing := [path for path in paths if not path.exists()]:
+        raise ValueError(f"data must be files or folders of chats, got nothing at {missing[0]}")
+    files = list(chain.from_iterable(map(_files, paths)))
+    tables = (".parquet", ".arrow")
+    return chain.from_iterable(_arrow(f) if f.suffix in tables else _json(f) for f in files)
 
 
 def _files(path: Path) -> list[Path]:
@@ -394,7 +396,14 @@ def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
             batches = pq.ParquetFile(file).iter_batches(256)
         else:
             batches = pa.ipc.open_stream(pa.memory_map(str(file)))
-        each = chain.from_iterable(batch.to_pylist() for batch in batches)
+        each = map(_without_nulls, chain.from_iterable(batch.to_pylist() for batch in batches))
         yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(each))
     except pa.ArrowInvalid as error:
         raise ValueError(f"{file} must be a table of chats ({error})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the keys that a table gives all its records and this one has not."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value

@@ -179,7 +179,9 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
     """The chats that can be used, each one's key, and which show something."""
     chats, keys, seen = Spool(opening.out), array("Q"), bytearray()
     aside: dict[str, list[Any]] = {}
-    for found in tqdm(_looked_through(places), desc="look", unit=" chats"):
+    rows = rows_of(places)
+    opening.reader.begin()
+    for found in tqdm(_looked_through(rows), desc="look", unit=" chats"):
         try:
             if isinstance(found, Unusable):
                 raise found
@@ -198,9 +200,8 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
     return chats, keys, seen
 
 
-def _looked_through(places: Sequence[str]) -> Iterator[Chat | Unusable]:
+def _looked_through(rows: Iterator[Any]) -> Iterator[Chat | Unusable]:
     """Every row's chat, what it shows looked at, or what is wrong with it."""
-    rows = rows_of(places)
     with ThreadPoolExecutor() as pool:
         while part := list(islice(rows, TOGETHER)):
             yield from pool.map(_looked, part)
@@ -210,8 +211,10 @@ def _looked(row: tuple[Any, Path, str]) -> Chat | Unusable:
     content, folder, place = row
     try:
         chat = chat_of(content, folder, place)
-        images, videos = map(_seen, chat.images), map(_played, chat.videos)
-        return replace(chat, images=list(images), videos=list(videos)).keyed()
+        seen = [_seen(source) for source in chat.images]
+        videos = [_played(source) for source in chat.videos]
+        images, sizes = [source for source, _ in seen], [size for _, size in seen]
+        return replace(chat, images=images, videos=videos, sizes=sizes).keyed()
     except Unusable as error:
         error.place = place
         return error
@@ -228,14 +231,13 @@ def _played(source: Any) -> Any:
     return source
 
 
-def _seen(source: Any) -> Any:
-    """A picture that can be opened; what the network holds, as its bytes."""
+def _seen(source: Any) -> tuple[Any, tuple[int, int]]:
+    """A picture that can be opened, as its bytes where the network holds it, and its size."""
     far = isinstance(source, str) and ADDRESS.match(source)
     try:
         found = fetched(source) if far else source
-        open_image(found)
+        return found, open_image(found).size
     except FileNotFoundError as error:
         raise Unusable(f"no picture at {source}", "no picture") from error
     except (ValueError, OSError) as error:
         raise Unusable(f"{error}", "a picture that cannot be read") from error
-    return found

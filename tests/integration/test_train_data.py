@@ -5,6 +5,7 @@ target, and kept by all that made it.
 import base64
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from transformers import AutoTokenizer
 from specmm import TextPipeline, zoo
 from specmm.hf.pretrained import load_tokenizer
 from specmm.recipes import source
+from specmm.recipes.answers import answered
+from specmm.recipes.chats import chat_of
 from specmm.recipes.conversations import Opening, conversations
 from specmm.recipes.recipe import Places, train
 from specmm.recipes.source import Source
@@ -195,8 +198,8 @@ def test_text_models_learn_from_chats(talker, talks, tmp_path):
     assert len(curve) == 2
     [kept] = (tmp_path / "run" / "answers").iterdir()
     answers = {}
-    for line in kept.read_text().splitlines():
-        answers |= json.loads(line)
+    for file in kept.iterdir():
+        answers |= json.loads(file.read_text())
     assert 0 < len(answers) < 11 and all(len(texts) == 2 for texts in answers.values())
     pipe = TextPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
     drafted = pipe("def f", chat=True, max_new_tokens=8).texts
@@ -208,6 +211,50 @@ def test_text_models_learn_from_chats(talker, talks, tmp_path):
         train("deer", model=model, data=talks, out=tmp_path / "deer", **block)
     assert "nan" not in (tmp_path / "dflash" / "loss.csv").read_text()
     assert "nan" not in (tmp_path / "deer" / "loss.csv").read_text()
+
+
+class Answering:
+    """A pipeline that notes what it is asked; one that ``fails`` answers a single batch."""
+
+    def __init__(self):
+        self.model, self.asked, self.fails = torch.nn.Linear(2, 2), [], False
+
+    def __call__(self, texts, **options):
+        if self.fails and "more" not in texts[0] and self.asked:
+            raise KeyboardInterrupt
+        self.asked += texts
+        return SimpleNamespace(texts=[f"said {len(text)}" for text in texts])
+
+
+def test_answers_are_kept_by_their_questions(talker, tmp_path):
+    reader = Source(None, 0.1, None, "skip", None, [], False, None, 0.0, 96, None).reader(talker)
+    turns = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "b"}]
+
+    def chat(word):
+        asked = [{"role": "user", "content": f"{word}"}, {"role": "assistant", "content": "a"}]
+        return chat_of({"messages": [*asked, *turns]}, None)
+
+    def said(pipe, some):
+        found = answered(pipe, reader, some, 1.0, 8, tmp_path)
+        return [[m["content"][0]["text"] for m in talk.messages[1::2]] for talk in found]
+
+    first, pipe = [chat(i) for i in range(40)], Answering()
+    pipe.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        said(pipe, first)
+    kept = len(pipe.asked)
+    again = Answering()
+    again.model = pipe.model
+    texts = said(again, first)
+    assert all(len(pair) == 2 and pair[0].startswith("said") for pair in texts)
+    assert texts[0][0] in next(text for text in again.asked if "more" in text)  # its own answer
+    count = len(again.asked)
+    assert kept > 0 and count + kept == 80  # what was answered is not asked again
+    assert said(again, first[::-1]) == texts[::-1] and len(again.asked) == count
+    assert said(again, [*first, chat("other")])[:40] == texts and len(again.asked) == count + 2
+    new = Answering()
+    said(new, first)
+    assert len(new.asked) == 80  # another model's
 
 
 def test_the_command_takes_data(talker, talks, tmp_path):

@@ -48,7 +48,9 @@ def reader(template, **options):
     words.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     words.chat_template = template
     ends = [words.convert_tokens_to_ids("<|im_end|>")] if "im_end" in str(template) else []
-    return ChatReader(words, ends, options.pop("room", 1024), **options)
+    found = ChatReader(words, ends, options.pop("room", 1024), **options)
+    found.begin()
+    return found
 
 
 def talk(turns=TALK, **more):

@@ -190,6 +190,7 @@ def test_files_of_json(tmp_path):
 def test_tables(tmp_path):
     """Parquet, and folders as ``datasets`` saves them."""
     rows = [row | {"image": {"bytes": picture(), "path": "a.png"}} for row in ROWS]
+    rows[0]["tools"] = [{"name": "add"}]  # of which the others have none
     table = pa.Table.from_pylist(rows)
     pq.write_table(table, tmp_path / "d.parquet")
     saved = tmp_path / "saved"
