@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from specmm.checkpoints import save_readable
 
 Gram = tuple[int, ...]
 
@@ -99,7 +100,7 @@ class NGram:
             counts = [self.counts[gram] for gram in grams]
             tensors[f"grams.{n}"] = _narrowed(torch.tensor(grams).view(-1, n))
             tensors[f"counts.{n}"] = _narrowed(torch.tensor(counts))
-        save_file(tensors, file, {"order": str(self.order), "vocabulary": str(self.vocabulary)})
+        save_readable(tensors, file, {"order": str(self.order), "vocabulary": str(self.vocabulary)})
 
     @classmethod
     def load(cls, file: str | Path) -> NGram:

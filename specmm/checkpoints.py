@@ -278,6 +278,18 @@ def some_names(names: Collection[str]) -> str:
     return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+def save_readable(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors ``file`` that others may read as any new file, which its library makes
+    the writer's own.
+    """
+    file = Path(file)
+    before = file.with_name(f"{file.name}.mode")
+    before.touch()
+    save_file(tensors, file, metadata)
+    file.chmod(before.stat().st_mode)
+    before.unlink()
+
+
 def write_checkpoint(
     state: Mapping[str, Tensor],
     facts: Mapping[str, object],
@@ -293,5 +305,5 @@ def write_checkpoint(
     for name, tensor in state.items():
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
         kept[name] = tensor.detach().to("cpu", wanted).contiguous()
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    save_readable(kept, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from specmm.choose.threads import settled
 from specmm.extras import install
 from specmm.files import sentence_of
 
+Rows = TypeVar("Rows", Tensor, list[Any])
 Losses = dict[str, Tensor]
 """``loss`` is minimised, the others are recorded; ``count`` (1 without) says how many terms these
 are means of."""
@@ -97,7 +99,7 @@ def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:
     return torch.cat(orders)[start : start + size]
 
 
-def share(rows: Tensor) -> Tensor:
+def share(rows: Rows) -> Rows:
     """This process's part of a batch's ``rows`` [B].
 
     Raises ``ValueError`` for fewer rows than processes.
@@ -108,8 +110,7 @@ def share(rows: Tensor) -> Tensor:
     count = processes.num_processes
     if len(rows) < count:
         raise ValueError(f"batch must be at least the {count} processes, got {len(rows)}")
-    part: Tensor = rows[processes.process_index :: count]
-    return part
+    return rows[processes.process_index :: count]
 
 
 @contextmanager
@@ -125,6 +126,18 @@ def one_first() -> Iterator[bool]:
         yield processes.is_main_process
 
 
+def rank() -> tuple[int, int]:
+    """This process's number, and how many there are."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def own_device(name: str | None) -> str | None:
+    """``name``, or this process's card where there are several processes and cards."""
+    if name is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return name
+
+
 def _processes() -> Any:
     """accelerate's state where there are several processes (``torchrun``, ``accelerate launch``).
 
@@ -136,7 +149,8 @@ def _processes() -> Any:
         from accelerate import PartialState
     except ImportError as error:
         raise ValueError(f"several processes need accelerate: {install('train')}") from error
-    return PartialState(cpu=not torch.cuda.is_available())
+    # the others wait while the first has a model answer, for hours
+    return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
 
 
 def fit(
@@ -317,11 +331,7 @@ class _Loop:
         if saved is None:
             return 0, None
         other = "give another out, or remove it"
-        now = {name: str(value) for name, value in self.run.made_of.items()}
-        before = saved.get("made_of", {})
-        if differ := [name for name in {**now, **before} if now.get(name) != before.get(name)]:
-            told = [f"{name} was {before.get(name)}, is {now.get(name)}" for name in differ]
-            raise ValueError(f"{path} is of another training ({'; '.join(told)}): {other}")
+        _check_same(path, saved, {**dict.fromkeys(saved.get("made_of", {})), **self.run.made_of})
         if saved["step"] > self.run.steps:
             raise ValueError(
                 f"{path} has {saved['step']} steps, more than the {self.run.steps} asked: {other}"
@@ -359,12 +369,34 @@ def _optimizers(
     return made
 
 
+def check_same(out: Path, made_of: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` where the checkpoint in ``out`` was made of other things of these names:
+    before data are read, which takes minutes.
+    """
+    path = out / "checkpoint.pt"
+    if (saved := _read(path)) is not None:
+        _check_same(path, saved, made_of)
+
+
+def _check_same(path: Path, saved: Mapping[str, Any], made_of: Mapping[str, object]) -> None:
+    before = saved.get("made_of", {})
+    now = {name: value if value is None else str(value) for name, value in made_of.items()}
+    if told := [
+        f"{name} was {before.get(name)}, is {value}"
+        for name, value in now.items()
+        if value != before.get(name)
+    ]:
+        raise ValueError(
+            f"{path} is of another training ({'; '.join(told)}): give another out, or remove it"
+        )
+
+
 def _read(path: Path) -> Any:
     """The checkpoint at ``path``, or the one before it where that is torn; None without any."""
     for file in (path, path.with_name("previous.pt")):
         if file.exists():
             try:
-                return torch.load(file, weights_only=True, map_location="cpu")
+                return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
             except Exception as error:  # of many classes, by where it is torn
                 torn = error
         elif file == path:

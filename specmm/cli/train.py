@@ -47,6 +47,7 @@ def train(
 ) -> None:
     """Train by a recipe: a config file for each. An interrupted run resumes from OUT."""
     from specmm.recipes.recipe import load, recipes
+    from specmm.training import rank
 
     if not words:
         return typer.echo(table([("recipe", "what it trains"), *map(_listed, recipes().values())]))
@@ -58,6 +59,8 @@ def train(
     settings = _pairs([*(given or []), *map(_setting, rest), *named])
     with stdout_reserved():
         found = recipe.having(settings).run()
+    if rank()[0]:
+        return None  # the first process says it
     if as_json:
         return emit(found)
     what = " of ".join(str(found[k]) for k in ("kind", "model") if k in found)

@@ -361,8 +361,7 @@ class Pipeline:
         base, adapter = base_of(name)
         folder = cls._found(base, Source(None, revision, cache_dir, download))
         placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
-        model, reader = cls._loaded(folder, placing)
-        model = placing.put(model)
+        model, reader = cls.placed(folder, placing)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
             place = find(drafter)
@@ -374,6 +373,14 @@ class Pipeline:
     def _found(cls, name: str | Path, source: Source) -> Path:
         """The folder of a model called ``name``, which may come from a ``source``."""
         raise NotImplementedError
+
+    @classmethod
+    def placed(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
+        """The model in ``folder`` where it runs, its weights as they are, and what reads its
+        inputs.
+        """
+        model, reader = cls._loaded(folder, placing)
+        return placing.put(model), reader
 
     @classmethod
     def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:

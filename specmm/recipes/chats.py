@@ -89,6 +89,12 @@ class Chat:
         return replace(self, key=digest.hexdigest()[:16])
 
     @property
+    def said(self) -> bytes:
+        """All that is said in it, and what is asked."""
+        said = json.dumps([self.messages, self.tools], sort_keys=True, default=str)
+        return f"{self.key} {said}".encode()
+
+    @property
     def visual(self) -> bool:
         """Whether there is anything to see."""
         return bool(self.images or self.videos)

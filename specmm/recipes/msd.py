@@ -4,19 +4,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from specmm.files import writable
 from specmm.hf.drafters.features import acceptance_of
-from specmm.hf.pretrained import find
-from specmm.recipes.recipe import Amount, Count, Found, Seed, beside
-from specmm.recipes.source import Data, load_frozen
-from specmm.recipes.text import place_of
-from specmm.recipes.training.msd import msd_config, train_msd
+from specmm.recipes.recipe import Amount, Count, Found, Recipe
+from specmm.recipes.settings import Targeted, as_served
+from specmm.recipes.source import Data, key_of
+from specmm.recipes.training.msd import build_msd, msd_config, train_msd
+from specmm.training import one_first
 from specmm.vlm.msd import save_msd
 
 
@@ -24,34 +21,35 @@ def msd(
     *,
     model: str,
     source: Data,
-    steps: Count,
-    batch: Count,
-    lr: Amount,
+    training: Targeted,
     noise: Amount,
     probs_weight: Amount,
     passes: Count,
     layers: Count,
     ramp: Count | None,
     width: Count | None,
-    scenes: Count,
-    seed: Seed,
-    replace: bool,
-    out: Path,
+    recipe: Recipe,
 ) -> Found:
     """Train an MSD drafter in two stages, text first; the result is MODEL/drafters/msd."""
-    folder = beside(model, find(model))
-    result = place_of(folder, "msd", replace)
-    load = cache(lambda: load_frozen(folder))
-    opened = source.opened(folder, load, writable(out), seed)
+    begun = training.begun(model, "msd", recipe)
+    with one_first():
+        opened = source.opened(begun)
     if True not in opened.sorts:
         raise ValueError("data must hold pictures or videos for an MSD drafter, got text alone")
-    target, prompts = load(), opened.prompts(scenes)
+    target, ends = begun.target, opened.reader.stops
+    prompt = opened.prompts(training.scenes)
     sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
-    options: dict[str, Any] = dict(
-        batch=batch, lr=lr, noise=noise, probs_weight=probs_weight, passes=passes, seed=seed
-    )
-    options |= dict(config=msd_config(target, **sizes), ramp=ramp, read=opened.read)
-    head = train_msd(target, opened.draw, out, steps=steps, sorts=opened.sorts, **options)
-    head.acceptance = acceptance_of(target, head, [prompts], opened.reader.stops)
-    save_msd(head, result, dtype=torch.bfloat16, embeddings=False)
-    return {"kind": "msd", "model": model, "steps": steps, "outputs": [str(result)]}
+    head = build_msd(target, msd_config(target, **sizes), training.seed)
+    rows = opened.rows(None)
+    measure = begun.tau("msd", head, prompt, ends)
+    run = begun.run(rows, key_of(chat.said for chat in rows), measure=measure)
+    options: dict[str, Any] = dict(noise=noise, probs_weight=probs_weight, passes=passes)
+    options |= dict(batch=training.batch, seed=training.seed, ramp=ramp, read=opened.read)
+    train_msd(target, head, opened.draw, run, sorts=opened.sorts, **options)
+
+    def save() -> None:
+        served = as_served(head, target.dtype)
+        head.acceptance = acceptance_of(target, served, [prompt], ends)
+        save_msd(head, begun.place, dtype=torch.bfloat16, embeddings=False)
+
+    return begun.end(save, run)

@@ -90,7 +90,7 @@ class Recipe:
     def _hints(self) -> dict[str, Any]:
         """What the training takes: settings, or dataclasses of them."""
         hints = _hints(self.function())
-        return {name: hint for name, hint in hints.items() if name not in ("return", "chosen")}
+        return {name: hint for name, hint in hints.items() if name not in ("return", "recipe")}
 
     def having(self, given: Mapping[str, Any]) -> Recipe:
         """This recipe with settings that the user chose; raises ``ValueError`` for unknown ones."""
@@ -121,8 +121,8 @@ class Recipe:
         for name, hint in self._hints().items():
             own = {field: settings[field] for field in _fields(hint)}
             given[name] = hint(**own) if own else settings[name]
-        if "chosen" in function.__annotations__:
-            given["chosen"] = self.chosen
+        if "recipe" in function.__annotations__:
+            given["recipe"] = replace(self, settings=settings)
         return function(**given)
 
 

@@ -5,41 +5,32 @@ Shape letters: R rows, L tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.checkpoints import read_json
 from specmm.hf.families import room_of
-from specmm.hf.pretrained import (
-    find_target,
-    load_config,
-    load_target,
-    load_tokenizer,
-    weights_folder,
-)
+from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.recipes.answers import answered
 from specmm.recipes.chat_tokens import ChatReader
 from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
-from specmm.recipes.recipe import Amount, Count, Places, Share
+from specmm.recipes.recipe import Count, Places, Share
+from specmm.recipes.settings import Begun, sees
 from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows, frequent
 from specmm.recipes.training.msd import Read
 from specmm.recipes.training.small_qwen import LENGTH
-from specmm.recipes.training.texts import rows_of, split, text_stream, windows
+from specmm.recipes.training.texts import Rows, split, text_stream, windows
 from specmm.registry import unknown
-from specmm.text.pipeline import TextPipeline
-from specmm.vlm.loading import is_composed, load_model, load_processor
-from specmm.vlm.pipeline import VQAPipeline
+from specmm.training import one_first
+from specmm.vlm.loading import is_composed, load_processor
 
 TOO_LONG = ("skip", "cut")
 TEXT_ROWS = 1536  # where a recipe names no number
@@ -56,16 +47,16 @@ class Data:
     too_long: str
     thinking: bool | None
 
-    def opened(
-        self, folder: Path, load: Callable[[], VLMTarget], out: Path, seed: int
-    ) -> Conversations:
-        """The chats for the model in ``folder``, which is loaded where they need it.
+    def opened(self, begun: Begun) -> Conversations:
+        """The chats for a drafter's training.
 
         Raises ``ValueError`` where none can be used.
         """
         if not self.data.places:
             raise ValueError("data must be files or folders of chats, got none; give data=FILE")
-        opening = Opening(self.reader(folder), load, out, self.held_out, seed)
+        own = begun.training
+        reader = self.reader(begun.folder)
+        opening = Opening(reader, lambda: begun.target, own.out, self.held_out, own.seed)
         found: Conversations = self.data(opening)
         return found
 
@@ -77,11 +68,6 @@ class Data:
         config, ends = _known(folder)
         room, cut = room_of(config.get_text_config()), self.too_long == "cut"
         return ChatReader(words, ends, room, self.max_length, cut, self.thinking)
-
-
-def sees(folder: Path) -> bool:
-    """Whether the model in ``folder`` reads pictures."""
-    return is_composed(folder) or hasattr(load_config(weights_folder(folder)), "vision_config")
 
 
 def _known(folder: Path) -> tuple[Any, list[int]]:
@@ -98,28 +84,17 @@ def _known(folder: Path) -> tuple[Any, list[int]]:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a drafter of ``target`` learns from: ``rows``, of which ``read`` makes batches; ``said``
-    tells how often each token [V] is one to draft. ``prompts``, held out, end with ``ends``.
+    """What a drafter learns from: ``rows``, of which ``key`` is a digest and ``read`` makes
+    batches; ``said`` tells how often each token [V] is one to draft. Answers to the ``prompt``,
+    which is held out, end with ``ends``.
     """
 
-    target: VLMTarget
-    rows: Sequence[Any] | Tensor
+    rows: Sequence[Any]
+    key: str
     read: Read
     said: Callable[[], Tensor]
-    prompts: Callable[[int], VLMPrompt]
+    prompt: VLMPrompt
     ends: Sequence[int]
-
-    def tokens(self, block: int) -> tuple[Tensor, Tensor]:
-        """All rows [R, L], after the longest of which there is room for a ``block``, and which of
-        their tokens are learnt [R, L].
-        """
-        read = [self.read(self.rows[i : i + 1]) for i in range(len(self.rows))]
-        width = max(prompt.input_ids.shape[1] for prompt, _ in read)
-        width += 0 if all(bool(learnt.all()) for _, learnt in read) else block
-        both = ((prompt.input_ids[0], learnt[0]) for prompt, learnt in read)
-        found = ([F.pad(x, (0, width - len(x))) for x in pair] for pair in both)
-        ids, learnt = zip(*found, strict=True)
-        return torch.stack(ids), torch.stack(learnt)
 
     def vocabulary(self, most: int) -> Tensor | None:
         """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
@@ -140,18 +115,9 @@ class Source(Data):
     rows: Count | None
     drawn: Share
     answer_tokens: Count
-    epochs: Amount | None
 
-    def lessons(
-        self,
-        folder: Path,
-        out: Path,
-        seed: int,
-        scenes: int,
-        load: Callable[[], VLMTarget] | None = None,
-    ) -> Lessons:
-        """All that is learnt for the model in ``folder``, which ``load`` loads; ``scenes`` of it
-        are held out.
+    def lessons(self, begun: Begun) -> Lessons:
+        """All that is learnt in a drafter's training; the first process makes what is drawn.
 
         Raises ``ValueError`` for settings of another kind of model, and where nothing is to learn.
         """
@@ -159,42 +125,38 @@ class Source(Data):
         given = [name for name, value in settings.items() if value]
         if len(given) > 1:
             raise ValueError(f"give {given[0]} or {given[1]}, not both")
-        if sees(folder) and given != ["data"]:
+        if sees(begun.folder) and given != ["data"]:
             found = f"{given[0]}, which is for models that read text alone" if given else "none"
             raise ValueError(f"data must be given of chats that show pictures, got {found}")
-        load = cache(load or partial(load_frozen, folder))
-        if given == ["data"]:
-            return self._chats(folder, load, out, seed)
-        return self._texts(folder, load(), out, seed, scenes)
+        with one_first():
+            return self._chats(begun) if given == ["data"] else self._texts(begun)
 
-    def steps(self, rows: Sequence[Any] | Tensor, batch: int, steps: int) -> int:
-        """Steps of so many epochs of ``rows``, where epochs are given."""
-        return math.ceil(self.epochs * len(rows) / batch) if self.epochs else steps
-
-    def _chats(self, folder: Path, load: Callable[[], VLMTarget], out: Path, seed: int) -> Lessons:
-        opened = self.opened(folder, load, out, seed)
+    def _chats(self, begun: Begun) -> Lessons:
+        opened = self.opened(begun)
         rows = opened.rows(self.rows)
         if self.drawn:
-            kind = VQAPipeline if sees(folder) else TextPipeline
-            pipe = kind.from_pretrained(folder, method="auto")
+            out = begun.training.out
             kept = Spool(out)
-            for chat in answered(pipe, opened.reader, rows, self.drawn, self.answer_tokens, out):
+            made = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
+            for chat in answered(*made, out):
                 kept.add(chat)
             rows = kept
-            del pipe
         said = partial(opened.reader.said, rows)
-        return Lessons(load(), rows, opened.read, said, opened.prompts, opened.reader.stops)
+        key = key_of(chat.said for chat in rows)
+        prompt = opened.prompts(begun.training.scenes)
+        return Lessons(rows, key, opened.read, said, prompt, opened.reader.stops)
 
-    def _texts(self, folder: Path, target: VLMTarget, out: Path, seed: int, scenes: int) -> Lessons:
+    def _texts(self, begun: Begun) -> Lessons:
         """Rows of texts; of given ones the last share is held out."""
-        words = load_tokenizer(weights_folder(folder))
+        words, target = begun.tokenizer, begun.target
+        out, seed, scenes = begun.training.out, begun.training.seed, begun.training.scenes
         count = self.rows or TEXT_ROWS
         room = target.family.room - 1
         length = min(LENGTH, room)
         if self.chats:
-            pipe = TextPipeline.from_pretrained(folder)
-            rows = drawn_chats(pipe, count + scenes, length, out, seed)
-            rows, held = rows[:count], rows[count:]
+            drawn = drawn_chats(begun.pipeline(), count + scenes, length, out, seed)
+            starts = torch.arange(0, count * length, length)
+            rows, held = Rows(drawn.flatten(), starts, length), drawn[count:]
         else:
             stream = text_stream(words, out, self.text)
             if self.text:
@@ -202,23 +164,21 @@ class Source(Data):
             else:
                 held = text_stream(words, out, held_out=True)
             held = windows(held, 0, scenes, PROMPT, seed)
-            rows = rows_of(stream, count, length, seed)
+            rows = Rows.of(stream, count, length, seed)
             if own := round(self.drawn * count):
-                beginnings = rows[:own, : length // 4]
-                drawn = drawn_rows(target, beginnings, length, (0.0, 1.0), out, seed)
-                rows = torch.cat([drawn, rows[own:]])
-        prompts = VLMPrompt(padded(held[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
-        said = partial(torch.bincount, rows.flatten().long())
-        return Lessons(target, rows, read_rows, said, lambda count: prompts, _known(folder)[1])
+                beginnings = rows[:own][:, : length // 4]
+                rows = rows.after(drawn_rows(target, beginnings, length, (0.0, 1.0), out, seed))
+        prompt = VLMPrompt(padded(held[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
+        key = key_of(row.numpy().tobytes() for row in rows)
+        return Lessons(rows, key, read_rows, rows.said, prompt, _known(begun.folder)[1])
 
 
-def load_frozen(folder: Path) -> VLMTarget:
-    """The model in ``folder`` that is learnt from."""
-    if sees(folder):
-        model = load_model(folder, torch.float32)
-    else:
-        model, _ = load_target(folder, torch.float32)
-    return VLMTarget(model, Processor(), str(folder))
+def key_of(rows: Iterable[bytes]) -> str:
+    """A digest of ``rows``."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(hashlib.sha256(row).digest())
+    return found.hexdigest()[:16]
 
 
 def read_rows(rows: Sequence[Tensor]) -> tuple[VLMPrompt, Tensor]:

@@ -15,14 +15,15 @@ from transformers import AutoTokenizer
 
 from specmm import TextPipeline, zoo
 from specmm.hf.pretrained import load_tokenizer
-from specmm.recipes import source
+from specmm.recipes import recipe as recipes
 from specmm.recipes.answers import answered
 from specmm.recipes.chats import chat_of
 from specmm.recipes.conversations import Opening, conversations
 from specmm.recipes.recipe import Places, train
+from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.drawn_rows import drawn_rows
-from specmm.recipes.training.texts import rows_of, split
+from specmm.recipes.training.texts import Rows, split
 from tests.commands import succeed
 
 LLAVA, CODER = zoo.POCKET / "llava", zoo.POCKET / "coder"
@@ -51,6 +52,16 @@ def talker(tmp_path_factory):
     return folder
 
 
+def begun(model, out):
+    """A training of an EAGLE-3 head in ``out``."""
+    training = Targeted(
+        steps=2, batch=2, lr=1e-3, warmup=1, accumulate=1, seed=0, replace=True, out=out,
+        save_every=100, tracker="", device=None, epochs=None, scenes=4, measure_every=0, keep=1,
+        dtype=None, device_map=None,
+    )  # fmt: skip
+    return training.begun(str(model), "eagle3", recipes.Recipe("eagle3", "", {}))
+
+
 def jsonl(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
@@ -66,7 +77,7 @@ def asked(count, folder):
 @pytest.fixture
 def opened(llava, tmp_path):
     """Opens rows of data for pocket/llava."""
-    data = Source(None, 0.25, None, "skip", None, [], False, None, 0.0, 96, None)
+    data = Source(None, 0.25, None, "skip", None, [], False, None, 0.0, 96)
 
     def found(rows, **changes):
         reader = data.reader(llava)
@@ -195,7 +206,7 @@ def test_text_models_learn_from_chats(talker, talks, tmp_path):
     options = SMALL | dict(drawn=0.5, answer_tokens=8, epochs=1, vocabulary=50)
     train("eagle3", model=model, data=talks, out=tmp_path / "run", **options)
     curve = (tmp_path / "run" / "loss.csv").read_text().splitlines()
-    assert len(curve) == 2
+    assert curve[-1].startswith("5,")  # one epoch of eleven
     [kept] = (tmp_path / "run" / "answers").iterdir()
     answers = {}
     for file in kept.iterdir():
@@ -227,7 +238,7 @@ class Answering:
 
 
 def test_answers_are_kept_by_their_questions(talker, tmp_path):
-    reader = Source(None, 0.1, None, "skip", None, [], False, None, 0.0, 96, None).reader(talker)
+    reader = Source(None, 0.1, None, "skip", None, [], False, None, 0.0, 96).reader(talker)
     turns = [{"role": "user", "content": "more"}, {"role": "assistant", "content": "b"}]
 
     def chat(word):
@@ -268,12 +279,15 @@ def test_given_text_is_split_by_place():
     stream = torch.arange(1000).int()
     learnt, held = split(stream, 0.1, 50, 20)
     assert len(held) == 100 and not set(learnt.tolist()) & set(held.tolist())
-    rows = rows_of(learnt, 17, 50, 3)
+    rows = Rows.of(learnt, 17, 50, 3)
     assert len(rows[:17].unique()) == 17 * 50  # an epoch takes no token twice
-    assert torch.equal(rows, rows_of(learnt, 17, 50, 3))
-    assert (
-        not torch.equal(rows, rows_of(learnt, 17, 50, 4)) and len(rows_of(learnt, 40, 50, 3)) == 40
-    )
+    assert torch.equal(rows[:], Rows.of(learnt, 17, 50, 3)[:])
+    assert not torch.equal(rows[:], Rows.of(learnt, 17, 50, 4)[:])
+    assert len(Rows.of(learnt, 40, 50, 3)) == 40
+    first = torch.zeros(5, 50, dtype=torch.long)
+    both = rows.after(first)
+    assert len(both) == 17 and torch.equal(both[:5], first) and torch.equal(both[5:], rows[5:])
+    assert torch.equal(both.said(), both[:].flatten().bincount(minlength=len(both.said())))
     with pytest.raises(ValueError, match="at least 50 tokens and some to measure on, got 60"):
         split(stream[:60], 0.1, 50, 20)
 
@@ -281,17 +295,15 @@ def test_given_text_is_split_by_place():
 def test_held_out_rows_of_text_are_not_learnt(tmp_path):
     model, file = copied(CODER, tmp_path / "model"), tmp_path / "a.txt"
     file.write_text("".join(f"def add{i}(a, b):\n    return a + b + {i}\n" for i in range(300)))
-    data = Source(
-        Places([], conversations), 0.1, None, "skip", None, [file], False, 16, 0, 96, None
-    )
-    lessons = data.lessons(model, tmp_path, 0, 4)
-    held = [load_tokenizer(model).decode(row) for row in lessons.prompts(4).rows()]
+    data = Source(Places([], conversations), 0.1, None, "skip", None, [file], False, 16, 0, 96)
+    lessons = data.lessons(begun(model, tmp_path))
+    held = [load_tokenizer(model).decode(row) for row in lessons.prompt.rows()]
     learnt = "".join(load_tokenizer(model).decode(row) for row in lessons.rows)
     assert len(held) == 4 and not any(text in learnt for text in held)
 
 
 def test_rows_are_kept_by_what_made_them(talker, tmp_path):
-    target = source.load_frozen(talker)
+    target = begun(talker, tmp_path / "out").target
     prompts = torch.arange(20).view(2, 10)
     one = drawn_rows(target, prompts, 14, (0.0,), tmp_path)
     assert torch.equal(one, drawn_rows(target, prompts, 14, (0.0,), tmp_path))
@@ -300,4 +312,4 @@ def test_rows_are_kept_by_what_made_them(talker, tmp_path):
     with torch.no_grad():
         target.family.layers[0].mlp.down_proj.weight.neg_()
     drawn_rows(target, prompts, 14, (0.0,), tmp_path)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.glob("drawn-*"))) == 3

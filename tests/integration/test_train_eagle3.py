@@ -38,7 +38,8 @@ def seen(head, length=LENGTH):
         width = head.config.sizes.hidden_size
         context = torch.randn(1, length, len(head.config.layers) * width)
         mask = torch.ones(1, length, dtype=torch.bool)
-        return Seen(torch.randn(1, length, width), context, torch.randn(1, length, width), mask)
+        hidden, tokens = torch.randn(1, length, width), torch.zeros_like(mask, dtype=torch.long)
+        return Seen(torch.randn(1, length, width), context, hidden, mask, tokens)
 
 
 def rolled(head, given, steps):
@@ -99,7 +100,7 @@ def test_the_loss_is_least_where_drafts_are_the_targets(head):
     with torch.no_grad():
         states = rolled(head, given, 1)[0]
     # the target's state of place p + 1 is what slot p predicts: then both heads agree
-    wanted = Seen(given.embeddings, given.context, states.roll(1, 1), given.mask)
+    wanted = replace(given, hidden=states.roll(1, 1))
     found = rollout_loss(RolledEagle3(head), head.logits, wanted, 1)
     log_probs = head.logits(states[given.mask]).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from specmm.checkpoints import FileError, load_strict, read_checkpoint
+from specmm.checkpoints import FileError, load_strict, read_checkpoint, write_checkpoint
 from tests.tiny.parts import same_weights
 
 SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
@@ -151,3 +151,9 @@ def test_an_error_about_a_file_is_whole_in_another_process():
     error = FileError("model.pt", "is damaged")
     passed = pickle.loads(pickle.dumps(error))
     assert (passed.file, passed.said, str(passed)) == ("model.pt", "is damaged", str(error))
+
+
+def test_others_may_read_weights_as_they_may_the_config(tmp_path):
+    write_checkpoint({"a": torch.ones(2)}, {}, tmp_path)
+    modes = {file.name: file.stat().st_mode for file in tmp_path.iterdir()}
+    assert modes.keys() == {"config.json", "model.safetensors"} and len(set(modes.values())) == 1

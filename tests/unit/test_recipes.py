@@ -13,7 +13,7 @@ from PIL import Image
 
 from specmm.recipes import recipe as recipes
 from specmm.recipes.pictures import pictures
-from specmm.recipes.recipe import Count, Open, Share, load, train
+from specmm.recipes.recipe import Count, Open, Recipe, Share, load, train
 from tests.commands import as_json, refused, run, succeed
 
 
@@ -27,14 +27,14 @@ def learn(
     text: list[Path],
     replace: bool,
     data: Open,
-    chosen: frozenset[str],
+    recipe: Recipe,
 ):
     """A training that tells its settings."""
     return {
         "kind": model,
         "steps": steps,
         "outputs": [],
-        "all": (share, lr, text, replace, data("x"), sorted(chosen)),
+        "all": (share, lr, text, replace, data("x"), sorted(recipe.chosen)),
         "probs_weight": probs_weight,
     }
 

@@ -87,8 +87,9 @@ def probs_loss(
     weights = weights.expand_as(surprise)
     with torch.no_grad():
         overlap = torch.minimum(probs, drafted.exp()).sum(-1).mean((0, 1))
-    loss = (surprise * weights).sum() / weights.sum()
-    return {"loss": loss, "first": overlap[0], "last": overlap[-1]}
+    count = weights.sum()
+    loss = (surprise * weights).sum() / count.clamp(min=1e-6)
+    return {"loss": loss, "first": overlap[0], "last": overlap[-1], "count": count}
 
 
 def fading(count: int, length: float) -> Tensor:

@@ -12,7 +12,7 @@ blocks, C width.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from specmm.diffusion_drafters.models.deer import DEERModel, share
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
-from specmm.recipes.training.drawn_rows import Batch, Rows
+from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 ALPHA = 1.02
 
@@ -78,34 +78,29 @@ def _copy_layers(layers: Any, others: Any) -> None:
 def train_deer(
     target: VLMTarget,
     drafter: DEERModel,
-    rows: Rows,
-    learnt: Tensor,
-    out: Path,
+    draw: Callable[[int], Seen],
+    run: Run,
     *,
-    steps: int,
-    batch: int = 8,
-    lr: float = 2e-3,
     first_stage: float = 0.25,
     alpha: float = ALPHA,
     anchors: int = ANCHORS,
     seed: int = 0,
     compiled: bool = True,
 ) -> None:
-    """Train ``drafter`` in place on the ``learnt`` tokens [R, L] of ``rows``, the first
-    ``first_stage`` of ``steps`` in stage 1; resumes from ``out``.
+    """Train ``drafter`` in place on what ``draw`` gives for each step, the first ``first_stage`` of
+    them in stage 1.
     """
     target.model.requires_grad_(False)  # embedding and head are among the drafter's weights
     compile_layers(drafter.model.model.layers, compiled)
 
     def step(i: int) -> Losses:
-        data = rows.batch(i, batch, seed)
-        own = learnt[batch_rows(i, batch, len(learnt), seed)]
-        filling = i < first_stage * steps
+        seen = draw(i).with_room(drafter.block)
+        filling = i < first_stage * run.steps * run.accumulate
         with torch.autocast(target.device.type, torch.bfloat16):
             options = (anchors, filling, alpha, seed * 1_000_003 + i)
-            return deer_loss(drafter, target, data, own, *options)
+            return deer_loss(drafter, target, seen, *options)
 
-    fit(_Own(drafter.model), step, Run(out, steps, lr), muon=MUON * lr)
+    fit(_Own(drafter.model), step, run, muon=MUON * run.lr)
     drafter.model.eval()
 
 
@@ -121,21 +116,20 @@ class _Own(torch.nn.Module):
 def deer_loss(
     drafter: DEERModel,
     target: VLMTarget,
-    data: Batch,
-    learnt: Tensor,
+    data: Seen,
     anchors: int,
     filling: bool,
     alpha: float,
     seed: int,
 ) -> Losses:
     """Loss of the rows' blocks and of the first drafts of all their positions, on tokens that are
-    ``learnt`` [B, L]; ``filling`` is stage 1.
+    learnt; ``filling`` is stage 1.
     """
     tokens = data.tokens
     masks = drafter.block - 1
     rows, length = tokens.shape
     device = tokens.device
-    drawn = Anchors.draw(learnt, anchors, drafter.block, masks, seed)
+    drawn = Anchors.draw(data.learnt, anchors, drafter.block, masks, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     hidden, weights = _hide(rows, anchors, masks, generator, filling, alpha)
     places = drawn.after(masks, 1)  # of the blocks' own positions [B, A, K - 1]
@@ -146,8 +140,7 @@ def deer_loss(
     blocks = states[:, length:].unflatten(1, (anchors, masks))
     index = places.flatten(1)[..., None].to(device)
     wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
-    # A row scores the token after it, which is to be learnt.
-    counted = F.pad(learnt[:, 1:], (0, 1)).to(device)
+    counted = data.mask
     weights = weights.to(device) * counted.gather(1, index[..., 0]).view(places.shape)
     found = probs_loss(blocks, wanted.view_as(blocks), weights, target.head)
     even = counted[:, None].float()

@@ -10,7 +10,7 @@ width.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,9 +29,9 @@ from specmm.recipes.training.blocks import (
     probs_loss,
     silence,
 )
-from specmm.recipes.training.drawn_rows import Batch, Rows
+from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 FADE = 4.0
 
@@ -128,52 +128,40 @@ def with_memory(before: DFlash, size: int) -> DFlash:
 def train_block(
     target: VLMTarget,
     model: DFlash,
-    rows: Rows,
-    learnt: Tensor,
-    out: Path,
+    draw: Callable[[int], Seen],
+    run: Run,
     *,
-    steps: int,
-    batch: int = 8,
-    lr: float = 2e-3,
     fade: float = FADE,
     anchors: int = ANCHORS,
     seed: int = 0,
     compiled: bool = True,
 ) -> None:
-    """Train ``model`` in place on the ``learnt`` tokens [R, L] of ``rows``, which must be made with
-    its layers; resumes from ``out``.
+    """Train ``model`` in place on what ``draw`` gives for each step, with the states of its
+    layers.
     """
     target.model.requires_grad_(False)
     compile_layers(model.layers, compiled)
     head = target.family.logits_of(model.ids)
 
     def step(i: int) -> Losses:
-        data = rows.batch(i, batch, seed)
-        own = learnt[batch_rows(i, batch, len(learnt), seed)]
+        seen = draw(i).with_room(model.config.block)
         with torch.autocast(target.device.type, torch.bfloat16):
-            return block_loss(model, target, head, data, own, anchors, fade, seed * 1_000_003 + i)
+            return block_loss(model, target, head, seen, anchors, fade, seed * 1_000_003 + i)
 
-    fit(model, step, Run(out, steps, lr), muon=MUON * lr)
+    fit(model, step, run, muon=MUON * run.lr)
     model.eval()
 
 
 def block_loss(
-    model: DFlash,
-    target: VLMTarget,
-    head: Head,
-    data: Batch,
-    learnt: Tensor,
-    anchors: int,
-    fade: float,
-    seed: int,
+    model: DFlash, target: VLMTarget, head: Head, data: Seen, anchors: int, fade: float, seed: int
 ) -> Losses:
-    """Loss of the rows' blocks on tokens that are ``learnt`` [B, L]; ``head`` gives logits of the
-    drafter's tokens only.
+    """Loss of the rows' blocks on tokens that are learnt; ``head`` gives logits of the drafter's
+    tokens only.
     """
     rows = len(data.tokens)
     device = data.tokens.device
     size = model.config.block
-    drawn = Anchors.draw(learnt[:, 1:], anchors, size - 1, size, seed)
+    drawn = Anchors.draw(data.mask[:, :-1], anchors, size - 1, size, seed)
     drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
     ids = torch.full((rows, anchors, size), model.config.mask, device=device)
     ids[..., 0] = data.tokens.gather(1, drawn.places)
@@ -186,7 +174,7 @@ def block_loss(
     if model.recurrent is not None:
         states = along(model.recurrent, states, target.embed(before))
     pairs = None if model.markov is None else model.pairs(before)
-    counted = learnt.to(device).gather(1, places + 1).view(states.shape[:3])
+    counted = data.mask.gather(1, places).view(states.shape[:3])
     weights = fading(size - 1, fade).to(device) * counted
     return probs_loss(states, wanted.view_as(states), weights, head, pairs)
 

@@ -1,10 +1,8 @@
-"""What block drafters learn from: rows of text and the target's hidden states for them.
-
-Rows may be drawn by the target itself: texts that it continues, or whole conversations that an
+"""Rows of text drawn by the target itself: texts that it continues, or whole conversations that an
 instructed model makes up by continuing its own chat template, first a question, then its answer
-(Magpie, arXiv 2406.08464). Hidden states are computed when a row is first used, and kept.
+(Magpie, arXiv 2406.08464).
 
-Shape letters: R rows, B batch, L tokens of a row, P of a prompt, F layers read, C width.
+Shape letters: R rows, L tokens of a row, P of a prompt, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -22,16 +19,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm import __version__
-from specmm.checkpoints import fingerprint
 from specmm.decode import decode_plain
+from specmm.derived import digest
 from specmm.files import write_whole
-from specmm.hf.aux_states import AuxStates
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.text.pipeline import TextPipeline
-from specmm.training import batch_rows
 
 ROWS_AT_ONCE = 32  # rows the target continues together
 CHATS_AT_ONCE = 256  # conversations drawn together
@@ -42,49 +37,6 @@ ANSWER_TEMPERATURES = (0.0, 0.7)  # in turn
 # Beginnings of questions, in turn: without one a model seldom asks for code.
 OPENINGS = ("", "", "", "Write a Python")
 MARK = "\0"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """``tokens`` [B, L], ``context`` [B, L, F·C] of the layers read, ``hidden`` [B, L, C] last."""
-
-    tokens: Tensor
-    context: Tensor
-    hidden: Tensor
-
-
-class Rows:
-    """Rows ``tokens`` [R, L] with the states of ``target``; a drafter reads its ``layers``."""
-
-    def __init__(self, target: VLMTarget, tokens: Tensor, layers: Sequence[int] = ()) -> None:
-        self.target = target
-        self.tokens = tokens.long()
-        self.aux_layers = AuxStates([target.family.layers[i] for i in layers])
-        width = target.family.config.hidden_size
-        self.states = torch.empty(*tokens.shape, (len(layers) + 1) * width, dtype=torch.bfloat16)
-        self.computed = torch.zeros(len(tokens), dtype=torch.bool)
-
-    def batch(self, step: int, size: int, seed: int) -> Batch:
-        """The rows of ``step``, on the target's device."""
-        rows = batch_rows(step, size, len(self.tokens), seed)
-        if not bool(self.computed[rows].all()):
-            self._compute(rows[~self.computed[rows]].unique())
-        device = self.target.device
-        width = self.target.family.config.hidden_size
-        states = self.states[rows].to(device)
-        return Batch(self.tokens[rows].to(device), states[..., width:], states[..., :width])
-
-    @torch.inference_mode()
-    def _compute(self, rows: Tensor) -> None:
-        device = self.target.device
-        tokens = self.tokens[rows].to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            found = self.target.family.decoder(input_ids=tokens, use_cache=False)
-        parts = [found.last_hidden_state]
-        if self.aux_layers.seen:
-            parts.append(self.aux_layers.context())
-        self.states[rows] = torch.cat(parts, dim=-1).to("cpu", torch.bfloat16)
-        self.computed[rows] = True
 
 
 def frequent(seen: Tensor, count: int) -> Tensor:
@@ -102,7 +54,7 @@ def frequent(seen: Tensor, count: int) -> Tensor:
 
 def made_by(model: nn.Module, *facts: Any) -> str:
     """Sixteen hexadecimal digits that tell apart what a ``model`` makes under other ``facts``."""
-    whole = repr((__version__, fingerprint(*model.parameters()), *facts))
+    whole = repr((__version__, digest(model), *facts))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
 

@@ -22,7 +22,7 @@ from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.hf.drafters.files import HEAD
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.recipes.training.texts import windows
-from specmm.training import MUON, Losses, Run, fit
+from specmm.training import MUON, Losses, Run, fit, share
 
 LENGTH = 128  # tokens of a row
 BLOCK = 16  # most tokens hidden at a row's end
@@ -32,23 +32,21 @@ LEAST = 0.1  # share hidden: its inverse is a weight
 def train_diffusion(
     model: FullAttention,
     stream: Tensor,
-    out: Path,
+    run: Run,
     *,
-    steps: int,
     batch: int = 16,
-    lr: float = 2e-3,
     seed: int = 0,
     compiled: bool = True,
 ) -> None:
-    """Train ``model`` in place on ``stream`` [T]; resumes from ``out``."""
+    """Train ``model`` in place on ``stream`` [T]."""
     compile_layers(model.model.model.layers, compiled)
 
     def step(i: int) -> Losses:
-        rows = windows(stream, i, batch, LENGTH, seed).to(model.device)
+        rows = share(windows(stream, i, batch, LENGTH, seed)).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):
             return {"loss": denoising_loss(model, rows, seed * 1_000_003 + i)}
 
-    fit(model.model, step, Run(out, steps, lr), muon=MUON * lr)
+    fit(model.model, step, run, muon=MUON * run.lr)
     model.model.eval()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.hf.target import Context, VLMTarget
-from specmm.training import Losses, Run, fit, seeded
+from specmm.training import Losses, Run, fit, seeded, share
 from specmm.vlm.msd import MSDConfig, MSDHead
 
 PROBS_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
@@ -43,6 +42,11 @@ class Example:
     input_ids: Tensor
     answer_mask: Tensor
     vision: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def said(self) -> bytes:
+        """What it says."""
+        return self.input_ids.numpy().tobytes()
 
 
 # Gives the conversation of a number among those with a picture, or among those without one.
@@ -102,15 +106,26 @@ def answered(
     return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken
 
 
+def build_msd(target: VLMTarget, config: MSDConfig | None = None, seed: int = 0) -> MSDHead:
+    """A head for ``target``, of the sizes of its own layers unless ``config`` gives others; token
+    embeddings are the target's, frozen.
+    """
+    with seeded(seed):
+        head = MSDHead(config or msd_config(target)).to(target.device)
+    head.embed_tokens.weight.data.copy_(
+        target.embed(torch.arange(head.config.vocab_size, device=target.device))
+    )
+    head.embed_tokens.requires_grad_(False)
+    return head
+
+
 def train_msd(
     target: VLMTarget,
+    head: MSDHead,
     source: Source,
-    out: Path,
+    run: Run,
     *,
-    steps: int,
-    config: MSDConfig | None = None,
     batch: int = 8,
-    lr: float = 5e-5,
     noise: float = 0.2,
     probs_weight: float = PROBS_WEIGHT,
     passes: int = 1,
@@ -119,42 +134,36 @@ def train_msd(
     autocast: bool = True,
     read: Read = collate,
     sorts: Sequence[bool] = (False, True),
-) -> MSDHead:
-    """Train a head for ``target`` on what ``source`` gives, of the ``sorts`` that it has, and
-    ``read`` makes batches of; resumes from ``out/checkpoint.pt``.
+) -> None:
+    """Train a ``head`` in place on what ``source`` gives, of the ``sorts`` that it has, and
+    ``read`` makes batches of.
 
-    With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many steps and stays there, in
-    place of the release's two stages, which leave few steps to pictures alone. ``config`` gives
-    other sizes than the target's own layers (``msd_config``). Token embeddings are the target's,
-    frozen. The noise on the states of a row is uniform in ±``noise`` · 256 / its length.
-    ``probs_weight`` is that of the cross-entropy: the release's suits states of thousands of
-    channels, small targets need more; for ``passes`` see ``msd_loss``.
+    With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many batches and stays there, in
+    place of the release's two stages, which leave few steps to pictures alone. The noise on the
+    states of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is that of the
+    cross-entropy: the release's suits states of thousands of channels, small targets need more; for
+    ``passes`` see ``msd_loss``.
     """
-    with seeded(seed):
-        head = MSDHead(config or msd_config(target)).to(target.device)
-    head.embed_tokens.weight.data.copy_(
-        target.embed(torch.arange(head.config.vocab_size, device=target.device))
-    )
-    head.embed_tokens.requires_grad_(False)
     target.model.requires_grad_(False)
     target.wants_context = True
+    batches = run.steps * run.accumulate
 
-    def share(i: int) -> float:
+    def visual(i: int) -> float:
         if len(sorts) == 1:
             return float(sorts[0])
-        return MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, steps)
+        return MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, batches)
 
-    numbered = numbers(share, steps, batch, seed)
+    numbered = numbers(visual, batches, batch, seed)
 
     def step(i: int) -> Losses:
         random = Random(f"msd {seed} {i}")
-        examples = [source(*drawn) for drawn in numbered[i * batch : (i + 1) * batch]]
+        examples = [source(*drawn) for drawn in share(numbered[i * batch : (i + 1) * batch])]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
             return msd_loss(head, target.head, slots, probs_weight, passes)
 
-    fit(head, step, Run(out, steps, lr), betas=BETAS, clip=CLIP, weight_decay=DECAY)
-    return head
+    fit(head, step, run, betas=BETAS, clip=CLIP, weight_decay=DECAY)
+    head.eval()
 
 
 def numbers(
@@ -278,7 +287,8 @@ def msd_loss(
     regression, cross_entropy = (torch.stack([f[i] for f in found]).mean() for i in (0, 1))
     loss = regression + probs_weight * cross_entropy
     overlaps = {"overlap": found[0][2], "overlap_last": found[-1][2]}
-    return {"loss": loss, "smooth_l1": regression, "cross_entropy": cross_entropy, **overlaps}
+    parts = {"smooth_l1": regression, "cross_entropy": cross_entropy, **overlaps}
+    return {"loss": loss, **parts, "count": slots.mask.sum()}
 
 
 def _pass_losses(

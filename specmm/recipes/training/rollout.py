@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -178,10 +177,8 @@ def train_rollout(
     rolled: Rolled,
     output: Head,
     draw: Callable[[int], Seen],
-    out: Path,
+    run: Run,
     *,
-    steps: int,
-    lr: float,
     rollout: int = 4,
     slots: int = 0,
     decay: float = DECAY,
@@ -189,8 +186,7 @@ def train_rollout(
     """Train ``network`` in place, as it is ``rolled`` out on what ``draw`` gives for each step.
 
     ``output`` is the target's head for the drafter's tokens. At most so many ``slots`` count in a
-    step (0: all), drawn at random: a large vocabulary costs more than the layers. Resumes from
-    ``out``.
+    step (0: all), drawn at random: a large vocabulary costs more than the layers.
     """
 
     def step(i: int) -> Losses:
@@ -200,7 +196,7 @@ def train_rollout(
         with torch.autocast(seen.hidden.device.type, torch.bfloat16):
             return rollout_loss(rolled, output, seen, rollout, decay)
 
-    fit(network, step, Run(out, steps, lr), clip=0.5, muon=MUON * lr)
+    fit(network, step, run, clip=0.5, muon=MUON * run.lr)
     network.eval()
 
 
@@ -225,17 +221,19 @@ def rollout_loss(
         probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
     past = DynamicCache()
     embeddings, hidden, mask = rolled.begin(seen)
+    count = seen.mask.sum()
     found = []
     for k in range(rollout):
         states = rolled.advance(k, embeddings, hidden, past)
         drafted = rolled.logits(states[mask]).float().log_softmax(-1)
-        overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
-        found.append((-(probs * drafted).sum(-1).mean(), overlap))
+        terms = -(probs * drafted), torch.minimum(probs, drafted.detach().exp())
+        found.append(tuple(each.sum() / count.clamp(min=1) for each in terms))
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
     weights = [decay**k for k in range(rollout)]
     losses = [w * surprise for w, (surprise, _) in zip(weights, found, strict=True)]
     loss = torch.stack(losses).sum() / sum(weights)
-    return {"loss": loss, "overlap": found[0][1], "overlap_last": found[-1][1]}
+    overlaps = {"overlap": found[0][1], "overlap_last": found[-1][1]}
+    return {"loss": loss, **overlaps, "count": count}
 
 
 def rollout_bias(length: int, step: int) -> Tensor:

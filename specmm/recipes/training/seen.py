@@ -1,56 +1,127 @@
-"""What feature drafters learn from: texts and chats, as the target sees them.
+"""What drafters learn from: texts and chats, as the target sees them.
+
+The target's states are computed when a batch is first used. So many bytes of them stay on the
+disk, the others are computed anew each time: memory does not grow with the rows.
 
 Shape letters: B batch, L positions, F layers read, C width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import shutil
+import sys
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm import tqdm
 
+from specmm.files import writable
+from specmm.hardware import bfloat16_products
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.msd import Read
-from specmm.training import batch_rows
+from specmm.training import batch_rows, rank, share
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Seen:
     """What the target saw and thought: ``embeddings`` [B, L, C] of the next positions, ``context``
-    [B, L, F·C] of the layers read (of none: ``hidden``), the last states ``hidden`` [B, L, C], and
-    which slots count, ``mask`` [B, L]. ``image`` [B, L] tells which next positions are pictures'
-    (None: none is).
+    [B, L, F·C] of the layers read (of none: ``hidden``), the last states ``hidden`` [B, L, C],
+    which slots count, ``mask`` [B, L], as their next tokens are learnt, and ``tokens`` [B, L].
+    ``image`` [B, L] tells which next positions are pictures' (None: none is).
     """
 
     embeddings: Tensor
     context: Tensor
     hidden: Tensor
     mask: Tensor
+    tokens: Tensor
     image: Tensor | None = None
+
+    @property
+    def learnt(self) -> Tensor:
+        """Which tokens [B, L] are; never the first, which no slot drafts."""
+        return F.pad(self.mask[:, :-1], (1, 0))
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Seen:
         """A copy that may be learnt from, on ``device``, its states in ``dtype``."""
         return Seen(
-            self.embeddings.to(device, dtype, copy=True),
-            self.context.to(device, dtype, copy=True),
-            self.hidden.to(device, dtype, copy=True),
-            self.mask.to(device, copy=True),
-            None if self.image is None else self.image.to(device, copy=True),
+            **{
+                name: x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
+                for name, x in self.tensors().items()
+            }
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: x for name, x in vars(self).items() if x is not None}
+
+    def with_room(self, count: int) -> Seen:
+        """This with so many positions more where others than all tokens are learnt, up to the end
+        of a row.
+        """
+        if bool(self.mask[:, :-1].all()):
+            return self
+        longer = {
+            name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in self.tensors().items()
+        }
+        return dataclasses.replace(self, **longer)
+
+
+class KeptStates:
+    """What was seen of batches, by number: at most ``limit`` bytes lie in ``folder``, which is made
+    anew and removed at the end.
+    """
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self.folder = writable(folder)
+        self.left = limit
+        self.numbers: set[int] = set()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def of(self, number: int, compute: Callable[[], Seen]) -> Seen:
+        """What was seen of the batch ``number``: on the disk, or as ``compute`` gives it."""
+        file = self.folder / f"{number}.safetensors"
+        if number in self.numbers:
+            return Seen(**load_file(file))
+        seen = compute()
+        size = size_of(seen)
+        if size <= self.left:
+            try:
+                save_file({name: x.cpu().contiguous() for name, x in seen.tensors().items()}, file)
+            except (OSError, SafetensorError):  # a full disk
+                file.unlink(missing_ok=True)
+                self.left = 0
+            else:
+                self.left -= size
+                self.numbers.add(number)
+        return seen
+
+
+def size_of(seen: Seen) -> int:
+    """Bytes of what was ``seen``."""
+    return sum(x.nbytes for x in seen.tensors().values())
 
 
 class SeenRows:
     """Batches of ``rows`` as ``target`` sees them, of whose tokens those that ``read`` tells count.
 
-    ``layers`` of it are read. Each batch is computed when it is first used, and kept; every epoch
-    they come in another order.
+    ``layers`` of it are read. At most ``keep`` GiB of states lie in ``out``. Every epoch the
+    batches come in another order; the last of one is filled up with the first rows.
     """
 
     def __init__(
@@ -61,33 +132,54 @@ class SeenRows:
         layers: Sequence[int],
         batch: int,
         seed: int,
+        out: Path,
+        keep: float,
     ) -> None:
         self.target = target
         self.read = read
         self.rows = rows
         self.size = batch
         self.seed = seed
-        self.kept: dict[int, Seen] = {}
-        own = [target.family.layers[i] for i in layers]
-        self.aux = AuxStates(own, lambda: target.running)
+        self.order = batch_rows(0, len(rows), len(rows), seed)
+        own, processes = rank()
+        self.kept = KeptStates(out / f"states-{own}", keep * GIB / processes)
+        own_layers = [target.family.layers[i] for i in layers]
+        self.aux = AuxStates(own_layers, lambda: target.running)
         target.wants_context = True
+        if not own:
+            size = size_of(self._seen(0)) // len(share(self._places(0)))
+            fitting = min(int(keep * GIB / max(size, 1)), len(rows))
+            said = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
+            tqdm.write(f"{said} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)
 
     def batch(self, step: int) -> Seen:
-        """That of a ``step``, on the target's device."""
+        """That of a ``step``, this process's share of it, on the target's device."""
         count = -(-len(self.rows) // self.size)
-        number = int(batch_rows(step, 1, count, self.seed))
-        if number not in self.kept:
-            part = self.rows[number * self.size : (number + 1) * self.size]
-            self.kept[number] = self._compute(part).to("cpu", torch.bfloat16)
-        return self.kept[number].to(self.target.device, self.target.dtype)
+        seen = self._seen(int(batch_rows(step, 1, count, self.seed)))
+        return seen.to(self.target.device, torch.float32)
 
-    def _compute(self, rows: Sequence[Any] | Tensor) -> Seen:
+    def _places(self, number: int) -> Tensor:
+        return self.order[(number * self.size + torch.arange(self.size)) % len(self.rows)]
+
+    def _seen(self, number: int) -> Seen:
+        rows = [self.rows[int(i)] for i in share(self._places(number))]
+        return self.kept.of(number, lambda: self._compute(rows))
+
+    def _compute(self, rows: Sequence[Any]) -> Seen:
         target = self.target
         prompt, answers = self.read(rows)
-        target.prefill(prompt.to(target.device, target.dtype), 0)
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=self._faster):
+            target.prefill(prompt.to(target.device, target.dtype), 0)
         context = target.context
         assert context is not None
         following, image = next_positions(context, torch.zeros_like(context.embeddings[:, 0]))
         mask = F.pad(answers.to(target.device)[:, 1:], (0, 1))
         states = target.ordered(self.aux.context()) if self.aux.seen else context.hidden
-        return Seen(following, states, context.hidden, mask, image)
+        tokens = prompt.input_ids.to(target.device)
+        seen = Seen(following, states, context.hidden, mask, tokens, image)
+        return seen.to(target.device, torch.bfloat16)
+
+    @property
+    def _faster(self) -> bool:
+        """Whether products in bfloat16 are."""
+        return self.target.device.type != "cpu" or bfloat16_products()

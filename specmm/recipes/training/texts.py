@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +160,47 @@ def split(stream: Tensor, share: float, length: int, least: int) -> tuple[Tensor
     return stream[:end], stream[end:]
 
 
-def rows_of(stream: Tensor, count: int, length: int, seed: int) -> Tensor:
-    """``count`` rows [R, L] of ``stream`` [T]: each epoch takes all of it, cut at other places, in
-    another order.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.empty(0, dtype=torch.long)
-    while len(starts) < count:
-        most = min(length, len(stream) - length + 1)
-        first = int(torch.randint(most, (), generator=generator))
-        more = torch.arange(first, len(stream) - length + 1, length)
-        starts = torch.cat([starts, more[torch.randperm(len(more), generator=generator)]])
-    return stream[starts[:count, None] + torch.arange(length)].long()
+@dataclass(frozen=True)
+class Rows(Sequence[Tensor]):
+    """The rows [L] of ``stream`` [T] from ``starts`` [R], each ``length`` L."""
+
+    stream: Tensor
+    starts: Tensor
+    length: int
+
+    @classmethod
+    def of(cls, stream: Tensor, count: int, length: int, seed: int) -> Rows:
+        """``count`` of them: each epoch takes all of it, cut at other places, in another order."""
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.empty(0, dtype=torch.long)
+        while len(starts) < count:
+            most = min(length, len(stream) - length + 1)
+            first = int(torch.randint(most, (), generator=generator))
+            more = torch.arange(first, len(stream) - length + 1, length)
+            starts = torch.cat([starts, more[torch.randperm(len(more), generator=generator)]])
+        return cls(stream, starts[:count], length)
+
+    def after(self, first: Tensor) -> Rows:
+        """The rows ``first`` [N, L], then these but for as many."""
+        stream = torch.cat([first.flatten().to(self.stream), self.stream])
+        starts = torch.arange(0, first.numel(), self.length)
+        rest = self.starts[len(first) :] + first.numel()
+        return Rows(stream, torch.cat([starts, rest]), self.length)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Row ``index``, or those of a slice [N, L]."""
+        starts = self.starts[index]
+        return self.stream[starts[..., None] + torch.arange(self.length)].long()
+
+    def said(self) -> Tensor:
+        """How often each token [V] is in them."""
+        found = torch.zeros(int(self.stream.max()) + 1, dtype=torch.long)
+        for i in range(0, len(self), 1024):
+            found += self[i : i + 1024].flatten().bincount(minlength=len(found))
+        return found
 
 
 def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:

@@ -10,15 +10,19 @@ from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.drafter import Feedback
+from specmm.hf.aux_states import AuxStates
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.source import read_rows
 from specmm.recipes.training import deer, dflash
 from specmm.recipes.training.blocks import Anchors, fading, probs_loss
-from specmm.recipes.training.drawn_rows import Batch, Rows, drawn_rows, frequent
+from specmm.recipes.training.drawn_rows import drawn_rows, frequent
 from specmm.recipes.training.masked_diffusion import denoising_loss, hide, train_diffusion
+from specmm.recipes.training.seen import SeenRows
 from specmm.recipes.training.texts import windows
+from specmm.training import Run
 from tests.tiny.parts import shaken
 
 V, MASK, L, K = 23, 22, 20, 4
@@ -123,10 +127,10 @@ def test_layers_of_no_known_name_are_refused():
 @pytest.mark.parametrize("place", [1, 7, 13])
 def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
     drafter = dflash.build_block(target, 2, K + 1, MASK, read=2)
-    data = Rows(target, tokens, drafter.config.layers)
+    aux = AuxStates([target.family.layers[i] for i in drafter.config.layers])
     drafted = first_round(target, DFlashSource(drafter, target), tokens, place)
     target.family.decoder(input_ids=tokens, use_cache=False)
-    context = data.aux_layers.context()
+    context = aux.context()
     anchors = Anchors(torch.tensor([[3, place], [place, 5]]), K + 1)
     ids = torch.full((2, 2, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
@@ -155,11 +159,11 @@ def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, toke
     assert torch.equal(source.vocabulary.ids, drafter.ids)
     drafted = first_round(target, source, tokens, place)
     target.family.decoder(input_ids=tokens, use_cache=False)
-    data = Batch(tokens, source.aux_layers.context(), torch.zeros(2, L, 16))
+    context = source.aux_layers.context()
     anchors = Anchors(torch.full((2, 1), place), K + 1)
     ids = torch.full((2, 1, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = dflash._forward(drafter, data.context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
+    states = dflash._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
     if recurrent:
         states = dflash.along(
             drafter.recurrent, states, target.embed(tokens[:, None, place : place + K])
@@ -219,17 +223,17 @@ def test_the_distribution_itself_is_the_least_loss():
 def test_training_learns_and_resumes(target, kind, tmp_path):
     tokens = (torch.arange(L) % 5 + torch.arange(8)[:, None] % 3).repeat(2, 1)
 
-    learnt = torch.ones_like(tokens, dtype=torch.bool)
-
     def train(steps, out):
-        options = dict(steps=steps, batch=4, lr=1e-2, anchors=3, compiled=False)
+        def draw(layers):
+            return SeenRows(target, tokens, read_rows, layers, 4, 0, out, 1.0).batch
+
+        run, options = Run(out, steps, 1e-2), dict(anchors=3, compiled=False)
         if kind == "deer":
             made = deer.build_deer(target, 1, K, MASK, None)
-            deer.train_deer(target, made, Rows(target, tokens), learnt, out, **options)
+            deer.train_deer(target, made, draw(()), run, **options)
             return made.model.model.norm.weight
         made = dflash.build_block(target, 1, K + 1, MASK, read=2)
-        rows = Rows(target, tokens, made.config.layers)
-        dflash.train_block(target, made, rows, learnt, out, **options)
+        dflash.train_block(target, made, draw(made.config.layers), run, **options)
         return made.norm.weight
 
     before = [p.clone() for p in target.model.parameters()]
@@ -268,7 +272,7 @@ def test_a_diffusion_model_learns(tmp_path):
     lm = FullAttention(model(1), MASK, None, shift=1)
     rows = windows(stream, 0, 8, 40, 0)
     before = denoising_loss(lm, rows, 0)
-    train_diffusion(lm, stream, tmp_path, steps=12, batch=4, lr=1e-2, compiled=False)
+    train_diffusion(lm, stream, Run(tmp_path, 12, 1e-2), batch=4, compiled=False)
     assert denoising_loss(lm, rows, 0) < before
 
 

@@ -13,6 +13,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.training.msd import (
     Example,
+    build_msd,
     collate,
     msd_config,
     msd_loss,
@@ -21,6 +22,7 @@ from specmm.recipes.training.msd import (
     train_msd,
     visual_share,
 )
+from specmm.training import Run
 from tests.tiny.families import llava, random_model
 
 
@@ -42,10 +44,16 @@ def source(number, visual):
     )
 
 
+def trained(target, source, out, steps, lr=5e-5, config=None, **options):
+    head = build_msd(target, config)
+    train_msd(target, head, source, Run(out, steps, lr), **options)
+    return head
+
+
 @pytest.mark.slow
 def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
     options = dict(batch=4, lr=3e-3, autocast=False)
-    whole = train_msd(target, source, tmp_path / "whole", steps=61, **options)
+    whole = trained(target, source, tmp_path / "whole", steps=61, **options)
     curve = [line.split(",") for line in (tmp_path / "whole" / "loss.csv").read_text().splitlines()]
     assert curve[0] == ["step", "loss", "smooth_l1", "cross_entropy", "overlap", "overlap_last"]
     assert float(curve[-1][1]) < 0.8 * float(curve[1][1])
@@ -60,8 +68,8 @@ def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
 
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_msd.__globals__, "fit", saving_often(train_msd.__globals__["fit"]))
-        train_msd(target, dying, tmp_path / "killed", steps=61, **options)
-    again = train_msd(target, source, tmp_path / "killed", steps=61, **options)
+        trained(target, dying, tmp_path / "killed", steps=61, **options)
+    again = trained(target, source, tmp_path / "killed", steps=61, **options)
     for (name, weight), other in zip(
         whole.state_dict().items(), again.state_dict().values(), strict=True
     ):
@@ -76,7 +84,7 @@ def saving_often(fit):
 
 def test_only_the_head_learns_and_embeddings_stay(target, tmp_path):
     before = {k: v.clone() for k, v in target.model.state_dict().items()}
-    head = train_msd(
+    head = trained(
         target, source, tmp_path, steps=3, batch=2, config=msd_config(target, num_hidden_layers=2)
     )
     assert all(torch.equal(v, before[k]) for k, v in target.model.state_dict().items())
@@ -131,7 +139,7 @@ def test_heads_divide_widths_that_the_targets_do_not(sizes, heads, tmp_path):
     config = msd_config(odd)
     assert (config.num_attention_heads, config.num_key_value_heads) == heads
     assert (config.hidden_size, config.vocab_size) == (sizes["hidden_size"], 40)
-    train_msd(odd, source, tmp_path, steps=1, batch=2)
+    trained(odd, source, tmp_path, steps=1, batch=2)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +162,7 @@ def test_a_ramp_brings_the_pictures_early(target, tmp_path):
         shown.append(visual)
         return source(number, visual)
 
-    train_msd(target, watched, tmp_path, steps=8, batch=16, ramp=4, autocast=False)
+    trained(target, watched, tmp_path, steps=8, batch=16, ramp=4, autocast=False)
     shares = [sum(shown[16 * i : 16 * i + 16]) / 16 for i in range(8)]
     assert shares[0] == 0 and 0 < shares[2] < 0.8 and 0.6 < sum(shares[4:]) / 4 < 1
 
@@ -164,6 +172,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     for it.
     """
     from specmm.recipes import conversations, msd, recipe
+    from specmm.recipes.settings import Begun
     from specmm.recipes.source import Data
     from specmm.vlm.msd import load_msd
 
@@ -171,8 +180,14 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "model")
     reader = SimpleNamespace(stops=[2])
     monkeypatch.setattr(Data, "reader", lambda self, folder: reader)
-    opened = conversations.Conversations(None, source, lambda count: None, reader, collate)
+
+    def rows(count):
+        return [source(i, True) for i in range(4)]
+
+    opened = conversations.Conversations(rows, source, lambda count: None, reader, collate)
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
+    monkeypatch.setattr("specmm.vlm.pipeline.load_processor", lambda folder: None)
+    monkeypatch.setattr(Begun, "tau", lambda *_: None)
     monkeypatch.setattr(msd, "acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(
         model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path

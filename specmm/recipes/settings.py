@@ -1,0 +1,218 @@
+"""How drafters are trained, as recipes' settings name it, and what all such recipes do: where the
+drafter goes, the target, the loop's :class:`specmm.training.Run`, and the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specmm import __version__, methods
+from specmm.decode import EndTokens, decode
+from specmm.derived import digest
+from specmm.files import writable
+from specmm.hardware import Place
+from specmm.hf.drafting import KINDS, assemble, row_uniforms
+from specmm.hf.placing import Placing
+from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.recipes.recipe import Amount, Count, Found, Places, Recipe, Seed, Size, beside
+from specmm.recipes.training.seen import SeenRows
+from specmm.text.pipeline import TextPipeline
+from specmm.training import Run, check_same, one_first, own_device
+from specmm.vlm.loading import is_composed
+from specmm.vlm.pipeline import VQAPipeline
+
+# settings that may be others when a run goes on
+APART = {"out", "replace", "steps", "epochs", "save_every", "measure_every", "tracker"}
+APART |= {"keep", "device", "device_map"}
+LONG = 60  # characters of a setting that are shown
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training's loop and its results."""
+
+    steps: Count
+    batch: Count
+    lr: Amount
+    warmup: Size
+    accumulate: Count
+    seed: Seed
+    replace: bool
+    out: Path
+    save_every: Amount
+    tracker: str
+    device: str | None
+
+    def begun(self, model: str, kind: str, recipe: Recipe) -> Begun:
+        """That of a drafter of method ``kind`` for ``model``.
+
+        Raises ``ValueError`` for a model and for folders that cannot be written to, for a drafter
+        that is there and stays, and for a run that was begun with other settings.
+        """
+        folder = beside(model, find_target(model))
+        place = folder / "drafters" / KINDS[kind].place
+        if (place / "config.json").exists() and not self.replace:
+            raise ValueError(
+                f"{place} exists, give --set replace=true to train another in its place"
+            )
+        writable(place.parent)
+        writable(self.out)
+        found = Begun(self, model, folder, place, facts_of(recipe))
+        check_same(self.out, found.facts)
+        return found
+
+    def run(self, facts: Mapping[str, object], **more: Any) -> Run:
+        """The loop, made of ``facts``."""
+        options: dict[str, Any] = dict(warmup=self.warmup, accumulate=self.accumulate)
+        options |= dict(save_every=self.save_every, tracker=self.tracker, batch=self.batch)
+        options |= dict(made_of=facts, steps=self.steps)
+        return Run(self.out, lr=self.lr, **options | more)
+
+
+@dataclass(frozen=True)
+class Targeted(Training):
+    """A training on what a target thinks, which is loaded as it is served, and measured with it."""
+
+    epochs: Amount | None
+    scenes: Count
+    measure_every: Size
+    keep: Amount
+    dtype: str | None
+    device_map: str | None
+
+    def load(self, folder: Path) -> VLMTarget:
+        """The model in ``folder``, which is learnt from, in its dtype and on its device."""
+        place = Place.named(own_device(self.device), self.dtype, device_map=self.device_map)
+        where = folder if is_composed(folder) else weights_folder(folder)
+        placing = Placing.of(where, place, self.device_map)
+        kind: Any = VQAPipeline if sees(folder) else TextPipeline
+        model, _ = kind.placed(folder, placing)
+        return VLMTarget(model.requires_grad_(False), Processor(), str(folder))
+
+
+def facts_of(recipe: Recipe) -> dict[str, str]:
+    """What a run is made of that goes on in its folder: the version, and settings by name."""
+    found = {"specmm": __version__}
+    for name, value in recipe.settings.items():
+        if name not in APART:
+            value = value.places if isinstance(value, Places) else value
+            value = list(map(str, value)) if isinstance(value, list) else value
+            found[name] = _short(str(value))
+    return found
+
+
+def _short(text: str) -> str:
+    """``text``, or its end and a digest of it."""
+    if len(text) <= LONG:
+        return text
+    return f"…{text[-LONG:]} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def sees(folder: Path) -> bool:
+    """Whether the model in ``folder`` reads pictures."""
+    return is_composed(folder) or hasattr(load_config(weights_folder(folder)), "vision_config")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A drafter's training: for ``model`` in ``folder``, to be written to ``place``; its run is
+    made of ``facts``.
+    """
+
+    training: Any  # a Training, or a Targeted
+    model: str
+    folder: Path
+    place: Path
+    facts: Mapping[str, str]
+
+    @cached_property
+    def target(self) -> VLMTarget:
+        """What is learnt from."""
+        found: VLMTarget = self.training.load(self.folder)
+        return found
+
+    def pipeline(self, method: str = "ar") -> Any:
+        """The model with a ``method``, which answers where its target learns."""
+        own = self.training
+        kind: Any = VQAPipeline if sees(self.folder) else TextPipeline
+        where = None if own.device_map else own_device(own.device)
+        options = dict(device=where, dtype=own.dtype, device_map=own.device_map)
+        return kind.from_pretrained(self.folder, method=method, **options)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's own."""
+        return load_tokenizer(weights_folder(self.folder))
+
+    def mask(self, given: int | None) -> int:
+        """The mask token; raises ``ValueError`` where the tokenizer has none and none is given."""
+        found = self.tokenizer.mask_token_id if given is None else given
+        if found is None:
+            raise ValueError(
+                "tokenizer must have a mask token for a block drafter, got none; "
+                "give one of its ids as mask"
+            )
+        return int(found)
+
+    def seen(self, lessons: Any, layers: Sequence[int]) -> SeenRows:
+        """Batches of the ``lessons``, of whose target so many ``layers`` are read."""
+        own = self.training
+        options = (own.batch, own.seed, own.out, own.keep)
+        return SeenRows(self.target, lessons.rows, lessons.read, layers, *options)
+
+    def run(self, rows: Sequence[Any], key: str, **more: Any) -> Run:
+        """The loop over ``rows``, of which ``key`` is a digest."""
+        own = self.training
+        if own.epochs:
+            more["steps"] = math.ceil(own.epochs * len(rows) / (own.batch * own.accumulate))
+        made = {**self.facts, "rows learnt": key, "target": digest(self.target.model)}
+        found: Run = own.run(made, measure_every=own.measure_every, **more)
+        return found
+
+    def tau(
+        self, kind: str, drafter: Any, prompt: VLMPrompt, ends: Sequence[int]
+    ) -> Callable[[], dict[str, float]]:
+        """What measures the ``drafter`` while it learns: tokens a round of greedy answers to
+        ``prompt``, until ``ends``, drafted in chains by the method ``kind``.
+        """
+        target = self.target
+        method = methods.make(methods.GENERATE, kind)
+        if hasattr(method, "top_k"):
+            method = dataclasses.replace(method, top_k=1, total=method.depth + 2)
+
+        def measure() -> dict[str, float]:
+            judge = VLMTarget(target.model, Processor(0.0), target.name)
+            own, rule = assemble(method, judge, as_served(drafter, target.dtype))
+            stop = EndTokens(ends, target.device)
+            given = (prompt, prompt.max_new_tokens, row_uniforms(prompt))
+            *_, end = decode(judge, own, rule, *given, stop=stop)
+            return {"tau": end.stats.tau}
+
+        return measure
+
+    def end(self, save: Callable[[], object], run: Run) -> Found:
+        """What the training has made: the first process has it written by ``save``."""
+        with one_first() as first:
+            if first:
+                save()
+        kind = self.place.name
+        return {"kind": kind, "model": self.model, "steps": run.steps, "outputs": [str(self.place)]}
+
+
+def as_served(drafter: Any, dtype: torch.dtype) -> Any:
+    """``drafter`` as it drafts: itself, or a copy in ``dtype`` where its weights are in another."""
+    first = next(drafter.parameters()) if isinstance(drafter, torch.nn.Module) else None
+    return drafter if first is None or first.dtype == dtype else copy.deepcopy(drafter).to(dtype)

@@ -1,0 +1,164 @@
+"""What all trainings of drafters share: runs that go on only as what they were, several processes,
+states that take no memory, and drafters that are measured while they learn.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specmm.derived import digest
+from specmm.hf.target import VLMTarget
+from specmm.processors import Processor
+from specmm.recipes.recipe import train
+from specmm.recipes.source import read_rows
+from specmm.recipes.training.seen import Seen, SeenRows
+
+OPTIONS = dict(rows=12, batch=4, drawn=0.5, scenes=2, rollout=2, inner=16, replace=True)
+
+
+@pytest.fixture
+def model(text_folder, tmp_path):
+    return shutil.copytree(text_folder, tmp_path / "model")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Two of them."""
+    lines = {
+        "a.txt": "def add{0}(a, b):\n    return a + b + {0}\n",
+        "b.txt": "class A{0}: x = {0}\n",
+    }
+    for name, line in lines.items():
+        (tmp_path / name).write_text("".join(line.format(i) for i in range(400)))
+    return [tmp_path / name for name in lines]
+
+
+def weights(model, kind="eagle3"):
+    return load_file(model / "drafters" / kind / "model.safetensors")
+
+
+def test_a_run_goes_on_only_as_what_it_was(model, texts, tmp_path):
+    given = dict(model=model, out=tmp_path / "run", **OPTIONS)
+    train("eagle3", text=texts[0], steps=2, **given)
+    before = weights(model)
+    for changes, said in (
+        ({"lr": 1e-4, "seed": 7, "rollout": 1}, "lr was 0.001, is 0.0001; .*rollout was 2, is 1"),
+        ({"text": texts[1]}, "text was .*a.txt.*, is .*b.txt"),
+        ({"max_length": 40}, "max_length was None, is 40"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train("eagle3", **given | {"text": texts[0], "steps": 2} | changes)
+    with pytest.raises(ValueError, match="has 2 steps, more than the 1 asked"):
+        train("eagle3", text=texts[0], steps=1, **given)
+    texts[0].write_text(texts[1].read_text())
+    with pytest.raises(ValueError, match=r"rows learnt was .*, is "):
+        train("eagle3", text=texts[0], steps=2, **given)
+    after = weights(model)
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_another_models_run_is_not_gone_on_with(model, texts, tmp_path):
+    """Not even where its weights have the same signs, and its folder the same name."""
+    given = dict(model=model, text=texts[0], out=tmp_path / "run", **OPTIONS | {"drawn": 0})
+    train("eagle3", steps=2, **given)
+    file = model / "model.safetensors"
+    save_file({k: 1.5 * v for k, v in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"another training \(target was .*, is .*\): give"):
+        train("eagle3", steps=2, **given)
+
+
+@pytest.mark.slow
+def test_a_drafter_that_diverges_leaves_the_good_one(model, texts, tmp_path):
+    given = dict(model=model, text=texts[0], layers=1, block=3, rows=8, batch=4, drawn=0, read=1)
+    with torch._dynamo.config.patch(disable=True):
+        train("dflash", steps=2, out=tmp_path / "a", **given, replace=True)
+        before = weights(model, "block")
+        with pytest.raises(ValueError, match="give a smaller lr"):
+            train("dflash", steps=3, lr=1e30, out=tmp_path / "b", **given, replace=True)
+    after = weights(model, "block")
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_drafter(model, texts, tmp_path):
+    words = [f"{name}={value}" for name, value in OPTIONS.items()]
+    words += [f"text={texts[0]}", "steps=21", "lr=1e-3"]
+    code = "from specmm.cli import main; main()"
+    (tmp_path / "run.py").write_text(code)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = {}
+    for count in (1, 2):
+        out = tmp_path / str(count)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
+        launch += ["--master_port", "29517", tmp_path / "run.py"]
+        command = [*launch, "train", "eagle3", model, "--set", *words, f"out={out}"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert (done.stdout + done.stderr).count("trained eagle3") == 1
+        rows = [line.split(",") for line in (out / "loss.csv").read_text().splitlines()]
+        found[count] = [[float(x or 0) for x in row] for row in rows[1:]]
+    assert len(found[1]) == 2
+    torch.testing.assert_close(found[2], found[1], rtol=0, atol=1e-4)
+
+
+class Counting:
+    """What reads rows, and how often."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, rows):
+        self.calls += 1
+        return read_rows(rows)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.0, 4000 / 2**30])
+def test_states_take_the_disk_that_was_given_and_no_memory(text_target, tmp_path, keep, capsys):
+    read, rows = Counting(), [torch.arange(3 + i, 11 + i) for i in range(6)]
+    seen = SeenRows(text_target, rows, read, (0,), 2, 0, tmp_path, keep)
+    told = capsys.readouterr().err
+    batches = [seen.batch(step) for step in range(9)]  # three epochs
+    files = list(seen.kept.folder.iterdir())
+    size = sum(x.nbytes for x in seen._seen(0).tensors().values())
+    kept = min(int(keep * 2**30 // size), 3)
+    assert len(files) == len(seen.kept.numbers) == kept
+    assert read.calls == {3: 3, 0: 11}.get(kept, read.calls) and "MiB a row" in told
+    assert f"those of {min(2 * int(keep * 2**30 // size), 6)} of 6 rows are kept" in told
+    held = [x for x in vars(seen.kept).values() if isinstance(x, torch.Tensor | Seen)]
+    assert not held
+    for epoch in (batches[:3], batches[3:6], batches[6:]):
+        assert sorted(int(row[0]) for batch in epoch for row in batch.tokens) == list(range(3, 9))
+    folder = seen.kept.folder
+    del seen
+    assert not folder.exists()
+
+
+@pytest.fixture
+def text_target(text_folder):
+    from specmm import TextPipeline
+
+    return VLMTarget(TextPipeline.from_pretrained(text_folder).model, Processor(), "text")
+
+
+def test_the_last_batch_is_filled_up(text_target, tmp_path):
+    rows = [torch.arange(3 + i, 11 + i) for i in range(5)]
+    seen = SeenRows(text_target, rows, read_rows, (), 2, 0, tmp_path, 1.0)
+    found = [len(seen.batch(step).tokens) for step in range(3)]
+    assert found == [2, 2, 2]
+
+
+def test_all_weights_are_in_a_digest():
+    network = torch.nn.Linear(300, 7)
+    before = digest(network)
+    for change in (lambda x: x[3, 5].mul_(1.01), lambda x: x[:2].copy_(x[:2].flip(0))):
+        kept = network.weight.detach().clone()
+        change(network.weight.data)
+        assert digest(network) != before
+        network.weight.data.copy_(kept)
+    network.weight.data.copy_(network.weight.data.roll(8, -1))
+    assert digest(network) != before
