@@ -9,7 +9,7 @@ from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafters.mtp_layers import layers_of, save_layers, told_layers
 from specmm.hf.pretrained import load_config
 from specmm.recipes.recipe import Count, Found, Recipe, Size
-from specmm.recipes.settings import Targeted, as_served, sees
+from specmm.recipes.settings import Targeted, served, sees
 from specmm.recipes.source import Source
 from specmm.recipes.training.rollout import RolledEagle3, RolledMtp, build_eagle3, train_rollout
 
@@ -34,15 +34,15 @@ def eagle3(
     lessons = source.lessons(begun)
     target = begun.target
     head = build_eagle3(target, layers, inner, lessons.vocabulary(vocabulary), picture_slots)
-    measure = begun.tau("eagle3", head, lessons.prompt, lessons.ends)
+    measure = begun.tau("eagle3", head, head, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw = begun.seen(lessons, head.config.layers).batch
     output = target.family.logits_of(head.ids)
     train_rollout(head, RolledEagle3(head), output, draw, run, rollout=rollout, slots=slots)
 
     def save() -> None:
-        served = as_served(head, target.dtype)
-        head.acceptance = acceptance_of(target, served, [lessons.prompt], lessons.ends)
+        with served(head, target.dtype):
+            head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
         save_eagle3(head, begun.place, target.model)
 
     return begun.end(save, run)
@@ -58,7 +58,7 @@ def mtp(
     target = begun.target
     layers = layers_of(target.model)
     rolled = RolledMtp(layers, target, rollout)
-    measure = begun.tau("mtp", layers, lessons.prompt, lessons.ends)
+    measure = begun.tau("mtp", layers, rolled.network, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw, output = begun.seen(lessons, ()).batch, target.family.logits
     train_rollout(rolled.network, rolled, output, draw, run, rollout=rollout, slots=slots)

@@ -10,7 +10,7 @@ import torch
 
 from specmm.hf.drafters.features import acceptance_of
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
-from specmm.recipes.settings import Targeted, as_served
+from specmm.recipes.settings import Targeted, served
 from specmm.recipes.source import Data, key_of
 from specmm.recipes.training.msd import build_msd, msd_config, train_msd
 from specmm.training import one_first
@@ -41,15 +41,15 @@ def msd(
     sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
     head = build_msd(target, msd_config(target, **sizes), training.seed)
     rows = opened.rows(None)
-    measure = begun.tau("msd", head, prompt, ends)
+    measure = begun.tau("msd", head, head, prompt, ends)
     run = begun.run(rows, key_of(chat.said for chat in rows), measure=measure)
     options: dict[str, Any] = dict(noise=noise, probs_weight=probs_weight, passes=passes)
     options |= dict(batch=training.batch, seed=training.seed, ramp=ramp, read=opened.read)
     train_msd(target, head, opened.draw, run, sorts=opened.sorts, **options)
 
     def save() -> None:
-        served = as_served(head, target.dtype)
-        head.acceptance = acceptance_of(target, served, [prompt], ends)
+        with served(head, target.dtype):
+            head.acceptance = acceptance_of(target, head, [prompt], ends)
         save_msd(head, begun.place, dtype=torch.bfloat16, embeddings=False)
 
     return begun.end(save, run)

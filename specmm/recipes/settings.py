@@ -4,17 +4,18 @@ drafter goes, the target, the loop's :class:`specmm.training.Run`, and the end.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from specmm import __version__, methods
 from specmm.decode import EndTokens, decode
@@ -183,10 +184,10 @@ class Begun:
         return found
 
     def tau(
-        self, kind: str, drafter: Any, prompt: VLMPrompt, ends: Sequence[int]
+        self, kind: str, drafter: Any, network: nn.Module, prompt: VLMPrompt, ends: Sequence[int]
     ) -> Callable[[], dict[str, float]]:
-        """What measures the ``drafter`` while it learns: tokens a round of greedy answers to
-        ``prompt``, until ``ends``, drafted in chains by the method ``kind``.
+        """What measures the ``drafter`` while its ``network`` learns: tokens a round of greedy
+        answers to ``prompt``, until ``ends``, drafted in chains by the method ``kind``.
         """
         target = self.target
         method = methods.make(methods.GENERATE, kind)
@@ -195,10 +196,10 @@ class Begun:
 
         def measure() -> dict[str, float]:
             judge = VLMTarget(target.model, Processor(0.0), target.name)
-            own, rule = assemble(method, judge, as_served(drafter, target.dtype))
             stop = EndTokens(ends, target.device)
             given = (prompt, prompt.max_new_tokens, row_uniforms(prompt))
-            *_, end = decode(judge, own, rule, *given, stop=stop)
+            with served(network, target.dtype):
+                *_, end = decode(judge, *assemble(method, judge, drafter), *given, stop=stop)
             return {"tau": end.stats.tau}
 
         return measure
@@ -212,7 +213,17 @@ class Begun:
         return {"kind": kind, "model": self.model, "steps": run.steps, "outputs": [str(self.place)]}
 
 
-def as_served(drafter: Any, dtype: torch.dtype) -> Any:
-    """``drafter`` as it drafts: itself, or a copy in ``dtype`` where its weights are in another."""
-    first = next(drafter.parameters()) if isinstance(drafter, torch.nn.Module) else None
-    return drafter if first is None or first.dtype == dtype else copy.deepcopy(drafter).to(dtype)
+@contextmanager
+def served(network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """A block in which the weights of a ``network`` that learns in float32 are in ``dtype``, in
+    which it drafts.
+    """
+    own = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
+    kept = [weight.data for weight in own]
+    for weight in own:
+        weight.data = weight.data.to(dtype)
+    try:
+        yield
+    finally:
+        for weight, data in zip(own, kept, strict=True):
+            weight.data = data

@@ -55,7 +55,7 @@ def deer(
     target, end = begun.target, begun.tokenizer.eos_token_id
     drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)
     lessons = source.lessons(begun)
-    measure = begun.tau("deer", drafter, lessons.prompt, lessons.ends)
+    measure = begun.tau("deer", drafter, drafter.model, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=training.seed)
     train_deer(target, drafter, begun.seen(lessons, ()).batch, run, **options)
@@ -99,7 +99,7 @@ def dflash(
         known = lessons.vocabulary(vocabulary)
         sizes = (layers, block + 1, hidden, read, inner, markov, recurrent)
         drafter = build_block(target, *sizes, known)
-    measure = begun.tau("block", drafter, lessons.prompt, lessons.ends)
+    measure = begun.tau("block", drafter, drafter, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw = begun.seen(lessons, drafter.config.layers).batch
     train_block(target, drafter, draw, run, fade=fade, seed=training.seed)

@@ -2,6 +2,8 @@
 states that take no memory, and drafters that are measured while they learn.
 """
 
+import json
+import math
 import os
 import shutil
 import subprocess
@@ -9,14 +11,18 @@ import sys
 
 import pytest
 import torch
+import torch._dynamo.config
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from specmm import zoo
 from specmm.derived import digest
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.recipe import train
 from specmm.recipes.source import read_rows
 from specmm.recipes.training.seen import Seen, SeenRows
+from tests.tiny.mtp_models import save
 
 OPTIONS = dict(rows=12, batch=4, drawn=0.5, scenes=2, rollout=2, inner=16, replace=True)
 
@@ -162,3 +168,39 @@ def test_all_weights_are_in_a_digest():
         network.weight.data.copy_(kept)
     network.weight.data.copy_(network.weight.data.roll(8, -1))
     assert digest(network) != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "deer", "mtp", "msd"])
+def test_targets_in_bfloat16(kind, model, texts, tmp_path):
+    """They teach, their drafters are measured, and learn in float32."""
+    own = dict(text=texts[0], rows=8, drawn=0.5)
+    own |= {"eagle3": dict(rollout=2, inner=16), "mtp": dict(rollout=2), "msd": dict(width=32)}.get(
+        kind, dict(layers=1, block=3)
+    )
+    if kind == "dflash":
+        own["read"] = 1
+    if kind == "mtp":
+        model = save("glm", tmp_path / "glm", 1)
+        texts[0].write_text("a b c d e f g h " * 400)
+    if kind == "msd":
+        model, own["data"] = llava(tmp_path)
+        del own["text"], own["rows"], own["drawn"]
+    given = dict(model=model, steps=2, batch=4, scenes=2, replace=True, out=tmp_path / "run")
+    with torch._dynamo.config.patch(disable=True):
+        train(kind, **given, dtype="bfloat16", **own)
+    last = (tmp_path / "run" / "loss.csv").read_text().splitlines()[-1].split(",")
+    assert all(math.isfinite(float(value)) for value in last) and float(last[-1]) >= 1
+    kept = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
+    assert {x.dtype for x in kept.values() if x.is_floating_point()} == {torch.float32}
+
+
+def llava(folder):
+    """pocket/llava without drafters, and chats for it."""
+    Image.new("RGB", (48, 48), "red").save(folder / "a.png")
+    rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ignore = shutil.ignore_patterns("drafters")
+    return shutil.copytree(
+        zoo.POCKET / "llava", folder / "llava", ignore=ignore
+    ), folder / "a.jsonl"
