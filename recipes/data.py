@@ -18,11 +18,11 @@ from recipes.scenes.composed import encoder
 from recipes.scenes.packing import Encoder, to_pixels
 from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
+from specmm.chats.forms import Chat
+from specmm.chats.tokens import ChatReader
 from specmm.extras import install
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
-from specmm.recipes.chat_tokens import ChatReader
-from specmm.recipes.chats import Chat
 from specmm.recipes.conversations import LONGEST, Conversations, Opening
 from specmm.recipes.pictures import Pictures
 from specmm.recipes.training.msd import MOSTLY, Example, collate

@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from specmm.chats.forms import Chat
+from specmm.chats.tokens import ChatReader
 from specmm.checkpoints import read_json
 from specmm.files import writable, write_whole
-from specmm.recipes.chat_tokens import ChatReader
-from specmm.recipes.chats import Chat
 from specmm.recipes.training.drawn_rows import made_by
 
 TEMPERATURES = (0.0, 1.0)  # of answers, by question

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from specmm.chats.forms import Chat, Unusable, bytes_of, chat_of, rows_of
+from specmm.chats.tokens import ChatReader
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.recipes.chat_tokens import ChatReader
-from specmm.recipes.chats import Chat, Unusable, bytes_of, chat_of, rows_of
 from specmm.recipes.training.msd import Read
 from specmm.vlm.pictures import ADDRESS, fetched, open_image
 from specmm.vlm.videos import open_video

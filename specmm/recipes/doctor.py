@@ -29,7 +29,7 @@ from specmm.hf.drafting import row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.training.msd import answered
+from specmm.chats.tokens import answered
 from specmm.recipes.training.rollout import rollout_bias
 from specmm.vlm.msd import MSDHead
 

@@ -9,7 +9,7 @@ from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafters.mtp_layers import layers_of, save_layers, told_layers
 from specmm.hf.pretrained import load_config
 from specmm.recipes.recipe import Count, Found, Recipe, Size
-from specmm.recipes.settings import Targeted, served, sees
+from specmm.recipes.settings import Targeted, sees, served
 from specmm.recipes.source import Source
 from specmm.recipes.training.rollout import RolledEagle3, RolledMtp, build_eagle3, train_rollout
 

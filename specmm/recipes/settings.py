@@ -197,9 +197,10 @@ class Begun:
         def measure() -> dict[str, float]:
             judge = VLMTarget(target.model, Processor(0.0), target.name)
             stop = EndTokens(ends, target.device)
-            given = (prompt, prompt.max_new_tokens, row_uniforms(prompt))
+            length, uniforms = prompt.max_new_tokens, row_uniforms(prompt)
             with served(network, target.dtype):
-                *_, end = decode(judge, *assemble(method, judge, drafter), *given, stop=stop)
+                own, rule = assemble(method, judge, drafter)
+                *_, end = decode(judge, own, rule, prompt, length, uniforms, stop=stop)
             return {"tau": end.stats.tau}
 
         return measure

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.chats.tokens import ChatReader
 from specmm.checkpoints import read_json
 from specmm.hf.families import room_of
 from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.recipes.answers import answered
-from specmm.recipes.chat_tokens import ChatReader
 from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
 from specmm.recipes.recipe import Count, Places, Share
 from specmm.recipes.settings import Begun, sees

@@ -17,9 +17,9 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
+from specmm.chats.forms import Chat
+from specmm.chats.tokens import ChatReader
 from specmm.hf.drafters.files import read_acceptance
-from specmm.recipes.chat_tokens import ChatReader
-from specmm.recipes.chats import Chat
 from specmm.recipes.recipe import train
 from specmm.vlm.loading import load_processor
 

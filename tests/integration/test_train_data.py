@@ -14,10 +14,10 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from specmm import TextPipeline, zoo
+from specmm.chats.forms import chat_of
 from specmm.hf.pretrained import load_tokenizer
 from specmm.recipes import recipe as recipes
 from specmm.recipes.answers import answered
-from specmm.recipes.chats import chat_of
 from specmm.recipes.conversations import Opening, conversations
 from specmm.recipes.recipe import Places, train
 from specmm.recipes.settings import Targeted

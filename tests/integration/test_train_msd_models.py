@@ -17,14 +17,14 @@ from recipes.scenes.kinds import KINDS
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, custom_generate
+from specmm.chats.forms import Chat, chat_of
+from specmm.chats.tokens import ChatReader
 from specmm.decode import decode
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.chat_tokens import ChatReader
-from specmm.recipes.chats import Chat, chat_of
 from specmm.recipes.recipe import train
 from specmm.recipes.training.msd import read_slots
 from specmm.shape.trees import spine

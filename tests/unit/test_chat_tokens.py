@@ -3,8 +3,8 @@
 import pytest
 
 from recipes.training.coder import build_tokenizer
-from specmm.recipes.chat_tokens import ChatReader
-from specmm.recipes.chats import Chat, Unusable, chat_of
+from specmm.chats.forms import Chat, Unusable, chat_of
+from specmm.chats.tokens import ChatReader
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from specmm.recipes.chats import Unusable, chat_of, rows_of
+from specmm.chats.forms import Unusable, chat_of, rows_of
 
 CALL = {"name": "add", "arguments": '{"a": 1}'}
 TEXT = {"type": "text", "text": "q"}

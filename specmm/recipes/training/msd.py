@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.hf.drafters.features import next_positions
-from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
+from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.training import Losses, Run, fit, seeded, share
 from specmm.vlm.msd import MSDConfig, MSDHead
@@ -81,29 +81,6 @@ def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
         name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names
     }
     return VLMPrompt({"input_ids": ids, "attention_mask": mask} | vision, 1), answers
-
-
-def answered(
-    prompt: VLMPrompt, answers: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
-) -> tuple[VLMPrompt, Tensor]:
-    """``prompt`` with the ids of each row's answer after it, and which tokens are ``learnt``, of
-    those of answers, [B, L].
-    """
-    said = padded([list(ids) for ids in answers])
-    counted = padded([list(map(int, each)) for each in learnt])["input_ids"]
-    said_mask = said["attention_mask"]
-    count = said_mask.shape[1]
-    where = prompt.lengths[:, None] + torch.arange(count)
-    width = int((prompt.lengths + said_mask.sum(1)).max())
-    nothing = torch.zeros_like(said_mask)  # the kind of a text's token, to every model
-
-    def longer(values: Tensor, new: Tensor) -> Tensor:
-        return F.pad(values, (0, count)).scatter(1, where, new.to(values))[:, :width]
-
-    given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
-    tokens = {k: longer(values, said.get(k, nothing)) for k, values in given.items()}
-    spoken = longer(torch.zeros_like(prompt.mask), counted)
-    return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken
 
 
 def build_msd(target: VLMTarget, config: MSDConfig | None = None, seed: int = 0) -> MSDHead:

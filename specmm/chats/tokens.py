@@ -17,13 +17,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jinja2 import TemplateError
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.recipes.chats import KINDS, REASONING, Chat, Message, Unusable
-from specmm.recipes.training.msd import answered
+from specmm.chats.forms import KINDS, REASONING, Chat, Message, Unusable
+from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.vlm import wording
 from specmm.vlm.asking import Questions
 
@@ -391,3 +391,26 @@ def _alike(one: str, other: str) -> int:
 def _shown(chat: Chat) -> Questions:
     """What is shown in ``chat``, opened."""
     return Questions.of([list(chat.images)], ["?"], videos=[list(chat.videos)])
+
+
+def answered(
+    prompt: VLMPrompt, answers: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
+) -> tuple[VLMPrompt, Tensor]:
+    """``prompt`` with the ids of each row's answer after it, and which tokens are ``learnt``, of
+    those of answers, [B, L].
+    """
+    said = padded([list(ids) for ids in answers])
+    counted = padded([list(map(int, each)) for each in learnt])["input_ids"]
+    said_mask = said["attention_mask"]
+    count = said_mask.shape[1]
+    where = prompt.lengths[:, None] + torch.arange(count)
+    width = int((prompt.lengths + said_mask.sum(1)).max())
+    nothing = torch.zeros_like(said_mask)  # the kind of a text's token, to every model
+
+    def longer(values: Tensor, new: Tensor) -> Tensor:
+        return F.pad(values, (0, count)).scatter(1, where, new.to(values))[:, :width]
+
+    given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
+    tokens = {k: longer(values, said.get(k, nothing)) for k, values in given.items()}
+    spoken = longer(torch.zeros_like(prompt.mask), counted)
+    return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken

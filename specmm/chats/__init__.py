@@ -1,0 +1,1 @@
+"""Chats as people keep them, read into a model's own tokens."""
