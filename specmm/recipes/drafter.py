@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 
 from specmm import zoo
+from specmm.derived import digest
 from specmm.files import writable
 from specmm.guidance import Guidance
 from specmm.image_ar.pipeline import picture_type
@@ -27,13 +28,17 @@ from specmm.image_ar.tokens.loading import (
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
-from specmm.recipes.recipe import Amount, Count, Found, Open, Seed, Size, beside
+from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
+from specmm.recipes.settings import facts_of
+from specmm.recipes.source import key_of
 from specmm.recipes.training.block_drafter import measure_acceptance, measure_taus, train_block
 from specmm.recipes.training.eagle_drafter import train_eagle
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.registry import unknown
+from specmm.training import Run, check_same, one_first
 
 KINDS = ("block", "eagle")
+LR = {"block": 1e-3, "eagle": 1e-4}
 AT_ONCE = 96  # pictures that the target draws
 
 
@@ -59,15 +64,16 @@ def drafter(
     start: Path | None,
     replace: bool,
     out: Path | None,
+    recipe: Recipe,
 ) -> Found:
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     place, result = drafter_folders(model, kind, replace)
     folder = writable(out or Path("runs") / kind)
-    options: dict[str, Any] = dict(
-        steps=steps, batch=batch, seed=seed, **({"lr": lr} if lr else {})
-    )
+    facts = facts_of(recipe)
+    check_same(folder, facts)
+    options: dict[str, Any] = dict(batch=batch, seed=seed)
     if kind != "block" and (start is not None or only_drawn):
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
@@ -76,17 +82,23 @@ def drafter(
         overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg)
     )
     options |= {"noise": noise} if kind == "eagle" else block
-    target, *examples = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
+    with one_first():
+        target, *examples = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
     read = _layers(aux_layers, target.config.n_layer)
     sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
     if start is not None:
         options["start"] = begun = load_block(start, target)
         sizes = vars(begun.config) | ({"inner": inner} if inner else {})
         sizes["levels"] = max(levels, begun.config.levels)
-    head = _train_drafter(kind, (target, *examples), sizes, folder, options)
-    save_drafters({kind: head}, result.parent, target, torch.bfloat16)
-    if kind == "block":
-        _note_acceptance(place, target, head)
+    facts |= {"pictures learnt": key_of(x.numpy().tobytes() for x in examples)}
+    facts |= {"target": digest(target)}
+    run = Run(folder, steps, lr or LR[kind], batch=batch, made_of=facts)
+    head = _train_drafter(kind, (target, *examples), sizes, run, options)
+    with one_first() as first:
+        if first:
+            save_drafters({kind: head}, result.parent, target, torch.bfloat16)
+            if kind == "block":
+                _note_acceptance(place, target, head)
     return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
 
 
@@ -128,14 +140,14 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
 
 
 def _train_drafter(
-    kind: str, examples: tuple[Any, ...], sizes: dict[str, Any], out: Path, options: dict[str, Any]
+    kind: str, examples: tuple[Any, ...], sizes: dict[str, Any], run: Run, options: dict[str, Any]
 ) -> Any:
     """A head trained on ``examples`` (target, tokens, labels); ``sizes`` are those of a block."""
     target, tokens, labels = examples
     if kind == "eagle":
-        return train_eagle(target, tokens, labels, out, ffn_dim=sizes["inner"] or None, **options)
+        return train_eagle(target, tokens, labels, run, ffn_dim=sizes["inner"] or None, **options)
     return train_block(
-        target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), out, **options
+        target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), run, **options
     )
 
 

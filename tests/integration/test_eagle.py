@@ -21,6 +21,7 @@ from specmm.randomness import Uniforms
 from specmm.recipes.training.block_drafter import seen_by
 from specmm.recipes.training.eagle_drafter import eagle_loss, train_eagle
 from specmm.shape.eagle2 import Dynamic
+from specmm.training import Run
 from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
 from tests.tiny.parts import random_weights
@@ -212,12 +213,15 @@ def loss_of(model, head):
 
 def test_training_lowers_the_loss_and_resumes(model, tmp_path):
     tokens, labels = data()
-    options = dict(batch=8, lr=6e-3, ffn_dim=24, compiled=False)
-    untrained = train_eagle(model, tokens, labels, tmp_path / "none", steps=0, **options)
-    straight = train_eagle(model, tokens, labels, tmp_path / "straight", steps=80, **options)
-    train_eagle(model, tokens, labels, tmp_path / "run", steps=30, **options)
+    options = dict(batch=8, ffn_dim=24, compiled=False)
+
+    def trained(name, steps):
+        return train_eagle(model, tokens, labels, Run(tmp_path / name, steps, 6e-3), **options)
+
+    untrained, straight = trained("none", 0), trained("straight", 80)
+    trained("run", 30)
     assert torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"] == 30
-    head = train_eagle(model, tokens, labels, tmp_path / "run", steps=80, **options)
+    head = trained("run", 80)
     assert all(
         torch.equal(a, b) for a, b in zip(head.parameters(), straight.parameters(), strict=True)
     )
@@ -229,4 +233,4 @@ def test_training_lowers_the_loss_and_resumes(model, tmp_path):
 def test_training_wants_classes():
     captioned = Transformer(replace(CONFIG, model_type="t2i", cls_token_num=3, caption_dim=4))
     with pytest.raises(ValueError, match="target must be class-conditional"):
-        train_eagle(captioned, *data(), None, steps=1)
+        train_eagle(captioned, *data(), None)

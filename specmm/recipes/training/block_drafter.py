@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.randomness import Uniforms
 from specmm.shape.trees import spine
-from specmm.training import Losses, Run, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded, share
 from specmm.verify import Recursive
 
 
@@ -56,19 +55,17 @@ def train_block(
     tokens: Tensor,
     labels: Tensor,
     config: BlockConfig,
-    out: Path,
+    run: Run,
     *,
-    steps: int,
     batch: int = 16,
     anchors: int = 32,
-    lr: float = 1e-3,
     overlap_weight: float = 1.0,
     dropout: float = 0.0,
     temperature: float = 1.0,
     seed: int = 0,
     start: BlockHead | None = None,
 ) -> BlockHead:
-    """Train on ``tokens`` [M, 2, T] with ``labels`` [M]; resumes from ``out/checkpoint.pt``.
+    """Train on ``tokens`` [M, 2, T] with ``labels`` [M].
 
     ``temperature`` is the one that pictures will be sampled at: the distributions compared are
     softened or sharpened by it. A larger ``overlap_weight`` late in training buys acceptance with
@@ -94,13 +91,14 @@ def train_block(
         mirrored, dropped = varied(batch, dropout, generator)
         last = target.config.block_size - config.levels
         at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
+        rows, mirrored, dropped, at = map(share, (rows, mirrored, dropped, at))
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
             cross_entropy, overlap = loss_of(classes, tokens[rows, mirrored], at)
         loss = cross_entropy + overlap_weight * (1 - overlap.mean())
         return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
 
-    fit(drafter, step, Run(out, steps, lr), weight_decay=0.01)
+    fit(drafter, step, run, weight_decay=0.01)
     return drafter
 
 

@@ -6,7 +6,6 @@ Shape letters: M pictures, B batch, T tokens of a picture, N places, C width, V 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.recipes.training.block_drafter import Seen, seen_by, varied
 from specmm.recipes.training.encoding import CLASS_DROPOUT
-from specmm.training import Losses, Run, batch_rows, fit, seeded
+from specmm.training import Losses, Run, batch_rows, fit, seeded, share
 
 PROBS_WEIGHT = 0.1  # of EAGLE's cross-entropy beside its SmoothL1
 
@@ -25,19 +24,16 @@ def train_eagle(
     target: Transformer,
     tokens: Tensor,
     labels: Tensor,
-    out: Path,
+    run: Run,
     *,
-    steps: int,
     batch: int = 16,
-    lr: float = 1e-4,
     noise: float = 0.2,
     weight_decay: float = 0.01,
     ffn_dim: int | None = None,
     seed: int = 0,
     compiled: bool = True,
 ) -> EagleHead:
-    """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M]; resumes from
-    ``out/checkpoint.pt``.
+    """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M].
 
     The head reads the target's hidden states, shifted by uniform noise in ±``noise`` · 256 / T, and
     learns the next one and the distribution that the target's output head makes of it, as EAGLE
@@ -64,11 +60,12 @@ def train_eagle(
         mirrored, dropped = varied(batch, CLASS_DROPOUT, generator)
         shape = (batch, length - 1, target.config.dim)
         shift = (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
+        rows, mirrored, dropped, shift = map(share, (rows, mirrored, dropped, shift))
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
             return made(classes, tokens[rows, mirrored], shift)
 
-    fit(head, step, Run(out, steps, lr), weight_decay=weight_decay)
+    fit(head, step, run, weight_decay=weight_decay)
     return head
 
 
