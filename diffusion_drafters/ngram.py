@@ -35,7 +35,7 @@ class SeenAfter(NamedTuple):
 
 class NGram:
     """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; made by
-    :func:`specmm.recipes.training.ngram.fit`.
+    :func:`specmm.recipes.diffusion.fit_proxy`.
 
     All logarithms are taken beforehand: a path search needs tens of thousands a second.
     """

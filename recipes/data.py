@@ -24,8 +24,8 @@ from specmm.extras import install
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.recipes.conversations import LONGEST, Conversations, Opening
+from specmm.recipes.msd import MOSTLY, Example, collate
 from specmm.recipes.pictures import Pictures
-from specmm.recipes.training.msd import MOSTLY, Example, collate
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import is_composed
 

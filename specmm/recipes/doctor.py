@@ -30,7 +30,7 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.chats.tokens import answered
-from specmm.recipes.training.rollout import rollout_bias
+from specmm.recipes.features import rollout_bias
 from specmm.vlm.msd import MSDHead
 
 DEPTH = 5  # drafts of a chain

@@ -1,17 +1,39 @@
-"""Drafters of text and vision-language models that read the target's states: EAGLE-3 heads
-(``eagle3``), and a target's own MTP layers (``mtp``); written to the model's ``drafters/``.
+"""Drafters that read the target's states and learn from their own drafts: EAGLE-3 heads (arXiv
+2503.01840; ``eagle3``) and a target's own MTP layers (FastMTP, arXiv 2509.18362; ``mtp``).
+
+In step k of a rollout every slot reads the state that step k - 1 predicted for its place, and
+attends what it will when it drafts: the target's states of the text before the root, and the slots
+of the drafts since. All slots are rolled out at once.
+
+Shape letters: B batch, L positions, M slots that count, F layers read, C width, v the head's
+vocabulary.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig
+
 from specmm.hf.drafters.eagle3_files import save_eagle3
+from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.features import acceptance_of
-from specmm.hf.drafters.mtp_layers import layers_of, save_layers, told_layers
+from specmm.hf.drafters.mtp_layers import MtpLayers, layers_of, save_layers, told_layers
+from specmm.hf.drafters.picture_slots import packed
+from specmm.hf.families import cache_name
 from specmm.hf.pretrained import load_config
+from specmm.hf.target import VLMTarget
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted, sees, served
 from specmm.recipes.source import Source
-from specmm.recipes.training.rollout import RolledEagle3, RolledMtp, build_eagle3, train_rollout
+from specmm.recipes.training.seen import Seen
+from specmm.training import MUON, Losses, Run, fit, seeded
 
 
 def eagle3(
@@ -38,7 +60,7 @@ def eagle3(
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw = begun.seen(lessons, head.config.layers).batch
     output = target.family.logits_of(head.ids)
-    train_rollout(head, RolledEagle3(head), output, draw, run, rollout=rollout, slots=slots)
+    _learn(head, RolledEagle3(head), output, draw, run, rollout, slots)
 
     def save() -> None:
         with served(head, target.dtype):
@@ -61,5 +83,222 @@ def mtp(
     measure = begun.tau("mtp", layers, rolled.network, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw, output = begun.seen(lessons, ()).batch, target.family.logits
-    train_rollout(rolled.network, rolled, output, draw, run, rollout=rollout, slots=slots)
+    _learn(rolled.network, rolled, output, draw, run, rollout, slots)
     return begun.end(lambda: save_layers(layers, begun.place, target.model), run)
+
+
+def _learn(
+    network: nn.Module,
+    rolled: Rolled,
+    output: Head,
+    draw: Callable[[int], Seen],
+    run: Run,
+    rollout: int,
+    slots: int,
+) -> None:
+    """Train ``network`` as it is ``rolled`` out on what ``draw`` gives for each step. At most so
+    many ``slots`` count (0: all), for a large vocabulary costs more than the layers.
+    """
+
+    def step(i: int) -> Losses:
+        seen = draw(i)
+        if slots:
+            seen = dataclasses.replace(seen, mask=some_of(seen.mask, slots, i))
+        with torch.autocast(seen.hidden.device.type, torch.bfloat16):
+            return rollout_loss(rolled, output, seen, rollout)
+
+    fit(network, step, run, clip=0.5, muon=MUON * run.lr)
+    network.eval()
+
+
+DECAY = 0.8  # a step of the rollout counts this share of the one before
+Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..., C] to [..., v]
+
+
+class Rolled(Protocol):
+    """A network that is trained."""
+
+    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
+        slots, and which of them count [B, L].
+        """
+
+    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
+        """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C].
+
+        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
+        far are in ``past``.
+        """
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits [M, v] of predicted ``states`` [M, C]."""
+
+
+@dataclass(frozen=True)
+class RolledEagle3:
+    """An EAGLE-3 ``head`` as it is trained; see :class:`Rolled`."""
+
+    head: Eagle3Head
+
+    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of text and the few that are left of a picture, if the head reads no more."""
+        hidden = self.head.mixed(seen.context)
+        if self.head.pictures is None or seen.image is None:
+            return seen.embeddings, hidden, seen.mask
+        slots, kept = self.head.pictures(self.head.slots(seen.embeddings, hidden), seen.image)
+        embeddings, hidden = slots.chunk(2, dim=-1)
+        return embeddings, hidden, packed(seen.mask, kept)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.head.logits(states)
+
+    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
+        """One pass over all slots."""
+        bias = rollout_bias(embeddings.shape[1], step).to(hidden)
+        found: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
+        return found
+
+
+class RolledMtp:
+    """The MTP ``layers`` of ``target`` as they are trained; see :class:`Rolled`.
+
+    A single layer reads its own predictions again and again. Of several each drafts one token: its
+    slots read what the layer before predicted, and attend its own slots of the text before. Raises
+    ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers that attend a
+    window.
+    """
+
+    def __init__(self, layers: MtpLayers, target: VLMTarget, rollout: int) -> None:
+        if 1 < layers.count < rollout:
+            raise ValueError(
+                f"rollout must be at most the {layers.count} MTP layers, got {rollout}; each "
+                "drafts one token"
+            )
+        if any(layers.windows()):
+            raise ValueError("MTP layers that are trained must attend all tokens, got a window")
+        self.layers = layers
+        self.network: nn.Module = layers.model.layers.float().requires_grad_()
+        self.target = target
+
+    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
+        """All, on the target's own states as they are."""
+        return seen.embeddings, seen.context, seen.mask
+
+    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
+        """One pass of the step's layer over all slots."""
+        model = self.layers.model
+        number = min(step, self.layers.count - 1)
+        bias = rollout_bias(embeddings.shape[1], step if self.layers.count == 1 else 0)
+        positions = torch.arange(1, embeddings.shape[1] + 1, device=embeddings.device)[None]
+        found: Tensor = model.layers[number](
+            embeddings,
+            hidden,
+            position_embeddings=model.rotary_emb(embeddings, position_ids=positions),
+            attention_mask=bias.to(embeddings),
+            position_ids=positions,
+            **{cache_name(model.layers[number]): past},
+        )
+        return model.shared_post_norm(found) if model.use_shared_post_norm else found
+
+    def logits(self, states: Tensor) -> Tensor:
+        """The target's."""
+        return self.target.family.logits(states)
+
+
+def build_eagle3(
+    target: VLMTarget,
+    layers: int = 1,
+    inner: int = 0,
+    ids: Tensor | None = None,
+    picture_slots: int = 0,
+) -> Eagle3Head:
+    """A head of ``layers`` for ``target`` that reads the usual three of its layers.
+
+    ``inner`` is the width of its feed-forward layers where it is not the target's, ``ids`` [v] the
+    target's tokens that it drafts (None: all), and it reads so many ``picture_slots`` (0: those of
+    all places). Its vocabulary begins with the target's rows.
+    """
+    chosen = layers_read(len(target.family.layers))
+    sizes = _sizes(target, layers, inner)
+    vocabulary = int(sizes.vocab_size)
+    with seeded(0):
+        tokens = vocabulary if ids is None else len(ids)
+        options: dict[str, Any] = dict(picture_embeddings=True, picture_slots=picture_slots)
+        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, **options))
+        for weight in head.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, 0, 0.04 if sizes.hidden_size < 512 else 0.02)
+    if ids is not None:
+        head.set_ids(ids.cpu())
+    rows = target.family.head.weight.detach()
+    head.lm_head.weight.data.copy_(rows if head.ids is None else rows[head.ids.to(rows.device)])
+    return head.to(target.device)
+
+
+def _sizes(target: VLMTarget, layers: int, inner: int) -> Any:
+    config = target.family.config
+    heads = config.num_attention_heads
+    kind: Any = LlamaConfig
+    return kind(
+        vocab_size=target.family.vocabulary,
+        hidden_size=config.hidden_size,
+        intermediate_size=inner or target.family.inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=target.family.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=1e-6,
+        attn_implementation="sdpa",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+
+
+def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
+    """``mask`` [B, L] with at most ``count`` of its places, drawn at random."""
+    noise = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).to(mask.device)
+    order = noise.masked_fill(~mask, 2).flatten().argsort()[:count]
+    chosen = torch.zeros_like(mask).flatten()
+    chosen[order] = True
+    return chosen.view_as(mask) & mask
+
+
+def rollout_loss(
+    rolled: Rolled, output: Head, seen: Seen, rollout: int, decay: float = DECAY
+) -> Losses:
+    """Cross-entropy with the target's distributions over the drafter's tokens, over all steps.
+
+    Beside it the overlaps Σ min(p, q) of the first and of the last step, with which a draft there
+    is accepted.
+    """
+    with torch.no_grad():
+        probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
+    past = DynamicCache()
+    embeddings, hidden, mask = rolled.begin(seen)
+    count = seen.mask.sum()
+    found = []
+    for k in range(rollout):
+        states = rolled.advance(k, embeddings, hidden, past)
+        drafted = rolled.logits(states[mask]).float().log_softmax(-1)
+        terms = -(probs * drafted), torch.minimum(probs, drafted.detach().exp())
+        found.append(tuple(each.sum() / count.clamp(min=1) for each in terms))
+        hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
+    weights = [decay**k for k in range(rollout)]
+    losses = [w * surprise for w, (surprise, _) in zip(weights, found, strict=True)]
+    loss = torch.stack(losses).sum() / sum(weights)
+    overlaps = {"overlap": found[0][1], "overlap_last": found[-1][1]}
+    return {"loss": loss, **overlaps, "count": count}
+
+
+def rollout_bias(length: int, step: int) -> Tensor:
+    """Additive mask [1, 1, L, (step + 1)·L] of the slots in a ``step`` of the rollout.
+
+    Slot p began at place p - step: it sees the first step's slots up to there, and of each later
+    step the one slot of its own path.
+    """
+    query = torch.arange(length)[:, None]
+    place = torch.arange(length)
+    seen = [place <= query - step]
+    seen += [place == query - step + i for i in range(1, step + 1)]
+    bias = torch.zeros(length, (step + 1) * length)
+    return bias.masked_fill_(~torch.cat(seen, dim=1), float("-inf"))[None, None]

@@ -1,20 +1,34 @@
-"""MSD drafters, which see the picture, of vision-language models (``msd``): written to the model's
-``drafters/``.
+"""Training of an MSD head in two stages, text first.
+
+The head reads the target's states with a little noise and learns the next state (SmoothL1) and the
+distribution that the output head makes of it (soft cross-entropy), on the tokens of answers only.
+States are computed in each step, not stored. Stage 1 draws text; in stage 2 the share of examples
+with a picture rises to 1, epoch by epoch.
+Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
+
+Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from specmm.hf.drafters.features import acceptance_of
+from specmm.hf.drafters.features import acceptance_of, next_positions
+from specmm.hf.prompt import VLMPrompt
+from specmm.hf.target import Context, VLMTarget
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted, served
 from specmm.recipes.source import Data, key_of
-from specmm.recipes.training.msd import build_msd, msd_config, train_msd
-from specmm.training import one_first
-from specmm.vlm.msd import save_msd
+from specmm.recipes.training.seen import Read
+from specmm.training import Losses, Run, fit, one_first, seeded, share
+from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
 
 
 def msd(
@@ -53,3 +67,252 @@ def msd(
         save_msd(head, begun.place, dtype=torch.bfloat16, embeddings=False)
 
     return begun.end(save, run)
+
+
+PROBS_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
+MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten
+EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
+BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation: ``input_ids`` [L] with its pictures' placeholders, ``answer_mask`` [L] bool,
+    and what the model takes of the pictures (``pixel_values``, ``image_grid_thw``, …), joined along
+    the first axis in a batch.
+    """
+
+    input_ids: Tensor
+    answer_mask: Tensor
+    vision: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def said(self) -> bytes:
+        """What it says."""
+        return self.input_ids.numpy().tobytes()
+
+
+# Gives the conversation of a number among those with a picture, or among those without one.
+Source = Callable[[int, bool], Any]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What a head is trained on.
+
+    ``embeddings`` [B, L, C] and ``image`` [B, L] are of the next positions, ``hidden`` [B, L, C]
+    is read, ``wanted`` [B, L, C] predicted, and ``mask`` [B, L] tells which slots count.
+    """
+
+    embeddings: Tensor
+    image: Tensor
+    hidden: Tensor
+    wanted: Tensor
+    mask: Tensor
+
+
+def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
+    """A prompt of the whole conversations, padded at the right, and their answer masks [B, L]."""
+    ids = torch.nn.utils.rnn.pad_sequence([e.input_ids for e in examples], batch_first=True)
+    answers = torch.nn.utils.rnn.pad_sequence([e.answer_mask for e in examples], batch_first=True)
+    lengths = torch.tensor([len(e.input_ids) for e in examples])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    names = sorted({name for e in examples for name in e.vision})
+    vision = {
+        name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names
+    }
+    return VLMPrompt({"input_ids": ids, "attention_mask": mask} | vision, 1), answers
+
+
+def build_msd(target: VLMTarget, config: MSDConfig | None = None, seed: int = 0) -> MSDHead:
+    """A head for ``target``, of the sizes of its own layers unless ``config`` gives others; token
+    embeddings are the target's, frozen.
+    """
+    with seeded(seed):
+        head = MSDHead(config or msd_config(target)).to(target.device)
+    head.embed_tokens.weight.data.copy_(
+        target.embed(torch.arange(head.config.vocab_size, device=target.device))
+    )
+    head.embed_tokens.requires_grad_(False)
+    return head
+
+
+def train_msd(
+    target: VLMTarget,
+    head: MSDHead,
+    source: Source,
+    run: Run,
+    *,
+    batch: int = 8,
+    noise: float = 0.2,
+    probs_weight: float = PROBS_WEIGHT,
+    passes: int = 1,
+    seed: int = 0,
+    ramp: int | None = None,
+    autocast: bool = True,
+    read: Read = collate,
+    sorts: Sequence[bool] = (False, True),
+) -> None:
+    """Train a ``head`` in place on what ``source`` gives, of the ``sorts`` that it has, and
+    ``read`` makes batches of.
+
+    With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many batches and stays there, in
+    place of the release's two stages, which leave few steps to pictures alone. The noise on the
+    states of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is that of the
+    cross-entropy: the release's suits states of thousands of channels, small targets need more; for
+    ``passes`` see ``msd_loss``.
+    """
+    target.model.requires_grad_(False)
+    target.wants_context = True
+    batches = run.steps * run.accumulate
+
+    def visual(i: int) -> float:
+        if len(sorts) == 1:
+            return float(sorts[0])
+        return MOSTLY * min(1.0, i / ramp) if ramp else visual_share(i, batches)
+
+    numbered = numbers(visual, batches, batch, seed)
+
+    def step(i: int) -> Losses:
+        random = Random(f"msd {seed} {i}")
+        examples = [source(*drawn) for drawn in share(numbered[i * batch : (i + 1) * batch])]
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
+            slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
+            return msd_loss(head, target.head, slots, probs_weight, passes)
+
+    fit(head, step, run, betas=BETAS, clip=CLIP, weight_decay=DECAY)
+    head.eval()
+
+
+def numbers(
+    share: Callable[[int], float], steps: int, batch: int, seed: int
+) -> list[tuple[int, bool]]:
+    """Of each example of all steps, whether it has a picture, as a ``share`` of a step's have, and
+    its number among those alike.
+    """
+    random, counts = Random(f"msd {seed}"), [0, 0]
+    found = []
+    for i in range(steps * batch):
+        visual = random.random() < share(i // batch)
+        found.append((counts[visual], visual))
+        counts[visual] += 1
+    return found
+
+
+def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
+    """Share of pictures at ``step`` of ``steps``: 0 in the first half, (e − 20) / 20 in epoch e."""
+    epoch = 1 + step * epochs // steps
+    return max(0.0, (epoch - epochs // 2) / (epochs / 2))
+
+
+def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
+    """Sizes of a head for ``target``, with the attention heads of its layers where they divide its
+    width; ``changes`` replace some of them.
+    """
+    config = target.family.config
+    vocabulary, width = target.family.head.weight.shape
+    heads = getattr(config, "num_attention_heads", None) or 1
+    heads = next(n for n in range(heads, 0, -1) if width % (2 * n) == 0)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    found: dict[str, Any] = dict(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=target.family.inner,
+        num_attention_heads=heads,
+        num_key_value_heads=next(n for n in range(min(groups, heads), 0, -1) if heads % n == 0),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        rope_theta=_rope_base(config),
+        hidden_act=getattr(config, "hidden_act", None) or "silu",
+        qwen=config.model_type.startswith("qwen2"),
+    )
+    return MSDConfig(**(found | changes))
+
+
+def _rope_base(config: Any) -> float:
+    """The base of a decoder's rotary positions, the largest where its layers' differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    each = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in each)]
+    return float(max(filter(None, bases), default=10000.0))
+
+
+def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that adds noise to states [B, L, C] of rows of ``lengths`` [B]."""
+
+    def shake(hidden: Tensor, lengths: Tensor) -> Tensor:
+        unit = torch.rand(hidden.shape, generator=torch.Generator().manual_seed(seed)) - 0.5
+        return hidden + unit.to(hidden) * (noise * 512 / lengths[:, None, None]).to(hidden)
+
+    return shake
+
+
+def read_slots(
+    target: VLMTarget,
+    examples: Sequence[Any],
+    shake: Callable[[Tensor, Tensor], Tensor] | None = None,
+    read: Read = collate,
+) -> Slots:
+    """Run ``target`` over ``examples``; a slot counts when the token it reads belongs to an answer.
+
+    ``read`` makes a batch of them. Raises ``ValueError`` when no token of the batch does.
+    """
+    prompt, spoken = read(examples)
+    answers = spoken.to(target.device)
+    target.prefill(prompt.to(target.device, target.dtype), 0)
+    context = target.context
+    assert context is not None, "train_msd makes the target keep a context"
+    plain = Context(
+        context.hidden.clone(), context.embeddings.clone(), context.lengths, context.image_mask
+    )
+    embeddings, image = next_positions(
+        plain, plain.embeddings.new_zeros(len(examples), plain.embeddings.shape[-1])
+    )
+    hidden = plain.hidden if shake is None else shake(plain.hidden, plain.lengths)
+    mask = F.pad(answers[:, 1:], (0, 1))
+    if not bool(mask.any()):
+        raise ValueError(
+            "examples must hold answers after their first token, got none in a batch of "
+            f"{len(examples)}"
+        )
+    return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask)
+
+
+def msd_loss(
+    head: MSDHead,
+    output: Callable[[Tensor], Tensor],
+    slots: Slots,
+    probs_weight: float = PROBS_WEIGHT,
+    passes: int = 1,
+) -> Losses:
+    """SmoothL1 + ``probs_weight`` · soft cross-entropy, mean of ``passes``; and its parts.
+
+    ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q), with which a single draft
+    is accepted. From the second pass on the head reads its own states on answers, as it does when
+    it drafts (as in EAGLE-3, arXiv 2503.01840); ``overlap`` is the first pass's, ``overlap_last``
+    the last's.
+    """
+    wanted = slots.wanted[slots.mask].float()  # [M, C]
+    with torch.no_grad():
+        probs = output(wanted).float().softmax(-1)  # [M, V]
+    # Slots that read a state which an answer's slot before them predicts.
+    own = F.pad(slots.mask[:, :-1], (1, 0))[..., None]
+    hidden = slots.hidden
+    found = []
+    for _ in range(passes):
+        states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
+        found.append(_pass_losses(states[slots.mask].float(), wanted, probs, output))
+        hidden = torch.where(own, F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden), hidden)
+    regression, cross_entropy = (torch.stack([f[i] for f in found]).mean() for i in (0, 1))
+    loss = regression + probs_weight * cross_entropy
+    overlaps = {"overlap": found[0][2], "overlap_last": found[-1][2]}
+    parts = {"smooth_l1": regression, "cross_entropy": cross_entropy, **overlaps}
+    return {"loss": loss, **parts, "count": slots.mask.sum()}
+
+
+def _pass_losses(
+    predicted: Tensor, wanted: Tensor, probs: Tensor, output: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SmoothL1, cross-entropy and overlap of ``predicted`` states [M, C]."""
+    drafted = output(predicted).float().log_softmax(-1)
+    overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
+    return F.smooth_l1_loss(predicted, wanted), -(probs * drafted).sum(-1).mean(), overlap

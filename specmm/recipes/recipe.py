@@ -1,6 +1,6 @@
 """A recipe: a config file that names what is trained and holds its settings.
 
-    train = "specmm.recipes.text:deer"  # a function; a config file of yours has recipe = "deer"
+    train = "specmm.recipes.deer:deer"  # a function; a config file of yours has recipe = "deer"
 
     [settings]
     steps = 1500

@@ -25,7 +25,7 @@ from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
 from specmm.recipes.recipe import Count, Places, Share
 from specmm.recipes.settings import Begun, sees
 from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows, frequent
-from specmm.recipes.training.msd import Read
+from specmm.recipes.training.seen import Read
 from specmm.recipes.training.small_qwen import LENGTH
 from specmm.recipes.training.texts import Rows, split, text_stream, windows
 from specmm.registry import unknown

@@ -20,7 +20,7 @@ from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
-from specmm.recipes.training.ngram import fit
+from specmm.recipes.diffusion import fit_proxy
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.tiny.parts import SIZES, shaken
@@ -100,7 +100,7 @@ def write_drafters(folder, target, words):
     save_file(
         {k: v for k, v in near.state_dict().items()}, folder / "diffusion" / "model.safetensors"
     )
-    fit([words(TEXT)["input_ids"]], size).save(folder / "diffusion" / PROXY)
+    fit_proxy([words(TEXT)["input_ids"]], size).save(folder / "diffusion" / PROXY)
     inner = qwen2(size, 5, layers=1)
     share(inner, target)
     save_deer(DEERModel(inner, mask, 5, 0, shared=True), folder / "deer", torch.float32)

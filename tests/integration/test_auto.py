@@ -26,7 +26,7 @@ from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
-from specmm.recipes.training.block_drafter import measure_acceptance
+from specmm.recipes.drafter import measure_acceptance
 from specmm.shape.trees import static_tree
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline

@@ -18,8 +18,7 @@ from specmm.image_ar.tokens.loading import load_eagle, save_drafter, target_fing
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.block_drafter import seen_by
-from specmm.recipes.training.eagle_drafter import eagle_loss, train_eagle
+from specmm.recipes.drafter import eagle_loss, seen_by, train_eagle
 from specmm.shape.eagle2 import Dynamic
 from specmm.training import Run
 from specmm.tree import TreeShape

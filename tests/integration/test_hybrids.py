@@ -26,8 +26,8 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.dflash import build_block
-from specmm.recipes.training.msd import msd_config
+from specmm.recipes.dflash import build_block
+from specmm.recipes.msd import msd_config
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult

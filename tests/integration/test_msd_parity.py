@@ -21,7 +21,7 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.msd import Slots, msd_loss, visual_share
+from specmm.recipes.msd import Slots, msd_loss, visual_share
 from specmm.shape.eagle2 import Dynamic
 from specmm.stats import Clock
 from specmm.target import TargetOutput

@@ -22,7 +22,7 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.ngram import fit
+from specmm.recipes.diffusion import fit_proxy
 from specmm.verify import Recursive
 
 GREEK = "αβγδεζηθικλμνξοπρστυφχψω" * 4
@@ -219,11 +219,11 @@ def test_one_tokenizer_serves_models_of_other_padding(text_pipe, make_qwen2):
 
 def test_a_proxy_of_other_tokens_is_refused(text_pipe):
     model, words = text_pipe.drafter("diffuspec").model, text_pipe.tokenizer
-    padded_one = Diffusion(model, proxy=fit([[1, 2, 3]], len(words) + 9))
+    padded_one = Diffusion(model, proxy=fit_proxy([[1, 2, 3]], len(words) + 9))
     pipe = specmm.TextPipeline(text_pipe.model, words, "diffuspec", padded_one)
     assert pipe(PROMPTS, max_new_tokens=6).texts == text_pipe(PROMPTS, max_new_tokens=6).texts
     pipe = specmm.TextPipeline(
-        text_pipe.model, words, "diffuspec", Diffusion(model, proxy=fit([[1, 2, 3]], 1000))
+        text_pipe.model, words, "diffuspec", Diffusion(model, proxy=fit_proxy([[1, 2, 3]], 1000))
     )
     said = r"of the target's \d+ tokens, got one of 1000; make one with"
     with pytest.raises(ValueError, match=said):
@@ -271,7 +271,9 @@ def test_blocks_without_a_word(text_pipe, says, temperature):
         row[end] = 0.0
     prompt = VLMPrompt(padded(text_pipe.encode(PROMPTS), "cpu"), 8)
     target = VLMTarget(text_pipe.model, Processor(temperature))
-    drafter = DiffuSpecDrafter(_Says(target, row, end), fit([[1, 2, 3]], size), least=2, most=4)
+    drafter = DiffuSpecDrafter(
+        _Says(target, row, end), fit_proxy([[1, 2, 3]], size), least=2, most=4
+    )
     *_, got = decode(target, drafter, Recursive(), prompt, 8, Uniforms.from_seeds([1, 2, 3]))
     assert all(drafted == 0 for r in drafter.rows for drafted, _ in r.trace)
     if temperature == 0:

@@ -17,7 +17,7 @@ from specmm.cli.language import Echo, complete
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.training.dflash import build_block
+from specmm.recipes.dflash import build_block
 from tests.commands import run, succeed
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]

@@ -17,8 +17,8 @@ from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.recipes.features import RolledEagle3, build_eagle3, rollout_loss, some_of
 from specmm.recipes.recipe import train
-from specmm.recipes.training.rollout import RolledEagle3, build_eagle3, rollout_loss, some_of
 from specmm.recipes.training.seen import Seen
 from specmm.training import seeded
 

@@ -25,8 +25,8 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.msd import read_slots
 from specmm.recipes.recipe import train
-from specmm.recipes.training.msd import read_slots
 from specmm.shape.trees import spine
 from specmm.tree import DraftTree
 from specmm.verify import Recursive

@@ -16,8 +16,8 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.features import RolledMtp
 from specmm.recipes.recipe import train
-from specmm.recipes.training.rollout import RolledMtp
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.tiny.mtp_models import save

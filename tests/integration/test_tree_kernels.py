@@ -26,7 +26,7 @@ from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
 from specmm.methods import MSD, Eagle3, LanternPP, SelfDraft
 from specmm.processors import Processor
-from specmm.recipes.training.rollout import build_eagle3
+from specmm.recipes.features import build_eagle3
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
 from tests.tiny import chameleon

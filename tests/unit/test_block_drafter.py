@@ -22,7 +22,7 @@ from specmm.image_ar.tokens.loading import load_block, save_drafter, target_fing
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.block_drafter import block_loss, go_on_from, seen_by
+from specmm.recipes.drafter import block_loss, go_on_from, seen_by
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.tiny.parts import random_weights

@@ -28,11 +28,13 @@ from specmm.files import writable
 from specmm.hardware import bfloat16_products
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import next_positions
+from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.recipes.training.msd import Read
 from specmm.training import batch_rows, rank, share
 
 GIB = 2**30
+# Makes a batch of what was drawn: whole conversations, and which tokens are answers' [B, L] bool.
+Read = Callable[[Any], tuple[VLMPrompt, Tensor]]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
 from specmm.hf.drafting import chain_rule
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.recipes.training.ngram import fit
+from specmm.recipes.diffusion import fit_proxy
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
 from tests.sampling import Stream
@@ -127,7 +127,7 @@ def deer(vocabulary, end=None):
 
 
 def proxy(vocabulary):
-    return fit(
+    return fit_proxy(
         [torch.randint(vocabulary, (60,), generator=torch.Generator().manual_seed(1)).tolist()],
         vocabulary,
     )

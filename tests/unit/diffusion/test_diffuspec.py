@@ -14,7 +14,7 @@ from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, d
 from specmm.diffusion_drafters.lattice_naive import every_path
 from specmm.diffusion_drafters.lattice_search import Objective, beam_path, prune
 from specmm.diffusion_drafters.ngram import NGram
-from specmm.recipes.training.ngram import fit
+from specmm.recipes.diffusion import fit_proxy
 from specmm.sorting import LARGE
 
 TEXTS = [[0, 1, 2, 3, 1, 2, 4], [1, 2, 3, 0], [], [4]]
@@ -30,7 +30,7 @@ def block(seed, count=4, vocabulary=6):
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_wide_beam_finds_the_best_of_every_path(order, seed):
-    objective = Objective(fit(TEXTS, 6, order), [0, 1], 0.4, END if seed % 2 else None)
+    objective = Objective(fit_proxy(TEXTS, 6, order), [0, 1], 0.4, END if seed % 2 else None)
     lattice = prune(block(seed), 0.9, 4)
     best = every_path(lattice, objective)[0]
     assert beam_path(lattice, objective, 10**4) == best
@@ -43,7 +43,7 @@ def test_a_wide_beam_finds_the_best_of_every_path(order, seed):
 def test_the_beam_is_that_of_one_that_makes_every_path(seed, width, weight):
     probs = block(seed, 5)
     probs[2] = -math.log(6)  # paths as good as one another
-    objective = Objective(fit(TEXTS, 6, 2), [0, 1], weight, END if seed % 2 else None)
+    objective = Objective(fit_proxy(TEXTS, 6, 2), [0, 1], weight, END if seed % 2 else None)
     found, wanted = (
         search(prune(probs, 1, 6), objective, width) for search in (beam_path, naive.beam_path)
     )
@@ -82,7 +82,7 @@ def test_large_vocabularies_are_pruned_as_small_ones(vocabulary):
 
 
 def test_drafts_of_odd_blocks():
-    proxy, only_end = fit(TEXTS, 6), torch.full((3, 6), -9.0)
+    proxy, only_end = fit_proxy(TEXTS, 6), torch.full((3, 6), -9.0)
     only_end[:, END] = 0
     assert draft(only_end, [0], END, proxy, Search()).tokens == (END,)
     assert draft(torch.full((3, 6), -math.inf), [0], END, proxy, Search()).tokens == ()
@@ -94,7 +94,7 @@ def test_drafts_of_odd_blocks():
 
 @pytest.mark.parametrize("order", [1, 2, 4])
 def test_the_proxy_is_a_distribution_and_prefers_what_it_read(order):
-    proxy = fit(TEXTS, 6, order)
+    proxy = fit_proxy(TEXTS, 6, order)
     for probs in proxy.log_probs([[], [1], [1, 2], [5, 5], [0, 1, 2], [3, 1, 2]], range(6)):
         assert math.fsum(map(math.exp, probs)) == pytest.approx(1)
     if order > 1:
@@ -102,7 +102,7 @@ def test_the_proxy_is_a_distribution_and_prefers_what_it_read(order):
 
 
 def test_witten_and_bell_by_hand():
-    proxy = fit([[0, 1, 0, 1, 0, 2]], 4, 2)
+    proxy = fit_proxy([[0, 1, 0, 1, 0, 2]], 4, 2)
     unigram = (2 + 3 / 4) / (6 + 3)  # token 1, seen twice; three kinds among six tokens
     assert proxy.log_probs([[0]], [1])[0] == pytest.approx([math.log((2 + 2 * unigram) / (3 + 2))])
     assert proxy.log_probs([[]], [3])[0] == pytest.approx([math.log(3 / 4 / 9)])
@@ -114,7 +114,7 @@ def test_witten_and_bell_by_hand():
 
 
 def test_the_proxy_is_saved_as_tensors(tmp_path):
-    proxy = fit(TEXTS, 6, 3, least=2)
+    proxy = fit_proxy(TEXTS, 6, 3, least=2)
     proxy.save(tmp_path / "proxy.safetensors")
     again = NGram.load(tmp_path / "proxy.safetensors")
     assert again.counts == proxy.counts and (again.order, again.vocabulary) == (3, 6)
@@ -133,9 +133,9 @@ def test_the_proxy_is_saved_as_tensors(tmp_path):
         (lambda: prune(block(0)[0]), r"got \[6\]"),
         (lambda: beam_path(prune(block(0)), Objective(NGram(1, 6, {}), []), 0), "width"),
         (lambda: Objective(NGram(1, 6, {}), [], 1.5), "got 1.5"),
-        (lambda: fit([[6]], 6), "got 6 to 6"),
-        (lambda: fit([[-1, 2]], 6), "got -1 to 2"),
-        (lambda: fit([], 6, 0), "order"),
+        (lambda: fit_proxy([[6]], 6), "got 6 to 6"),
+        (lambda: fit_proxy([[-1, 2]], 6), "got -1 to 2"),
+        (lambda: fit_proxy([], 6, 0), "order"),
         (lambda: AdaptiveLength(5, 4), "got 5 and 4"),
         (lambda: AdaptiveLength(0, 4), "got 0 and 4"),
         (lambda: AdaptiveLength(rate=0), "got 0 and 10"),

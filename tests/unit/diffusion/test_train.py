@@ -15,11 +15,11 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes import deer, dflash
+from specmm.recipes.diffusion import denoising_loss, hide, train_diffusion
 from specmm.recipes.source import read_rows
-from specmm.recipes.training import deer, dflash
 from specmm.recipes.training.blocks import Anchors, fading, probs_loss
 from specmm.recipes.training.drawn_rows import drawn_rows, frequent
-from specmm.recipes.training.masked_diffusion import denoising_loss, hide, train_diffusion
 from specmm.recipes.training.seen import SeenRows
 from specmm.recipes.training.texts import windows
 from specmm.training import Run

@@ -13,8 +13,8 @@ from specmm.hf.drafting import choose, planned_by
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.training.dflash import build_block
-from specmm.recipes.training.msd import msd_config
+from specmm.recipes.dflash import build_block
+from specmm.recipes.msd import msd_config
 from specmm.tree import TreeShape
 from specmm.vlm.msd import MSDHead
 from tests.tiny.parts import SIZES, ending

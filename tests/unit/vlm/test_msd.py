@@ -13,7 +13,7 @@ from specmm.hf.target import VLMTarget
 from specmm.methods import MSD
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.msd import msd_config
+from specmm.recipes.msd import msd_config
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.stats import Clock

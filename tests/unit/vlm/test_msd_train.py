@@ -11,7 +11,7 @@ import torch
 
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.training.msd import (
+from specmm.recipes.msd import (
     Example,
     build_msd,
     collate,

@@ -10,7 +10,7 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.msd import msd_config
+from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead
 
 LENGTH = 20

@@ -10,7 +10,7 @@ from specmm.hf.drafters.features import choose_method, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.training.msd import msd_config
+from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead, load_msd, save_msd
 
 

@@ -10,19 +10,71 @@ Shape letters: B rows, L tokens, T tokens of all texts, V vocabulary.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.checkpoints import write_checkpoint
+from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.diffusion_drafters.ngram import Gram, NGram
+from specmm.files import writable
+from specmm.hardware import named_device
 from specmm.hf.drafters.files import HEAD
-from specmm.recipes.training.small_qwen import compile_layers
-from specmm.recipes.training.texts import windows
-from specmm.training import MUON, Losses, Run, fit, share
+from specmm.hf.drafting import KINDS
+from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
+from specmm.recipes.recipe import Count, Found, Recipe, Size, beside
+from specmm.recipes.settings import Training
+from specmm.recipes.source import key_of
+from specmm.recipes.training.small_qwen import Sizes, build_model, compile_layers
+from specmm.recipes.training.texts import text_stream, windows
+from specmm.training import MUON, Losses, Run, fit, one_first, own_device, share
+
+
+def diffusion(
+    *,
+    model: str,
+    text: list[Path],
+    training: Training,
+    layers: Count,
+    mask: Size | None,
+    dim: Annotated[int, 4],
+    heads: Count,
+    recipe: Recipe,
+) -> Found:
+    """Train a diffusion language model in Dream's format with the model's tokens, on text alone:
+    drafters/diffusion.
+    """
+    begun = training.begun(model, "diffuspec", recipe)
+    tokenizer, seed = begun.tokenizer, training.seed
+    made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
+    made = made.to(named_device(own_device(training.device)))
+    drafter = FullAttention(made, begun.mask(mask), tokenizer.eos_token_id, shift=1)
+    with one_first():
+        stream = text_stream(tokenizer, training.out, text)
+    run = training.run({**begun.facts, "data": key_of([stream.numpy().tobytes()])})
+    train_diffusion(drafter, stream, run, batch=training.batch, seed=seed)
+    return begun.end(lambda: save_dream(drafter, begun.place), run)
+
+
+def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path) -> Found:
+    """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the
+    diffusion drafter.
+    """
+    folder = beside(model, find_target(model))
+    weights = weights_folder(folder)
+    stream = text_stream(load_tokenizer(weights), writable(out), text)
+    size = load_config(weights).get_text_config().vocab_size
+    made = fit_proxy([stream.tolist()], size, order, least)
+    file = writable(folder / "drafters" / KINDS["diffuspec"].place) / PROXY
+    made.save(file)
+    return {"kind": "proxy", "model": model, "steps": 1, "outputs": [str(file)]}
+
 
 LENGTH = 128  # tokens of a row
 BLOCK = 16  # most tokens hidden at a row's end
@@ -82,3 +134,21 @@ def save_dream(model: FullAttention, folder: str | Path) -> None:
     facts = json.loads(model.model.config.to_json_string(use_diff=False))
     facts |= {"model_type": "Dream", "architectures": ["DreamModel"], "mask_token_id": model.mask}
     write_checkpoint(state, facts | {"eos_token_id": model.end}, folder, torch.bfloat16)
+
+
+def fit_proxy(
+    texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1
+) -> NGram:
+    """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
+
+    N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises
+    ``ValueError`` for ids outside the vocabulary and for sizes below 1.
+    """
+    counts: Counter[Gram] = Counter()
+    for text in texts:
+        ids = list(text)
+        if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise ValueError(f"tokens must be in [0, {vocabulary}), got {min(ids)} to {max(ids)}")
+        for n in range(1, order + 1):
+            counts.update(zip(*(ids[i:] for i in range(n)), strict=False))
+    return NGram(order, vocabulary, {g: c for g, c in counts.items() if len(g) == 1 or c >= least})

@@ -11,15 +11,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.diffusion_drafters.models.dflash import CACHE, DFlash, context_keys
+from specmm.checkpoints import read_json
+from specmm.diffusion_drafters.models.dflash import (
+    CACHE,
+    DFlash,
+    context_keys,
+    load_dflash,
+    save_dflash,
+)
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
+from specmm.hf.drafters.files import check_target
 from specmm.hf.target import VLMTarget
+from specmm.recipes.recipe import Count, Found, Recipe, Size
+from specmm.recipes.settings import Targeted
+from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import (
     ANCHORS,
     Anchors,
@@ -32,6 +44,56 @@ from specmm.recipes.training.blocks import (
 from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.training import MUON, Losses, Run, fit, seeded
+
+# of a block drafter, which start brings
+SIZES = ("layers", "block", "mask", "inner", "read", "markov", "vocabulary")
+Block = Annotated[int, 2]  # drafts a round
+
+
+def dflash(
+    *,
+    model: str,
+    source: Source,
+    training: Targeted,
+    layers: Count,
+    block: Block,
+    mask: Size | None,
+    inner: Size,
+    read: Count,
+    markov: Size,
+    recurrent: Size,
+    vocabulary: Size,
+    start: Path | None,
+    fade: Annotated[float, 0.1],
+    recipe: Recipe,
+) -> Found:
+    """Train a DFlash block drafter on the target's hidden states; the result is drafters/block.
+
+    With ``start`` it begins with another drafter's weights, sizes and tokens; ``recurrent`` then
+    adds a memory.
+    """
+    begun = training.begun(model, "block", recipe)
+    target = begun.target
+    if start is not None:
+        if given := [name for name in SIZES if name in recipe.chosen]:
+            raise ValueError(f"start brings the drafter's own sizes, leave out {given[0]}")
+        check_target(read_json(start / "config.json"), target.model, start)
+        drafter = with_memory(load_dflash(start, torch.float32).to(target.device), recurrent)
+    else:
+        hidden = begun.mask(mask)
+        layers_read(target, read)  # a mistake is told before rows are drawn, which takes minutes
+    lessons = source.lessons(begun)
+    if start is None:
+        known = lessons.vocabulary(vocabulary)
+        sizes = (layers, block + 1, hidden, read, inner, markov, recurrent)
+        drafter = build_block(target, *sizes, known)
+    measure = begun.tau("block", drafter, drafter, lessons.prompt, lessons.ends)
+    run = begun.run(lessons.rows, lessons.key, measure=measure)
+    draw = begun.seen(lessons, drafter.config.layers).batch
+    train_block(target, drafter, draw, run, fade=fade, seed=training.seed)
+    embeddings: Any = target.model.get_input_embeddings().weight
+    return begun.end(lambda: save_dflash(drafter, begun.place, embeddings), run)
+
 
 FADE = 4.0
 

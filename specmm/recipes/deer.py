@@ -13,20 +13,53 @@ blocks, C width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from specmm.diffusion_drafters.models.deer import DEERModel, share
+from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
+from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
+from specmm.recipes.settings import Targeted
+from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
 from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.training import MUON, Losses, Run, fit, seeded
+
+Block = Annotated[int, 2]  # drafts a round
+
+
+def deer(
+    *,
+    model: str,
+    source: Source,
+    training: Targeted,
+    layers: Count,
+    block: Block,
+    mask: Size | None,
+    inner: Size,
+    first_stage: Share,
+    alpha: Annotated[float, 1],
+    recipe: Recipe,
+) -> Found:
+    """Train a DEER drafter: its own layers between the target's embedding and head; the result is
+    drafters/deer.
+    """
+    begun = training.begun(model, "deer", recipe)
+    target, end = begun.target, begun.tokenizer.eos_token_id
+    drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)
+    lessons = source.lessons(begun)
+    measure = begun.tau("deer", drafter, drafter.model, lessons.prompt, lessons.ends)
+    run = begun.run(lessons.rows, lessons.key, measure=measure)
+    options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=training.seed)
+    train_deer(target, drafter, begun.seen(lessons, ()).batch, run, **options)
+    return begun.end(lambda: save_deer(drafter, begun.place), run)
+
 
 ALPHA = 1.02
 
