@@ -1,5 +1,5 @@
-"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | inspect |
-export | fetch | convert | methods | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | doctor |
+inspect | export | fetch | convert | methods | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -16,6 +16,7 @@ from specmm.cli import (
     batch,
     bench,
     catalog,
+    doctor,
     drafters,
     evaluate,
     generate,
@@ -42,6 +43,7 @@ app.command()(bench.bench)
 app.command()(language.complete)
 app.add_typer(evaluate.app, name="eval")
 app.command()(train.train)
+app.command()(doctor.doctor)
 app.command()(drafters.inspect)
 app.command()(drafters.export)
 app.command()(published.fetch)

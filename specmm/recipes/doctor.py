@@ -14,30 +14,41 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise, takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specmm.chats.tokens import answered
 from specmm.decode import EndTokens, decode_plain
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.eagle3 import BoundEagle3
 from specmm.hf.drafters.eagle3_head import Eagle3Head, layers_read
 from specmm.hf.drafters.features import BoundNetwork, FeatureNetwork
-from specmm.hf.drafting import row_uniforms
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.drafting import KINDS, load_drafter, method_of, row_uniforms
+from specmm.hf.pretrained import find, find_target, load_tokenizer, weights_folder
+from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.chats.tokens import answered
+from specmm.recipes.conversations import LONGEST, conversations
 from specmm.recipes.features import rollout_bias
+from specmm.recipes.recipe import Places
+from specmm.recipes.settings import load_frozen, sees
+from specmm.recipes.source import PROMPT, Data
+from specmm.recipes.training.texts import text_stream, windows
+from specmm.text.pipeline import TextPipeline
 from specmm.vlm.msd import MSDHead
 
 DEPTH = 5  # drafts of a chain
 WINDOWS = (16, 64, 256, 512, 1024, 2048, 4096)  # tokens that a drafter may have learnt to attend
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # bases of rotary positions
 FACTORS = (2.0, 4.0, 8.0, 16.0)  # by which positions may have been interpolated
-WORTH = 1.05  # times as many tokens a round: less is no reason to change anything
+WORTH = 1.02  # times as many tokens a round: less is no reason to change anything
+METHODS = ("eagle3", "msd", "mtp")  # of drafters that read the target's states
 
 
 @dataclass(frozen=True)
@@ -73,13 +84,16 @@ class Evidence:
 def evidence(model: Any, prompt: VLMPrompt, ends: Sequence[int]) -> Evidence:
     """What ``model`` answers to ``prompt``, until ``ends``, and what it thinks by it."""
     target = VLMTarget(model, Processor(0.0), "target")
-    asked, prompt = prompt, prompt.to(target.device, target.dtype)
+    given, prompt = prompt, prompt.to(target.device, target.dtype)
     stop = EndTokens(ends, target.device)
     length = prompt.max_new_tokens
     *_, end = decode_plain(target, prompt, length, row_uniforms(prompt), stop=stop)
-    said = [end.row(i) for i in range(len(end.tokens))]
-    texts = [ids.tolist() for ids in said]
-    whole, _ = answered(asked, texts, [[True] * len(ids) for ids in texts])
+    pictures = target.family.image_tokens  # no answer is read on after one
+    texts = [
+        list(takewhile(lambda i: i not in pictures, end.row(row).tolist()))
+        for row in range(len(end.tokens))
+    ]
+    whole, _ = answered(given, texts, [[True] * len(ids) for ids in texts])
     target.wants_context = True
     aux = AuxStates(list(target.family.layers), lambda: target.running)
     target.prefill(replace(whole, max_new_tokens=1).to(target.device, target.dtype), 0)
@@ -94,7 +108,7 @@ def evidence(model: Any, prompt: VLMPrompt, ends: Sequence[int]) -> Evidence:
         context.hidden,
         context.positions,
         prompt.lengths.to(target.device),
-        torch.tensor([len(ids) for ids in said], device=target.device),
+        torch.tensor([len(ids) for ids in texts], device=target.device),
         target.family.logits(context.hidden).float().softmax(-1),
     )
 
@@ -115,7 +129,6 @@ class Reading:
     window: int = 0
     skips: bool = False
     as_text: bool = False  # pictures' slots like those of text
-    norms_output: bool = False  # the target's last norm before its head
 
     @classmethod
     def of(cls, network: FeatureNetwork, target: VLMTarget) -> Reading:
@@ -185,7 +198,7 @@ class Followed:
     def by_depth(self) -> list[float]:
         """How often a draft is kept at each depth, those before it kept."""
         found = [1.0, *(float(x) for x in self._along(self.token.float()))]
-        return [b / a if a else 0.0 for a, b in zip(found, found[1:], strict=False)]
+        return [b / a if a else 0.0 for a, b in pairwise(found)]
 
     def _along(self, values: Tensor) -> list[Tensor]:
         """The mean product of ``values`` [D, B, L] along each chain, by its length."""
@@ -199,14 +212,21 @@ class Followed:
             found.append(product[there].mean() if bool(there.any()) else product.new_zeros(()))
         return found
 
-    def first(self, which: str) -> float:
-        """How often the first draft is kept of the first words of answers, or of the others
-        (``which`` is "first" or "rest").
-        """
-        place = torch.arange(self.token.shape[2], device=self.token.device)
+    def parts(self) -> dict[str, float]:
+        """How often the first draft is kept, by what it is of."""
+        place = torch.arange(self.token.shape[2], device=self.token.device).expand_as(self.token[0])
+        roots = self.seen.roots
         begins = place < self.seen.begin[:, None]  # the root is an answer's first token
-        chosen = self.seen.roots & (begins if which == "first" else ~begins)
-        return float(self.token[0][chosen].float().mean())
+        middle = place[roots].float().median()
+        kinds = {
+            "second words of answers": begins,
+            "later words": ~begins,
+            f"after at most {int(middle)} tokens": place <= middle,
+            "after more": place > middle,
+        }
+        first = self.token[0].float()
+        found = {name: first[roots & own] for name, own in kinds.items()}
+        return {name: float(values.mean()) for name, values in found.items() if len(values)}
 
 
 @torch.inference_mode()
@@ -214,7 +234,7 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     """The chains of a drafter taken by ``reading``, from every token of the answers."""
     network = reading.network
     length = seen.tokens.shape[1]
-    following = network.prompt_embeddings(seen.tokens, seen.embeddings).roll(-1, 1)
+    following = _read(seen, network).roll(-1, 1)
     image = seen.image.roll(-1, 1)
     image = torch.zeros_like(image) if reading.as_text else image
     slots = [network.prompt_slots(following, reading.states(seen), image)]
@@ -222,12 +242,11 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     probs = seen.probs.roll(-1, 1)  # of the token that a slot's first draft is of
     wanted = probs.argmax(-1)
     tokens, overlaps = [], []
-    norm = final_norm(seen.target)
     for step in range(depth):
         bias = _bias(length, step, reading.window).to(slots[0])
         repeated = places.repeat(*([1] * (places.ndim - 1)), step + 1)
         states = network.run(torch.cat(slots, 1), repeated, bias)[:, -length:]
-        logits = network.logits(norm(states) if reading.norms_output else states).float()
+        logits = network.logits(states).float()
         best = logits.argmax(-1)
         own = probs if reading.ids is None else probs[..., reading.ids]
         tokens.append((best if reading.ids is None else reading.ids[best]) == wanted)
@@ -235,6 +254,14 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
         before = F.pad(states[:, :-1], (0, 0, 1, 0))
         slots.append(network.slots(following, before, step + 1))
     return Followed(seen, torch.stack(tokens), torch.stack(overlaps))
+
+
+def _read(seen: Evidence, network: BoundNetwork) -> Tensor:
+    """What a drafter reads of prompts and of their answers [B, L, C]."""
+    place = torch.arange(seen.tokens.shape[1], device=seen.tokens.device)
+    said = network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
+    asked = network.prompt_embeddings(seen.tokens, seen.embeddings)
+    return torch.where((place >= seen.begin[:, None])[..., None], said, asked)
 
 
 def _bias(length: int, step: int, window: int) -> Tensor:
@@ -301,7 +328,9 @@ def _of_states(reading: Reading, seen: Evidence) -> Iterator[Change]:
         usual = layers_read(most)
         if len(usual) == len(layers) and usual != layers:
             yield Change(
-                "usual layers", f"it reads EAGLE's own {list(usual)}", replace(reading, layers=usual)
+                "usual layers",
+                f"it reads EAGLE's own {list(usual)}",
+                replace(reading, layers=usual),
             )
     norm = "the states that it learnt from were {} the target's last norm"
     states = {True: "after", False: "before"}
@@ -346,7 +375,7 @@ def _of_vocabulary(reading: Reading, seen: Evidence) -> Iterator[Change]:
         "ids - 1": ("its tokens are counted from 0", ids - 1),
     }
     for said, (hint, other) in tables.items():
-        if not torch.equal(other, ids) and 0 <= int(other.min()) and int(other.max()) < size:
+        if not torch.equal(other, ids) and int(other.min()) >= 0 and int(other.max()) < size:
             yield Change(said, hint, replace(reading, ids=other))
 
 
@@ -361,7 +390,9 @@ def _of_eagle3(reading: Reading, head: Eagle3Head, target: VLMTarget) -> Iterato
     flags += ["picture_embeddings"] if target.family.image_tokens else []
     for flag in flags:
         value = not getattr(config, flag)
-        yield other(f"{flag} {value}".lower(), "its config says otherwise", _with(head, flag, value))
+        yield other(
+            f"{flag} {value}".lower(), "its config says otherwise", _with(head, flag, value)
+        )
     if config.own_embeddings:
         made = _with(head, "own_embeddings", False)
         yield other("the target's embeddings", "those in its file are of another", made)
@@ -376,11 +407,13 @@ def _of_eagle3(reading: Reading, head: Eagle3Head, target: VLMTarget) -> Iterato
         sizes.rope_parameters = parameters
         made.turns = type(head.turns)(sizes).to(head.fc.weight.device)
         yield other(said, f"it learnt with {said}, its config says otherwise", made)
-    for named, change in {"rotary pairs": _paired, "halves": _swapped}.items():
-        for inverse in (False, True):
-            made = copy.deepcopy(head)
-            change(made.layers[0].self_attn, int(config.sizes.head_dim), inverse)
-            yield other(NAMES[named, inverse], HINTS[named], made)
+    for inverse in (False, True):
+        made = copy.deepcopy(head)
+        repaired(made.layers[0].self_attn, int(config.sizes.head_dim), inverse)
+        yield other(NAMES["rotary pairs", inverse], HINTS["rotary pairs"], made)
+    made = copy.deepcopy(head)
+    swapped(made.layers[0].self_attn)
+    yield other(NAMES["halves", False], HINTS["halves"], made)
 
 
 def _of_msd(reading: Reading, head: MSDHead, target: VLMTarget) -> Iterator[Change]:
@@ -391,9 +424,6 @@ def _of_msd(reading: Reading, head: MSDHead, target: VLMTarget) -> Iterator[Chan
 
     turned = replace(reading, as_text=not reading.as_text)
     yield Change("pictures as text" if turned.as_text else "pictures apart", "slots differ", turned)
-    normed = replace(reading, norms_output=not reading.norms_output)
-    said = "with" if normed.norms_output else "without"
-    yield Change(f"output {said} the norm", "its states go to the head otherwise", normed)
     dim = torch.arange(0, head.config.head_dim, 2, dtype=torch.float32) / head.config.head_dim
     theirs = float((target.family.config.rope_parameters or {}).get("rope_theta", 1e4))
     for theta in {*THETAS, theirs} - {head.config.rope_theta}:
@@ -411,7 +441,7 @@ def _of_msd(reading: Reading, head: MSDHead, target: VLMTarget) -> Iterator[Chan
     for inverse in (False, True):
         made = copy.deepcopy(head)
         for layer in made.layers:
-            _paired(layer.self_attn, head.config.head_dim, inverse)
+            repaired(layer.self_attn, head.config.head_dim, inverse)
         yield other(NAMES["rotary pairs", inverse], HINTS["rotary pairs"], made)
 
 
@@ -419,7 +449,6 @@ NAMES = {
     ("rotary pairs", False): "rotary pairs of neighbours",
     ("rotary pairs", True): "rotary pairs of halves",
     ("halves", False): "state before embedding",
-    ("halves", True): "state before embedding in one norm",
 }
 HINTS = {
     "rotary pairs": "its q_proj and k_proj were exported for the other order of rotary pairs",
@@ -450,7 +479,7 @@ def _ropes(own: dict[str, Any], target: VLMTarget) -> Iterator[tuple[str, dict[s
 
 
 @torch.no_grad()
-def _paired(attention: Any, width: int, inverse: bool) -> None:
+def repaired(attention: Any, width: int, inverse: bool) -> None:
     """Reorder rotary pairs from neighbours to halves, or back."""
     for projection in (attention.q_proj, attention.k_proj):
         for values in (projection.weight, projection.bias):
@@ -461,7 +490,7 @@ def _paired(attention: Any, width: int, inverse: bool) -> None:
 
 
 @torch.no_grad()
-def _swapped(attention: Any, width: int, inverse: bool) -> None:
+def swapped(attention: Any) -> None:
     """Swap the halves that q, k and v read."""
     for name in ("q_proj", "k_proj", "v_proj"):
         weight = getattr(attention, name).weight
@@ -470,23 +499,75 @@ def _swapped(attention: Any, width: int, inverse: bool) -> None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A drafter as it is, and the ``changes`` by tokens a round, the best first."""
+    """A drafter as it is, and the ``changes``, the best first: by tokens a round at temperature 1,
+    of which few answers tell more than of greedy chains.
+    """
 
     own: Followed
-    changes: Sequence[tuple[Change, float]]
+    changes: Sequence[tuple[Change, Followed]]
 
     @property
-    def best(self) -> tuple[Change, float] | None:
+    def best(self) -> tuple[Change, Followed] | None:
         """The one change that is worth it; None where none is."""
         found = self.changes[0] if self.changes else None
-        return found if found is not None and found[1] > WORTH * self.own.tau else None
+        worth = found is not None and found[1].sampled > WORTH * self.own.sampled
+        return found if worth else None
 
 
 def diagnose(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Diagnosis:
     """What is kept of the drafts of a drafter taken by ``reading``, and under each change."""
     own = followed(seen, reading, depth)
-    tried: list[tuple[Change, Followed]] = []
-    for change in changes(reading, seen):
-        tried.append((change, followed(seen, change.reading, depth)))
-    ordered = sorted(tried, key=lambda pair: -(pair[1].tau + 0.01 * pair[1].sampled))
-    return Diagnosis(own, [(change, found.tau) for change, found in ordered])
+    tried = [(change, followed(seen, change.reading, depth)) for change in changes(reading, seen)]
+    return Diagnosis(own, sorted(tried, key=lambda pair: -pair[1].sampled))
+
+
+def doctor(
+    model: str, drafter: str | None, data: Sequence[str] = (), questions: int = 16, seed: int = 0
+) -> tuple[Diagnosis, str]:
+    """What is kept of the drafts of a ``drafter`` (a folder; None: the only one of its kind beside
+    the ``model``) on held-out ``questions`` of chats in ``data``, or on Python code for a text
+    model without; and the drafter's folder.
+
+    Raises ``ValueError`` for drafters that do not read the target's states.
+    """
+    folder = find_target(model)
+    place = find(drafter) if drafter else _beside(folder)
+    kind = method_of(place)
+    if kind not in METHODS:
+        raise ValueError(
+            f"doctor follows drafters that read the target's states ({', '.join(METHODS)}), got "
+            f"{place} of method {kind or 'none'}"
+        )
+    if sees(folder) and not data:
+        raise ValueError("data must be given of chats that show pictures; give --data FILE")
+    target = load_frozen(folder, "cpu", "float32")
+    network = load_drafter(kind, place, target.model)
+    with TemporaryDirectory() as out:
+        prompt, ends = asked(folder, target, data, questions, Path(out), seed)
+    seen = evidence(target.model, prompt, ends)
+    return diagnose(seen, Reading.of(network, seen.target)), str(place)
+
+
+def _beside(folder: Path) -> Path:
+    """The drafter that lies beside the model in ``folder``."""
+    places = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
+    found = [place for place in places if (place / "config.json").is_file()]
+    if len(found) != 1:
+        said = ", ".join(place.name for place in found) or "none"
+        raise ValueError(
+            f"{folder} must have one drafter of {', '.join(METHODS)}, got {said}; name it"
+        )
+    return found[0]
+
+
+def asked(
+    folder: Path, target: VLMTarget, data: Sequence[str], count: int, out: Path, seed: int
+) -> tuple[VLMPrompt, Sequence[int]]:
+    """Questions that are not trained on, and the tokens that end answers."""
+    if data:
+        source = Data(Places(list(data), conversations), 0.5, None, "skip", None)
+        opened = source.opened(folder, lambda: target, out, seed)
+        return opened.prompts(count), opened.reader.stops
+    words = load_tokenizer(weights_folder(folder))
+    held = windows(text_stream(words, out, held_out=True), 0, count, PROMPT, seed)
+    return VLMPrompt(padded(held.tolist()), LONGEST), TextPipeline(target.model, words).ends()

@@ -47,7 +47,7 @@ def msd(
     """Train an MSD drafter in two stages, text first; the result is MODEL/drafters/msd."""
     begun = training.begun(model, "msd", recipe)
     with one_first():
-        opened = source.opened(begun)
+        opened = source.opened(begun.folder, lambda: begun.target, training.out, training.seed)
     if True not in opened.sorts:
         raise ValueError("data must hold pictures or videos for an MSD drafter, got text alone")
     target, ends = begun.target, opened.reader.stops

@@ -96,12 +96,18 @@ class Targeted(Training):
 
     def load(self, folder: Path) -> VLMTarget:
         """The model in ``folder``, which is learnt from, in its dtype and on its device."""
-        place = Place.named(own_device(self.device), self.dtype, device_map=self.device_map)
-        where = folder if is_composed(folder) else weights_folder(folder)
-        placing = Placing.of(where, place, self.device_map)
-        kind: Any = VQAPipeline if sees(folder) else TextPipeline
-        model, _ = kind.placed(folder, placing)
-        return VLMTarget(model.requires_grad_(False), Processor(), str(folder))
+        return load_frozen(folder, own_device(self.device), self.dtype, self.device_map)
+
+
+def load_frozen(
+    folder: Path, device: str | None = None, dtype: str | None = None, device_map: str | None = None
+) -> VLMTarget:
+    """The model in ``folder``, loaded as pipelines do, to be learnt from."""
+    place = Place.named(device, dtype, device_map=device_map)
+    where = folder if is_composed(folder) else weights_folder(folder)
+    kind: Any = VQAPipeline if sees(folder) else TextPipeline
+    model, _ = kind.placed(folder, Placing.of(where, place, device_map))
+    return VLMTarget(model.requires_grad_(False), Processor(), str(folder))
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:

@@ -20,6 +20,7 @@ from specmm.checkpoints import read_json
 from specmm.hf.families import room_of
 from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.target import VLMTarget
 from specmm.recipes.answers import answered
 from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
 from specmm.recipes.recipe import Count, Places, Share
@@ -47,16 +48,16 @@ class Data:
     too_long: str
     thinking: bool | None
 
-    def opened(self, begun: Begun) -> Conversations:
-        """The chats for a drafter's training.
+    def opened(
+        self, folder: Path, load: Callable[[], VLMTarget], out: Path, seed: int
+    ) -> Conversations:
+        """The chats for the model in ``folder``, which is loaded where they need it.
 
         Raises ``ValueError`` where none can be used.
         """
         if not self.data.places:
             raise ValueError("data must be files or folders of chats, got none; give data=FILE")
-        own = begun.training
-        reader = self.reader(begun.folder)
-        opening = Opening(reader, lambda: begun.target, own.out, self.held_out, own.seed)
+        opening = Opening(self.reader(folder), load, out, self.held_out, seed)
         found: Conversations = self.data(opening)
         return found
 
@@ -132,18 +133,18 @@ class Source(Data):
             return self._chats(begun) if given == ["data"] else self._texts(begun)
 
     def _chats(self, begun: Begun) -> Lessons:
-        opened = self.opened(begun)
+        own = begun.training
+        opened = self.opened(begun.folder, lambda: begun.target, own.out, own.seed)
         rows = opened.rows(self.rows)
         if self.drawn:
-            out = begun.training.out
-            kept = Spool(out)
+            kept = Spool(own.out)
             made = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
-            for chat in answered(*made, out):
+            for chat in answered(*made, own.out):
                 kept.add(chat)
             rows = kept
         said = partial(opened.reader.said, rows)
         key = key_of(chat.said for chat in rows)
-        prompt = opened.prompts(begun.training.scenes)
+        prompt = opened.prompts(own.scenes)
         return Lessons(rows, key, opened.read, said, prompt, opened.reader.stops)
 
     def _texts(self, begun: Begun) -> Lessons:

@@ -1,0 +1,171 @@
+"""Whether ``specmm doctor`` finds out in which way a drafter is read wrongly.
+
+    python -m benchmarks.doctor my-coder my-llava --data chats.jsonl
+
+Each head beside the models is read wrongly on purpose in twelve or more ways, one at a time; a way
+is found if the change that undoes it is named first. Beside it the tokens a round that are forecast
+and those that chains by our own decoding have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from benchmarks.common import RESULTS, Out, Row, environment, write_results
+from specmm.decode import EndTokens, decode
+from specmm.hf.drafters.eagle3_head import Eagle3Head
+from specmm.hf.drafters.features import FeatureDrafter
+from specmm.hf.drafting import KINDS, load_drafter, row_uniforms
+from specmm.recipes import doctor
+from specmm.recipes.doctor import NAMES, Evidence, Reading, final_norm
+from specmm.recipes.settings import load_frozen
+from specmm.tree import TreeShape
+from specmm.verify import Recursive
+
+
+def spoils(reading: Reading, head: Any, seen: Evidence) -> Iterator[tuple[str, Reading]]:
+    """Ways of reading ``head`` wrongly, each by the name of the change that undoes it."""
+    if layers := reading.layers:
+        for by in (1, -1):
+            moved = tuple(i + by for i in layers)
+            if min(moved) >= 0 and max(moved) < len(seen.layers):
+                yield f"layers {-by:+d}", replace(reading, layers=moved)
+        yield "layers reversed", replace(reading, layers=layers[::-1])
+    if not layers:
+        yield "states after the norm", replace(reading, normed=False)
+    elif isinstance(final_norm(seen.target), nn.Module):
+        yield "states before the norm", replace(reading, normed=True)
+    yield "state of the next token", replace(reading, late=1)
+    yield "state of the former token", replace(reading, late=-1)
+    yield "no window", replace(reading, window=16)
+    if reading.ids is not None:
+        most = seen.probs.shape[-1] - 1
+        yield "ids - 1", replace(reading, ids=(reading.ids + 1).clamp(max=most))
+    if bool(seen.image.any()) and not reading.network.parts:
+        yield "positions with pictures", replace(reading, skips=True)
+    found = _of_eagle3 if isinstance(head, Eagle3Head) else _of_msd
+    for name, made in found(head, seen):
+        yield name, replace(reading, network=made.bound(seen.target))
+    if not isinstance(head, Eagle3Head):
+        yield "pictures apart", replace(reading, as_text=True)
+
+
+def _of_eagle3(head: Eagle3Head, seen: Evidence) -> Iterator[tuple[str, Eagle3Head]]:
+    config, sizes = head.config, head.config.sizes
+    for flag in ("norm_output", "norm_before_residual"):
+        value = getattr(config, flag)
+        yield f"{flag} {value}".lower(), _with(head, **{flag: not value})
+    if config.picture_embeddings and bool(seen.image.any()):
+        yield "picture_embeddings true", _with(head, picture_embeddings=False)
+    ropes = {
+        f"rope_theta {sizes.rope_parameters['rope_theta']:g}": {"rope_theta": 1e6},
+        "unscaled positions": {"rope_type": "linear", "factor": 8.0},
+    }
+    for name, rope in ropes.items():
+        other: Any = copy.deepcopy(sizes)
+        other.rope_parameters = {**sizes.rope_parameters, **rope}
+        made = _with(head, sizes=other)
+        made.turns = type(head.turns)(other)
+        yield name, made
+    if not config.own_embeddings:
+        made = _with(head, own_embeddings=True)
+        count = int(config.sizes.vocab_size)
+        table = seen.target.embed(torch.arange(count, device=seen.tokens.device)).roll(7, 0)
+        made.embed_tokens = nn.Embedding(*table.shape, _weight=table.clone())
+        yield "the target's embeddings", made
+    for inverse in (False, True):
+        made = copy.deepcopy(head)
+        doctor.repaired(made.layers[0].self_attn, int(sizes.head_dim), inverse)
+        yield NAMES["rotary pairs", not inverse], made
+    made = copy.deepcopy(head)
+    doctor.swapped(made.layers[0].self_attn)
+    yield NAMES["halves", False], made
+
+
+def _with(head: Eagle3Head, **changes: Any) -> Eagle3Head:
+    made = copy.copy(head)
+    made._modules = dict(head._modules)
+    made.config = replace(head.config, **changes)
+    return made
+
+
+def _of_msd(head: Any, seen: Evidence) -> Iterator[tuple[str, Any]]:
+    config = head.config
+    dim = torch.arange(0, config.head_dim, 2) / config.head_dim
+    made = copy.copy(head)
+    made.config = replace(config, rope_theta=1e6)
+    made.frequencies = 1e6**-dim
+    yield f"rope_theta {config.rope_theta:g}", made
+    made = copy.copy(head)
+    made.frequencies = head.frequencies / 8
+    yield "positions over 0.125", made
+    made = copy.deepcopy(head)
+    made.fc.weight.data = torch.cat(made.fc.weight.data.chunk(2, 1)[::-1], 1)
+    yield NAMES["halves", False], made
+    for inverse in (False, True):
+        made = copy.deepcopy(head)
+        for layer in made.layers:
+            doctor.repaired(layer.self_attn, config.head_dim, inverse)
+        yield NAMES["rotary pairs", not inverse], made
+
+
+@torch.inference_mode()
+def decoded(head: Any, seen: Evidence, prompt: Any, ends: list[int]) -> float:
+    """Tokens a round of greedy chains by our own decoding."""
+    drafter = FeatureDrafter(head, seen.target, TreeShape.chain(doctor.DEPTH, seen.tokens.device))
+    stop, length = EndTokens(ends, seen.tokens.device), prompt.max_new_tokens
+    rounds = decode(
+        seen.target, drafter, Recursive(), prompt, length, row_uniforms(prompt), stop=stop
+    )
+    *_, end = rounds
+    return float(end.stats.tau)
+
+
+def main(
+    models: list[Path],
+    data: Annotated[list[str] | None, typer.Option(help="Chats, for models that see.")] = None,
+    questions: int = 12,
+    out: Out = RESULTS,
+) -> None:
+    """Spoil every head beside the models and write what is found."""
+    rows: list[Row] = []
+    for folder in models:
+        target = load_frozen(folder, "cpu", "float32")
+        with TemporaryDirectory() as place:
+            prompt, ends = doctor.asked(folder, target, data or [], questions, Path(place), 0)
+        seen = doctor.evidence(target.model, prompt, ends)
+        for kind in doctor.METHODS:
+            beside = folder / "drafters" / KINDS[kind].place
+            if not (beside / "config.json").is_file():
+                continue
+            head = load_drafter(kind, beside, target.model)
+            reading = Reading.of(head, seen.target)
+            own = doctor.diagnose(seen, reading)
+            facts = {"model": folder.name, "head": kind}
+            took = decoded(head, seen, prompt, list(ends))
+            forecast = {"forecast": round(own.own.tau, 3), "decoded": round(took, 3)}
+            rows.append(facts | {"spoilt": "", "named": _named(own)} | forecast)
+            print(rows[-1])
+            for name, wrong in spoils(reading, head, seen):
+                found = doctor.diagnose(seen, wrong)
+                left = {"forecast": round(found.own.tau, 3), "found": _named(found) == name}
+                rows.append(facts | {"spoilt": name, "named": _named(found)} | left)
+                print(rows[-1])
+    write_results(out, "doctor", rows, environment(questions=questions))
+
+
+def _named(found: doctor.Diagnosis) -> str:
+    return found.best[0].named if found.best else ""
+
+
+if __name__ == "__main__":
+    typer.run(main)

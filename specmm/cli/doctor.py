@@ -1,0 +1,87 @@
+"""``specmm doctor``: why few of a drafter's drafts are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specmm.cli.options import Json, Threads
+from specmm.cli.output import emit, stdout_reserved, table
+
+if TYPE_CHECKING:
+    from specmm.recipes.doctor import Diagnosis
+
+SHOWN = 8  # changes
+Model = Annotated[str, typer.Argument(help="The target: a folder, a pocket model or a hub id.")]
+Drafter = Annotated[
+    str | None,
+    typer.Option("--drafter", help="Its drafter's folder, where it is not alone beside the model."),
+]
+Data = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="FILE", help="Chats that it was not trained on; several."),
+]
+Questions = Annotated[int, typer.Option(min=1, help="That the target answers.")]
+Seed = Annotated[int, typer.Option(min=0)]
+
+
+def doctor(
+    model: Model,
+    drafter: Drafter = None,
+    data: Data = None,
+    questions: Questions = 16,
+    seed: Seed = 0,
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Say why few of a drafter's drafts are kept: how it is read wrongly, or where it is weak."""
+    from specmm.recipes.doctor import doctor as examined
+
+    with stdout_reserved():
+        found, place = examined(model, drafter, data or (), questions, seed)
+    if as_json:
+        return emit(_facts(found, place))
+    for line in _lines(found, place):
+        typer.echo(line)
+
+
+def _facts(found: Diagnosis, place: str) -> dict[str, object]:
+    own, best = found.own, found.best
+    changes = [
+        {"change": change.named, "hint": change.hint, "tau": other.tau, "sampled": other.sampled}
+        for change, other in found.changes
+    ]
+    return {
+        "drafter": place,
+        "answers": len(own.seen.tokens),
+        "tau": own.tau,
+        "sampled": own.sampled,
+        "by_depth": own.by_depth,
+        "by_kind": own.parts(),
+        "change": None if best is None else best[0].named,
+        "changes": changes,
+    }
+
+
+def _lines(found: Diagnosis, place: str) -> Iterator[str]:
+    own, best = found.own, found.best
+    count = int(own.seen.long.sum())
+    yield f"{place}, on {len(own.seen.tokens)} answers of its target ({count} tokens, greedy)"
+    yield f"  tokens a round: {own.tau:.2f} greedy, {own.sampled:.2f} at T = 1"
+    yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in own.by_depth)}"
+    yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in own.parts().items())}"
+    rows = [("read otherwise", "tokens a round", "at T = 1")]
+    for change, other in found.changes[:SHOWN]:
+        rows.append((change.named, f"{other.tau:.2f}", f"{other.sampled:.2f}"))
+    yield table(rows)
+    if best is not None:
+        yield f"Read it with {best[0].named}: {best[0].hint}."
+        return
+    weakest = min(range(len(own.by_depth)), key=own.by_depth.__getitem__)
+    kind, share = min(own.parts().items(), key=lambda pair: pair[1])
+    yield (
+        "No other way of reading it is worth more: what it keeps is its own. Weakest at depth "
+        f"{weakest + 1} ({own.by_depth[weakest]:.0%}), of first drafts: {kind} ({share:.0%})."
+    )
