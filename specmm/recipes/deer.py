@@ -12,7 +12,6 @@ blocks, C width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import torch
@@ -27,9 +26,9 @@ from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
-from specmm.recipes.training.seen import Seen
+from specmm.recipes.training.seen import Seen, learn
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, Run, fit, seeded
+from specmm.training import Losses, seeded
 
 Block = Annotated[int, 2]  # drafts a round
 
@@ -56,12 +55,15 @@ def deer(
     lessons = source.lessons(begun)
     measure = begun.tau("deer", drafter, drafter.model, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
-    options: dict[str, Any] = dict(first_stage=first_stage, alpha=alpha, seed=training.seed)
-    train_deer(target, drafter, begun.seen(lessons, ()).batch, run, **options)
+    compile_layers(drafter.model.model.layers)
+
+    def loss(seen: Seen, i: int) -> Losses:
+        filling = i < first_stage * run.steps * run.accumulate
+        seed = training.seed * 1_000_003 + i
+        return deer_loss(drafter, target, seen.with_room(block), ANCHORS, filling, alpha, seed)
+
+    learn(Own(drafter.model), loss, begun.seen(lessons, ()).batch, run)
     return begun.end(lambda: save_deer(drafter, begun.place), run)
-
-
-ALPHA = 1.02
 
 
 def build_deer(
@@ -108,36 +110,7 @@ def _copy_layers(layers: Any, others: Any) -> None:
         layer.load_state_dict(fitting, strict=False)
 
 
-def train_deer(
-    target: VLMTarget,
-    drafter: DEERModel,
-    draw: Callable[[int], Seen],
-    run: Run,
-    *,
-    first_stage: float = 0.25,
-    alpha: float = ALPHA,
-    anchors: int = ANCHORS,
-    seed: int = 0,
-    compiled: bool = True,
-) -> None:
-    """Train ``drafter`` in place on what ``draw`` gives for each step, the first ``first_stage`` of
-    them in stage 1.
-    """
-    target.model.requires_grad_(False)  # embedding and head are among the drafter's weights
-    compile_layers(drafter.model.model.layers, compiled)
-
-    def step(i: int) -> Losses:
-        seen = draw(i).with_room(drafter.block)
-        filling = i < first_stage * run.steps * run.accumulate
-        with torch.autocast(target.device.type, torch.bfloat16):
-            options = (anchors, filling, alpha, seed * 1_000_003 + i)
-            return deer_loss(drafter, target, seen, *options)
-
-    fit(_Own(drafter.model), step, run, muon=MUON * run.lr)
-    drafter.model.eval()
-
-
-class _Own(torch.nn.Module):
+class Own(torch.nn.Module):
     """The drafter's own weights only, for checkpoints that do not repeat the target's."""
 
     def __init__(self, model: Any) -> None:

@@ -10,7 +10,6 @@ width.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,9 +40,9 @@ from specmm.recipes.training.blocks import (
     probs_loss,
     silence,
 )
-from specmm.recipes.training.seen import Seen
+from specmm.recipes.training.seen import Seen, learn
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import MUON, Losses, Run, fit, seeded
+from specmm.training import Losses, seeded
 
 # of a block drafter, which start brings
 SIZES = ("layers", "block", "mask", "inner", "read", "markov", "vocabulary")
@@ -90,12 +89,17 @@ def dflash(
     measure = begun.tau("block", drafter, drafter, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw = begun.seen(lessons, drafter.config.layers).batch
-    train_block(target, drafter, draw, run, fade=fade, seed=training.seed)
+    compile_layers(drafter.layers)
+    head = target.family.logits_of(drafter.ids)
+
+    def loss(seen: Seen, i: int) -> Losses:
+        seen = seen.with_room(drafter.config.block)
+        seed = training.seed * 1_000_003 + i
+        return block_loss(drafter, target, head, seen, ANCHORS, fade, seed)
+
+    learn(drafter, loss, draw, run)
     embeddings: Any = target.model.get_input_embeddings().weight
     return begun.end(lambda: save_dflash(drafter, begun.place, embeddings), run)
-
-
-FADE = 4.0
 
 
 def build_block(
@@ -185,33 +189,6 @@ def with_memory(before: DFlash, size: int) -> DFlash:
     if model.ids is not None:
         model.set_ids(model.ids)
     return model.to(before.fc.weight.device)
-
-
-def train_block(
-    target: VLMTarget,
-    model: DFlash,
-    draw: Callable[[int], Seen],
-    run: Run,
-    *,
-    fade: float = FADE,
-    anchors: int = ANCHORS,
-    seed: int = 0,
-    compiled: bool = True,
-) -> None:
-    """Train ``model`` in place on what ``draw`` gives for each step, with the states of its
-    layers.
-    """
-    target.model.requires_grad_(False)
-    compile_layers(model.layers, compiled)
-    head = target.family.logits_of(model.ids)
-
-    def step(i: int) -> Losses:
-        seen = draw(i).with_room(model.config.block)
-        with torch.autocast(target.device.type, torch.bfloat16):
-            return block_loss(model, target, head, seen, anchors, fade, seed * 1_000_003 + i)
-
-    fit(model, step, run, muon=MUON * run.lr)
-    model.eval()
 
 
 def block_loss(

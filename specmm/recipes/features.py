@@ -32,8 +32,12 @@ from specmm.hf.target import VLMTarget
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted, sees, served
 from specmm.recipes.source import Source
-from specmm.recipes.training.seen import Seen
-from specmm.training import MUON, Losses, Run, fit, seeded
+from specmm.recipes.training.seen import Seen, learn
+from specmm.training import Losses, seeded
+
+CLIP = 0.5  # of gradients
+DECAY = 0.8  # a step of the rollout counts this share of the one before
+Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..., C] to [..., v]
 
 
 def eagle3(
@@ -60,7 +64,7 @@ def eagle3(
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw = begun.seen(lessons, head.config.layers).batch
     output = target.family.logits_of(head.ids)
-    _learn(head, RolledEagle3(head), output, draw, run, rollout, slots)
+    learn(head, _loss(RolledEagle3(head), output, rollout, slots), draw, run, clip=CLIP)
 
     def save() -> None:
         with served(head, target.dtype):
@@ -83,36 +87,20 @@ def mtp(
     measure = begun.tau("mtp", layers, rolled.network, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw, output = begun.seen(lessons, ()).batch, target.family.logits
-    _learn(rolled.network, rolled, output, draw, run, rollout, slots)
+    learn(rolled.network, _loss(rolled, output, rollout, slots), draw, run, clip=CLIP)
     return begun.end(lambda: save_layers(layers, begun.place, target.model), run)
 
 
-def _learn(
-    network: nn.Module,
-    rolled: Rolled,
-    output: Head,
-    draw: Callable[[int], Seen],
-    run: Run,
-    rollout: int,
-    slots: int,
-) -> None:
-    """Train ``network`` as it is ``rolled`` out on what ``draw`` gives for each step. At most so
-    many ``slots`` count (0: all), for a large vocabulary costs more than the layers.
+def _loss(rolled: Rolled, output: Head, rollout: int, slots: int) -> Callable[[Seen, int], Losses]:
+    """That of what was seen in a step. At most so many ``slots`` count in it (0: all), drawn at
+    random: a large vocabulary costs more than the layers.
     """
 
-    def step(i: int) -> Losses:
-        seen = draw(i)
-        if slots:
-            seen = dataclasses.replace(seen, mask=some_of(seen.mask, slots, i))
-        with torch.autocast(seen.hidden.device.type, torch.bfloat16):
-            return rollout_loss(rolled, output, seen, rollout)
+    def found(seen: Seen, step: int) -> Losses:
+        mask = some_of(seen.mask, slots, step) if slots else seen.mask
+        return rollout_loss(rolled, output, dataclasses.replace(seen, mask=mask), rollout)
 
-    fit(network, step, run, clip=0.5, muon=MUON * run.lr)
-    network.eval()
-
-
-DECAY = 0.8  # a step of the rollout counts this share of the one before
-Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..., C] to [..., v]
+    return found
 
 
 class Rolled(Protocol):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm.files import writable
@@ -30,7 +30,7 @@ from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.training import batch_rows, rank, share
+from specmm.training import MUON, Losses, Run, batch_rows, fit, rank, share
 
 GIB = 2**30
 # Makes a batch of what was drawn: whole conversations, and which tokens are answers' [B, L] bool.
@@ -185,3 +185,23 @@ class SeenRows:
     def _faster(self) -> bool:
         """Whether products in bfloat16 are."""
         return self.target.device.type != "cpu" or bfloat16_products()
+
+
+def learn(
+    network: nn.Module,
+    loss: Callable[[Seen, int], Losses],
+    draw: Callable[[int], Seen],
+    run: Run,
+    **options: Any,
+) -> None:
+    """Train ``network`` in place by the ``loss`` of what ``draw`` gives for each step, in bfloat16
+    over its own weights; ``options`` are those of :func:`specmm.training.fit`.
+    """
+
+    def step(i: int) -> Losses:
+        seen = draw(i)
+        with torch.autocast(seen.hidden.device.type, torch.bfloat16):
+            return loss(seen, i)
+
+    fit(network, step, run, muon=MUON * run.lr, **options)
+    network.eval()

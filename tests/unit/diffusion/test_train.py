@@ -20,7 +20,7 @@ from specmm.recipes.diffusion import denoising_loss, hide, train_diffusion
 from specmm.recipes.source import read_rows
 from specmm.recipes.training.blocks import Anchors, fading, probs_loss
 from specmm.recipes.training.drawn_rows import drawn_rows, frequent
-from specmm.recipes.training.seen import SeenRows
+from specmm.recipes.training.seen import SeenRows, learn
 from specmm.recipes.training.texts import windows
 from specmm.training import Run
 from tests.tiny.parts import shaken
@@ -227,13 +227,21 @@ def test_training_learns_and_resumes(target, kind, tmp_path):
         def draw(layers):
             return SeenRows(target, tokens, read_rows, layers, 4, 0, out, 1.0).batch
 
-        run, options = Run(out, steps, 1e-2), dict(anchors=3, compiled=False)
+        run = Run(out, steps, 1e-2)
         if kind == "deer":
             made = deer.build_deer(target, 1, K, MASK, None)
-            deer.train_deer(target, made, draw(()), run, **options)
+
+            def loss(seen, i):
+                return deer.deer_loss(made, target, seen, 3, i < 10, 1.02, i)
+
+            learn(deer.Own(made.model), loss, draw(()), run)
             return made.model.model.norm.weight
         made = dflash.build_block(target, 1, K + 1, MASK, read=2)
-        dflash.train_block(target, made, draw(made.config.layers), run, **options)
+
+        def block_loss(seen, i):
+            return dflash.block_loss(made, target, target.head, seen, 3, 4.0, i)
+
+        learn(made, block_loss, draw(made.config.layers), run)
         return made.norm.weight
 
     before = [p.clone() for p in target.model.parameters()]
