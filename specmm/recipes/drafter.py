@@ -33,13 +33,7 @@ from specmm.image_ar.tokens.choosing import JACOBI
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.image_ar.tokens.loading import (
-    load_block,
-    load_gpt,
-    load_vq,
-    save_drafters,
-    target_fingerprint,
-)
+from specmm.image_ar.tokens.loading import load_block, load_gpt, load_vq, save_drafters
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
@@ -47,6 +41,7 @@ from specmm.randomness import Uniforms
 from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
 from specmm.recipes.settings import facts_of
 from specmm.recipes.source import key_of
+from specmm.recipes.training.drawn_rows import made_by
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.registry import unknown
 from specmm.shape.trees import spine
@@ -200,9 +195,12 @@ def _draw(
     """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
     batch by batch, so that an interrupted run continues.
     """
-    pipe = LlamaGenPipeline(target, vq, {}, read_settings(LlamaGenSettings, model))
+    settings = read_settings(LlamaGenSettings, model)
+    pipe = LlamaGenPipeline(target, vq, {}, settings)
     pipe.set_progress_bar_config(disable=True)
-    kept = writable(out / f"{target_fingerprint(target)}-{cfg}-{seed}")
+    own = [settings.cfg, settings.cfg_interval, settings.temperature]
+    own += [settings.top_k, settings.top_p]
+    kept = writable(out / made_by(target, labels.tolist(), cfg, seed, own))
     found = []
     for i, part in enumerate(tqdm(labels.split(AT_ONCE), desc="draw")):
         file = kept / f"{i:04d}-{len(part)}.pt"

@@ -115,10 +115,16 @@ def facts_of(recipe: Recipe) -> dict[str, str]:
     found = {"specmm": __version__}
     for name, value in recipe.settings.items():
         if name not in APART:
-            value = value.places if isinstance(value, Places) else value
-            value = list(map(str, value)) if isinstance(value, list) else value
-            found[name] = _short(str(value))
+            several = value.places if isinstance(value, Places) else value
+            each = [_whole(x) for x in several] if isinstance(several, list) else _whole(several)
+            found[name] = _short(str(each))
     return found
+
+
+def _whole(value: Any) -> Any:
+    """``value``, or the whole path where it is one's."""
+    named = isinstance(value, str | Path) and str(value) and Path(value).exists()
+    return str(Path(value).absolute()) if named else value
 
 
 def _short(text: str) -> str:

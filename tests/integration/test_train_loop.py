@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from specmm import zoo
 from specmm.derived import digest
 from specmm.hf.target import VLMTarget
+from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.processors import Processor
+from specmm.recipes import drafter
 from specmm.recipes.recipe import train
 from specmm.recipes.source import read_rows
 from specmm.recipes.training.seen import Seen, SeenRows
@@ -142,6 +145,29 @@ def test_states_take_the_disk_that_was_given_and_no_memory(text_target, tmp_path
     folder = seen.kept.folder
     del seen
     assert not folder.exists()
+
+
+def test_pictures_that_a_target_drew_are_kept_by_what_they_show(tmp_path, monkeypatch):
+    drawn = []
+
+    class Drawing:
+        def __init__(self, *parts):
+            pass
+
+        def set_progress_bar_config(self, disable):
+            pass
+
+        def __call__(self, labels, **options):
+            drawn.append(labels)
+            return SimpleNamespace(tokens=torch.tensor(labels)[:, None])
+
+    monkeypatch.setattr(drafter, "LlamaGenPipeline", Drawing)
+    monkeypatch.setattr(drafter, "read_settings", lambda *_: LlamaGenSettings())
+    target = torch.nn.Linear(2, 2)
+    for labels in ([1, 2], [3, 4], [1, 2]):
+        found = drafter._draw(tmp_path, target, None, torch.tensor(labels), tmp_path, None, 0)
+        assert found[:, 0].tolist() == labels
+    assert drawn == [[1, 2], [3, 4]]
 
 
 @pytest.fixture
