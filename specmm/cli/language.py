@@ -50,15 +50,6 @@ Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
 PromptBatch = Annotated[
     list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")
 ]
-CompleteOptions = Annotated[
-    list[str],
-    typer.Option(
-        "--option",
-        "-o",
-        help="KEY=VALUE of the method; may be repeated. sure=… of self counts for a single prompt "
-        "or at temperature 0 only.",
-    ),
-]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="0 is off.")]
 TopP = Annotated[float, typer.Option(help="1 is off.")]
@@ -167,7 +158,7 @@ def complete(
             "prompt-lookup, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
-    option: CompleteOptions = [],  # noqa: B006  typer copies it
+    option: Options = [],  # noqa: B006
     drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 128,
     temperature: Temperature = 0.0,

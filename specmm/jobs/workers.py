@@ -265,11 +265,6 @@ class AnswerWorker:
                 f"a job's method must answer by itself, got {method.name}; "
                 f"choose from: {', '.join(known)}"
             )
-        if method.batch_dependent and self.spec.sampling.get("temperature", 0):
-            raise ValueError(
-                f"a job's {method.name} must not be cut by sure at temperature above 0: "
-                "leave sure out"
-            )
         self._check_drawing(method, self._draws(item))
 
     def _draws(self, item: Item) -> bool:

@@ -77,11 +77,6 @@ class Declared(metaclass=_Checked):
         return False
 
     @property
-    def batch_dependent(self) -> bool:
-        """Whether a row that is drawn at temperature above 0 depends on the rows beside it."""
-        return False
-
-    @property
     def row_window(self) -> int | None:
         """Tokens by which a row of a picture is ahead when the next begins; None: it has ended."""
         return None
@@ -235,23 +230,16 @@ class SelfDraft(Declared):
     """The target drafts without some of its layers, on its own keys and values.
 
     With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168), without either the first half of them. Chains have at most
-    ``length`` drafts. ``sure`` above 0 ends one before the first token that promises less
-    acceptance; in a batch of several at T > 0 chains are of one length.
+    (Draft & Verify, arXiv 2309.08168), without either the first half of them. Chains have
+    ``length`` drafts.
     """
 
     name: ClassVar[str] = "self"
-    here: ClassVar[str] = "0.98x plain decoding at best"
+    here: ClassVar[str] = "0.94x plain decoding at best"
     can_refill: ClassVar[bool] = True
     exit: int = 0
     skip: tuple[int, ...] = ()
     length: int = 4
-    sure: float = 0.0
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Where a row is unsure it is cut by itself, not beside others."""
-        return self.sure > 0
 
     @property
     def choice(self) -> Choice:
@@ -276,12 +264,6 @@ def check_rejected_weight(weight: float) -> None:
             "rejected_weight must be in [0, 1), the weight of the target's distributions at "
             f"rejected positions, got {weight}"
         )
-
-
-def check_sure(sure: float) -> None:
-    """Raise ``ValueError`` unless 0 <= ``sure`` <= 1, the least chance of a draft to be kept."""
-    if not 0 <= sure <= 1:
-        raise ValueError(f"sure must be in [0, 1], got {sure}")
 
 
 class Methods(Registry):

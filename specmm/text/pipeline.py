@@ -119,10 +119,9 @@ class TextPipeline(Pipeline):
         """Continue one prompt or a batch of them, whatever their lengths.
 
         ``options`` are those of :class:`specmm.hf.options.Options`; ``chat`` is off unless given. A
-        text depends on its own random stream, not on the batch, but for auto's plan and, where
-        uniforms are drawn, what ``self`` cuts or searches. ``streamer`` gets a single text's ids,
-        as transformers' do, but not the prompt's: leave its ``skip_prompt`` off. Raises
-        ``ValueError`` for prompts, options and methods that do not fit.
+        text depends on its own random stream, not on the batch, but for auto's plan. ``streamer``
+        gets a single text's ids, as transformers' do, but not the prompt's: leave its
+        ``skip_prompt`` off. Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
             given = self.options(options)
