@@ -130,9 +130,7 @@ def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
         f"exit={layers}",
         pipe,
         asking(model, pipe),
-        [
-            *(methods.SelfDraft(exit=layers, length=n) for n in (1, 2, 6)),
-        ],
+        [*(methods.SelfDraft(exit=layers, length=n) for n in (1, 2, 6))],
         counted({"assistant_early_exit": layers}),
         [methods.Auto(), methods.SelfDraft(exit=layers, length=2)],
     )

@@ -55,7 +55,7 @@ class VQAOutput:
     ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
     chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
     ``compiled`` says whether rounds were graphs on a GPU. ``prompt_tokens`` [B] were read, pictures
-    included, and ``finish_reasons`` [B] are "stop" or "length".
+    included, ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
 
     answers: list[str]
@@ -68,6 +68,7 @@ class VQAOutput:
     compiled: bool = False
     prompt_tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    taus: list[float] = field(default_factory=list)
 
 
 class VQAPipeline(Pipeline):
@@ -159,9 +160,7 @@ class VQAPipeline(Pipeline):
             run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
-        output = VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
-        output.prompt_tokens = run.prompt_tokens
-        output.finish_reasons = run.finish_reasons(tokens)
+        output = VQAOutput(texts, **run.told(tokens, end))
         output.compiled = run.compiled and uncompiled_calls() == failed
         if given.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])

@@ -301,16 +301,19 @@ class AnswerWorker:
         facts = _facts(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
         pictures = out.pictures if drawn else [None] * len(items)
-        made = zip(items, answers, out.tokens, pictures, strict=True)
+        shares = [
+            {"tokens": len(n), "tau": tau} for n, tau in zip(out.tokens, out.taus, strict=True)
+        ]
+        made = zip(items, answers, shares, pictures, strict=True)
         return [
-            Result(item, _of_tokens(facts, len(ids)), answer=answer, pictures=shown)
-            for item, answer, ids, shown in made
+            Result(item, _with_share(facts, share), answer=answer, pictures=shown)
+            for item, answer, share, shown in made
         ]
 
 
-def _of_tokens(facts: dict[str, Any], count: int) -> dict[str, Any]:
-    """``facts`` of a batch as those of an item of ``count`` tokens."""
-    return {**facts, "stats": {**facts["stats"], "tokens": count}}
+def _with_share(facts: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
+    """``facts`` of a batch with the ``share`` of an item, which is known."""
+    return {**facts, "stats": facts["stats"] | share}
 
 
 def _facts(

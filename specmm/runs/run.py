@@ -276,6 +276,9 @@ def answered(
         "tokens": sum(map(len, out.tokens)),
         "rounds": out.stats.rounds,
         "tau": out.stats.tau,
+        "taus": out.taus,
+        "prompt_tokens": out.prompt_tokens,
+        "finish_reasons": out.finish_reasons,
         "certificate": out.certificate.as_dict(),
     }
     return out, record

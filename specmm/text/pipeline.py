@@ -49,8 +49,8 @@ from specmm.zoo import Source
 class TextOutput:
     """``texts`` [B] after the prompts, ``tokens`` [B] of ids (an end token included), ``stats``,
     ``certificate``, ``method``, whether the call was ``compiled``; of DiffuSpec also the ``trace``
-    of each row's controller: (drafted, accepted) by round. ``prompt_tokens`` [B] were read, and
-    ``finish_reasons`` [B] are "stop" or "length".
+    of each row's controller: (drafted, accepted) by round. ``prompt_tokens`` [B] were read,
+    ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
 
     texts: list[str]
@@ -62,6 +62,7 @@ class TextOutput:
     compiled: bool = False
     prompt_tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    taus: list[float] = field(default_factory=list)
 
 
 class TextPipeline(Pipeline):
@@ -137,9 +138,7 @@ class TextPipeline(Pipeline):
                 made = max(sum(map(len, tokens)), 1)
                 work.observe(time.perf_counter() - start, made, quick, built)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        ends = (run.prompt_tokens, run.finish_reasons(tokens))
-        rest = (run.certificate(end), run.method, trace, quick, *ends)
-        return TextOutput(texts, tokens, end.stats, *rest)
+        return TextOutput(texts, trace=trace, compiled=quick, **run.told(tokens, end))
 
     @lists_options(chat=False)
     def stream(
