@@ -55,9 +55,9 @@ class Stats:
 
     ``tokens`` and ``rounds`` are summed over samples. Of a sample's tokens the first, where it
     comes from the prefill, is counted among the ``prefilled``, too: no round made it. A round
-    counts for a sample only while it is unfinished. ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
-    ``verify_seconds`` the model forwards in it, ``search_seconds`` the part of the drafting that
-    was a search for paths.
+    counts for a sample only while it is unfinished. ``seconds`` is the wall clock of the whole run,
+    ``draft_seconds`` and ``verify_seconds`` the model forwards in it, ``search_seconds`` the part
+    of the drafting that was a search for paths.
     """
 
     tokens: int = 0

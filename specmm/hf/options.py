@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -17,7 +17,7 @@ from specmm.compiled import NotCompiled
 from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
-from specmm.registry import Registry, unknown
+from specmm.registry import OPTION, Registry, unknown
 from specmm.structured import of_call
 from specmm.when_compiled import Compiled, check_compiled
 
@@ -28,6 +28,8 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
     "max_length": "give max_new_tokens, which leaves the prompt out",
     "num_beams": "rounds of drafts have no beams, leave it out",
     "num_return_sequences": "give a list with the prompt so many times",
+    "n": "give a list with the prompt so many times",
+    "stop_strings": "give stop",
     "return_dict": "outputs always have fields, leave it out",
 }
 
@@ -36,7 +38,10 @@ OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens") 
 # of what is sampled
 FILTERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 CONFIG = "generation_config"
-LOGGER = logging.getLogger(__name__)
+
+
+class IdleOption(UserWarning):
+    """An option of what is sampled, of a call that samples nothing."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -151,16 +156,14 @@ class Options:
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
             if name not in OTHERS:
-                raise unknown("option", name, [*known, *OTHERS])
+                raise unknown("option", name, [*known, *OTHERS], OPTION)
             more[name] = given[name]
         own = {name: value for name, value in given.items() if name in known}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
         found = cls(**{**defaults, **own}, more=more)
-        idle = [name for name in FILTERS if given.get(name) not in (None, 0, 1)]
-        if idle and not found.temperature:
-            LOGGER.warning(
-                "%s changes nothing at temperature 0; give a temperature to sample", idle[0]
-            )
+        if idle := idle_options(given):
+            said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
+            warnings.warn(said, IdleOption, stacklevel=2)
         if found.grammar is not None or more:
             found = found._constrained()
         check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
@@ -229,6 +232,14 @@ class Options:
             return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
         seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
         return sample_generators(seeded or self.generator, count, device)
+
+
+def idle_options(given: Mapping[str, Any]) -> list[str]:
+    """Those of the options ``given`` that change nothing, for nothing is sampled."""
+    if given.get("temperature"):
+        return []
+    drawn = [name for name in ("seed", "generator") if given.get(name) is not None]
+    return [name for name in FILTERS if given.get(name) not in (None, 0, 1)] + drawn
 
 
 def _short(value: Any) -> Any:

@@ -288,7 +288,9 @@ class AnswerWorker:
         start = time.perf_counter()
         method = self.methods.of(items[0])
         shown = ([i.pictures for i in items],) if self.questions else ()
-        options: dict[str, Any] = dict(seed=[i.seed for i in items], method=method)
+        options: dict[str, Any] = dict(method=method)
+        if self.spec.sampling.get("temperature"):
+            options["seed"] = [item.seed for item in items]
         if any(item.videos for item in items):
             options["videos"] = [item.films for item in items]
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0

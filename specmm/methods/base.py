@@ -9,7 +9,16 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from specmm.kinds import check_kind, shown
-from specmm.registry import Registry, maker_of, named, names_of_others, registered, unknown, whole
+from specmm.registry import (
+    OPTION,
+    Registry,
+    maker_of,
+    named,
+    names_of_others,
+    registered,
+    unknown,
+    whole,
+)
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
@@ -44,7 +53,7 @@ class _Checked(type):
             fields = dataclasses.fields(cls)
         kinds = {field.name: field.type for field in fields}
         if strange := [name for name in options if kinds and name not in kinds]:
-            raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds)))
+            raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds, OPTION)))
         for name, value in (dict(zip(kinds, values, strict=False)) | options).items():
             check_kind(kinds.get(name), **{name: value})
         return super().__call__(*values, **options)
@@ -324,7 +333,7 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
         raise ValueError(f"method {kind.name!r} must be {kind.__name__} here, got {method}")
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
-        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
+        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"], OPTION)
     made = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
     if isinstance(registry, Methods):
         registry.check(made)
