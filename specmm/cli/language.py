@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import secrets
 import sys
 import warnings
@@ -61,6 +62,13 @@ class Settings:
     grammar: Annotated[
         str | None, typer.Option("--grammar", help="Spell its rule root: EBNF, a file or text.")
     ] = None
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            help="A chat in place of what is asked: a JSON file of messages as OpenAI and "
+            "transformers write them, or of a list of chats."
+        ),
+    ] = None
     compile_all: Compile = False
     compiled: Compiled = None
     dtype: Dtype = "auto"
@@ -84,6 +92,8 @@ class Settings:
         found = {**given, **own, **self._spelled()}
         found |= {"stop": list(self.stop)} if self.stop else {}
         found["seed"] = self.drawn if self.temperature else None
+        if self.messages is not None:
+            found["messages"] = _chats(self.messages)
         return found | {"compiled": compiled_as(self.compiled, self.compile_all)}
 
     def _spelled(self) -> dict[str, Any]:
@@ -115,6 +125,7 @@ class Settings:
             warnings.simplefilter("ignore", IdleOption)  # it has been said
             place = Place.named(self.device, self.dtype)
             out, record = answered(kind, model, place, chosen, self.drafter, timed)
+        record |= {} if self.messages is None else {"messages": str(self.messages)}
         penalty = out.certificate.settings.get("repetition_penalty", 1.0)  # or the checkpoint's own
         record |= {
             "seed": self.drawn,
@@ -151,7 +162,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @with_settings
 def ask(
     model: Model,
-    question: Annotated[str, typer.Option("--question", "-q", help="What to ask.")],
+    question: Annotated[str | None, typer.Option("--question", "-q", help="What to ask.")] = None,
     images: Annotated[
         list[str],
         typer.Argument(
@@ -188,13 +199,17 @@ def ask(
 
     usual = default_method("questions", settings.drafter)
     chosen = parse_method(VQA, method or usual, settings.option)
+    if question is None and settings.messages is None:
+        raise ValueError("give --question or --messages")
     options = settings.call(max_new_tokens=max_new_tokens)
     if draw is not None:
         options["draw"] = bool(writable(draw, "--draw"))
 
     def call(pipe: Any) -> Any:
-        echo = None if draw else Echo(pipe.stops(_reading(pipe, options)))
-        return pipe(list(images), question, echo, list(video) or None, **options)
+        single = not draw and not _several(options)
+        echo = Echo(pipe.stops(_reading(pipe, options))) if single else None
+        shown = None if question is None and not images else list(images)
+        return pipe(shown, question, echo, list(video) or None, **options)
 
     out, record = settings.run("questions", model, chosen, options, call)
     record |= {"question": question, "images": list(images)}
@@ -217,7 +232,7 @@ def complete(
     prompt: Annotated[
         list[str],
         typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch."),
-    ],
+    ] = [],  # noqa: B006
     method: Annotated[
         str | None,
         typer.Option(
@@ -245,11 +260,14 @@ def complete(
         from specmm.runs.figures import check_plot, plot_drafting
 
         check_plot(plot)
+    if not prompt and settings.messages is None:
+        raise ValueError("give --prompt or --messages")
     options = settings.call(max_new_tokens=max_new_tokens, chat=chat)
 
     def call(pipe: Any) -> Any:
-        echo = Echo(pipe.stops(_reading(pipe, options))) if len(prompt) == 1 else None
-        return pipe(prompt, echo, **options)
+        single = len(prompt) < 2 and not _several(options)
+        echo = Echo(pipe.stops(_reading(pipe, options))) if single else None
+        return pipe(prompt or None, echo, **options)
 
     out, record = settings.run("text", model, chosen, options, call)
     record |= {"prompts": prompt, "outputs": out.texts, **_drafting(out)}
@@ -264,7 +282,23 @@ def complete(
 
 def _reading(pipe: Any, options: dict[str, Any]) -> Any:
     """Those of a call's options that say how its ids are read."""
-    return pipe.options({name: options[name] for name in ("stop", "chat") if name in options})
+    names = ("stop", "chat", "messages")
+    return pipe.options({name: options[name] for name in names if name in options})
+
+
+def _chats(file: Path) -> Any:
+    """What a ``file`` of messages holds."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must hold JSON, got: {error}") from error
+    return found["messages"] if isinstance(found, dict) and "messages" in found else found
+
+
+def _several(options: dict[str, Any]) -> bool:
+    """Whether there are several chats."""
+    chats = options.get("messages") or [{}]
+    return isinstance(chats[0], list) and len(chats) > 1
 
 
 def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from specmm import methods
 from specmm.compiled import NotCompiled
+from specmm.hf.messages import chats_of
 from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
@@ -101,6 +102,8 @@ class CallOptions(GenerateOptions, total=False):
     tree: Any
     rule: Any
     grammar: Any
+    messages: Any
+    fps: float | None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,10 @@ class Options:
     ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
     :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
     answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
+
+    ``messages`` are a chat, or a list of chats, in place of prompts or of questions and what is
+    shown with them: several turns, system prompts, parts with pictures and videos, in the model's
+    chat template (:mod:`specmm.hf.messages`). ``fps`` is the rate of videos given as frames.
 
     ``more`` are settings of transformers' generate, which are given by their names as all others:
     those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like),
@@ -144,6 +151,8 @@ class Options:
     tree: Any = None
     rule: Any = None
     grammar: Any = None
+    messages: Any = None
+    fps: float | None = None
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -166,6 +175,8 @@ class Options:
             warnings.warn(said, IdleOption, stacklevel=2)
         if found.grammar is not None or more:
             found = found._constrained()
+        if found.messages is not None:
+            found = dataclasses.replace(found, messages=chats_of(found.messages), chat=True)
         check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
         check_compiled(found.compiled)
         if found.batch_size < 0:
