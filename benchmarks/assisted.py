@@ -130,17 +130,9 @@ def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
         f"exit={layers}",
         pipe,
         asking(model, pipe),
-        [
-            methods.SelfDraft(exit=layers, length=1),
-            methods.SelfDraft(exit=layers, length=2),
-            *(methods.SelfDraft(exit=layers, length=n, sure=0.3) for n in (1, 2, 6)),
-            methods.SelfDraft(exit=layers, length=6, sure=0.5),
-        ],
+        [*(methods.SelfDraft(exit=layers, length=n) for n in (1, 2, 6))],
         counted({"assistant_early_exit": layers}),
-        [
-            methods.Auto(),
-            *(methods.SelfDraft(exit=layers, length=2, sure=sure) for sure in (0.0, 0.5)),
-        ],
+        [methods.Auto(), methods.SelfDraft(exit=layers, length=2)],
     )
 
 

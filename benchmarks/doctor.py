@@ -141,7 +141,8 @@ def main(
     for folder in models:
         target = load_frozen(folder, "cpu", "float32")
         with TemporaryDirectory() as place:
-            prompt, ends = doctor.asked(folder, target, data or [], questions, Path(place), 0)
+            chats = data or [] if doctor.sees(folder) else []
+            prompt, ends = doctor.asked(folder, target, chats, questions, Path(place), 0)
         seen = doctor.evidence(target.model, prompt, ends)
         for kind in doctor.METHODS:
             beside = folder / "drafters" / KINDS[kind].place
@@ -153,7 +154,8 @@ def main(
             facts = {"model": folder.name, "head": kind}
             took = decoded(head, seen, prompt, list(ends))
             forecast = {"forecast": round(own.own.tau, 3), "decoded": round(took, 3)}
-            rows.append(facts | {"spoilt": "", "named": _named(own)} | forecast)
+            best = own.best[0].named if own.best else ""
+            rows.append(facts | {"spoilt": "", "named": best} | forecast)
             print(rows[-1])
             for name, wrong in spoils(reading, head, seen):
                 found = doctor.diagnose(seen, wrong)
@@ -164,7 +166,7 @@ def main(
 
 
 def _named(found: doctor.Diagnosis) -> str:
-    return found.best[0].named if found.best else ""
+    return found.changes[0][0].named
 
 
 if __name__ == "__main__":

@@ -258,11 +258,13 @@ STRUCTURED = tuple(
         *(column for name in SPELLED for column in (name, f"{name} τ")),
     )
 )
+DOCTOR = tuple((x, x) for x in ("model", "head", "spoilt", "named", "forecast", "decoded", "found"))
 WAYS = ("chosen", "one", "two")  # seconds by so many threads
 THREADS = tuple((x, x) for x in ("busy programs", "call", *WAYS, "over the best"))
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
+    "doctor": Table("doctor", DOCTOR),
     "structured": Table("structured", STRUCTURED),
     "threads": Table("threads", THREADS),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),

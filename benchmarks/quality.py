@@ -227,7 +227,7 @@ def assess(found: SampleSet, plain: SampleSet | None, real: Real) -> Row:
     counts = found.counts()
     row |= {
         "log_likelihood": float(loglik.mean()),
-        "tau": counts["tokens"] / max(counts["rounds"], 1),
+        "tau": sum((i + 1) * n for i, n in enumerate(counts["kept"])) / max(counts["rounds"], 1),
     }
     row |= {"tv": counts["tv"], "certificate": counts["certificate"], "seconds": counts["seconds"]}
     return row | _memorised(found.arrays("images")[0], real)

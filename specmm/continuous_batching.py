@@ -25,7 +25,8 @@ class Queue:
     """Samples by number: the first ``rows`` are the batch's, the others wait.
 
     ``prompt(i)`` is what sample i is prefilled with, called once; ``generators[i]`` draws its
-    uniforms. ``tokens`` holds those of finished samples. ``tell(1)`` is called for each of them.
+    uniforms. ``tokens`` holds those of finished samples, ``kept`` their rounds by tokens committed.
+    ``tell(1)`` is called for each of them.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Queue:
         self.tell = tell
         self.holds = list(range(min(rows, len(generators))))  # the sample in each row
         self.tokens: list[Tensor] = [torch.empty(0)] * len(generators)
+        self.kept: list[Tensor] = [torch.empty(0)] * len(generators)
         self.next = len(self.holds)
 
     @property
@@ -47,9 +49,10 @@ class Queue:
         """How many samples have no row yet."""
         return len(self.generators) - self.next
 
-    def collect(self, row: int, tokens: Tensor) -> None:
-        """Keep the ``tokens`` [T] of the sample in ``row``."""
+    def collect(self, row: int, tokens: Tensor, kept: Tensor) -> None:
+        """Keep the ``tokens`` [T] of the sample in ``row``, and its rounds by tokens ``kept``."""
         self.tokens[self.holds[row]] = tokens.clone()
+        self.kept[self.holds[row]] = kept.clone()
         self.tell(1)
 
     def start_row(

@@ -165,9 +165,9 @@ class Progress:
         return not self.ahead or before is None or before.read()[0] <= 0
 
     def observe(self, result: VerifyResult, histogram: Tensor) -> None:
-        """Count a round; ``histogram`` [D + 2] counts sample rounds by tokens committed."""
+        """Count a round; ``histogram`` [B, D + 2] counts rounds by tokens committed."""
         kept = result.kept
-        histogram.scatter_add_(0, kept, torch.ones_like(kept))
+        histogram.scatter_add_(1, kept[:, None], torch.ones_like(kept)[:, None])
         if result.excess is not None:
             counted = torch.arange(result.excess.shape[1], device=kept.device) < kept[:, None]
             self.excess += (result.excess * counted).sum()
@@ -261,7 +261,7 @@ def decode(
         feedback = Feedback(output, token)
         drafter.begin(feedback, clock)
     progress = begun(token, length, drafter.max_depth + 1, stop)
-    histogram = torch.zeros(drafter.max_depth + 2, dtype=torch.int64, device=token.device)
+    histogram = token.new_zeros(len(token), drafter.max_depth + 2)
     depths: list[int] = []
     parts = (target, drafter, rule)
     most = drafter.max_depth + 1  # tokens of a round
@@ -285,13 +285,14 @@ def decode(
         depths.append(tree.levels)
         look_again()
         if queue is not None and progress.may_have_ended:
-            _fill_rows(queue, progress, feedback, parts, uniforms, clock)
+            _fill_rows(queue, progress, histogram, feedback, parts, uniforms, clock)
         yield progress
     with clock("verify"):
         checks.settle()
     if queue is not None:
         for row in range(len(token)):
-            queue.collect(row, progress.row(row))
+            queue.collect(row, progress.row(row), histogram[row])
+        histogram = torch.stack(queue.kept)
     progress.stats = _stats(histogram, len(depths), time.perf_counter() - start, clock)
     progress.stats.depths = depths
     yield progress
@@ -323,7 +324,7 @@ def decode_plain(
         steps += 1
         look_again()
         yield progress
-    histogram = torch.stack([torch.zeros_like(one[0]), progress.counts.sum() - len(token)])
+    histogram = torch.stack([torch.zeros_like(one), progress.counts - 1], dim=1)
     progress.stats = _stats(histogram, steps, time.perf_counter() - start, clock)
     yield progress
 
@@ -331,6 +332,7 @@ def decode_plain(
 def _fill_rows(
     queue: Queue,
     progress: Progress,
+    histogram: Tensor,
     feedback: Feedback,
     parts: Parts,
     uniforms: Uniforms,
@@ -341,7 +343,8 @@ def _fill_rows(
     # in a loop, for a sample may end with its first token
     while queue.left and (ended := progress.ended()):
         for row in ended[: queue.left]:
-            queue.collect(row, progress.row(row))
+            queue.collect(row, progress.row(row), histogram[row])
+            histogram[row] = 0
             output, numbers = queue.start_row(row, target, drafter, uniforms, clock)
             token = first_token(rule, output.probs[:, -1:], numbers)
             begin_anew(feedback, row, output, token)
@@ -382,9 +385,9 @@ def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> P
 
 
 def _stats(histogram: Tensor, rounds: int, seconds: float, clock: Clock) -> Stats:
-    kept = histogram[1:].tolist()
+    kept = histogram[:, 1:].sum(0).tolist()
     return Stats(
-        tokens=sum(n * (i + 1) for i, n in enumerate(kept)),
+        tokens=len(histogram) + sum(n * (i + 1) for i, n in enumerate(kept)),
         rounds=sum(kept),
         batch_rounds=rounds,
         seconds=seconds,
@@ -392,4 +395,6 @@ def _stats(histogram: Tensor, rounds: int, seconds: float, clock: Clock) -> Stat
         verify_seconds=clock.seconds["verify"],
         search_seconds=clock.seconds["search"],
         kept=kept,
+        prefilled=len(histogram),
+        kept_by_row=histogram[:, 1:].tolist(),
     )

@@ -79,10 +79,7 @@ def _of_chats(value: object) -> str:
     first = next(iter(value), None) if isinstance(value, list | tuple) else value
     if not (isinstance(first, Mapping) and "role" in first):
         return ""
-    return (
-        "; of a chat give what apply_chat_template(messages, tokenize=False, "
-        "add_generation_prompt=True) makes, with chat=False"
-    )
+    return "; give a chat as messages=…"
 
 
 def either(name: str, value: Any, other: str, same: Any) -> Any:

@@ -13,21 +13,30 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 MOST_NAME = 200  # characters of an unknown name that an error shows
+OPTION = 0.75  # how alike an option must be to one that there is, to be taken for it
 # by kind, what was registered by name
 REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
+def nearest(name: str, known: Sequence[str], alike: float = 0.5) -> list[str]:
+    """Which of the ``known`` names may be meant by ``name``: those that it begins, or the one that
+    is at least so much ``alike`` (difflib's ratio, from 0 to 1).
+    """
+    whole = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
+    return whole[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
+
+
+def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -> ValueError:
     """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
 
     A folder that all names are in says nothing about how near they are, nor does what is longer
-    than any name.
+    than any name. See :func:`nearest` for ``alike``.
     """
     if len(str(name)) > MOST_NAME:
         name = f"{str(name)[:MOST_NAME]}…"
@@ -35,9 +44,9 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> ValueError:
     folders = {one.rpartition("/")[0] for one in names}
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
     bare = [one.removeprefix(folder) for one in names]
-    near = difflib.get_close_matches(str(name).removeprefix(folder), bare, n=1, cutoff=0.5)
+    near = nearest(str(name).removeprefix(folder), bare, alike)
     if near:
-        hint = f"did you mean {folder + near[0]!r}?"
+        hint = f"did you mean {' or '.join(repr(folder + one) for one in near)}?"
     else:
         hint = f"choose from: {', '.join(names) or '(there are none)'}"
     return ValueError(f"unknown {kind} {name!r}; {hint}")

@@ -53,10 +53,11 @@ class Clock:
 class Stats:
     """Counts of one run over a batch.
 
-    ``tokens`` and ``rounds`` are summed over samples; a round counts for a sample only while it is
-    unfinished. ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
-    ``verify_seconds`` the model forwards in it, ``search_seconds`` the part of the drafting that
-    was a search for paths.
+    ``tokens`` and ``rounds`` are summed over samples. Of a sample's tokens the first, where it
+    comes from the prefill, is counted among the ``prefilled``, too: no round made it. A round
+    counts for a sample only while it is unfinished. ``seconds`` is the wall clock of the whole run,
+    ``draft_seconds`` and ``verify_seconds`` the model forwards in it, ``search_seconds`` the part
+    of the drafting that was a search for paths.
     """
 
     tokens: int = 0
@@ -70,11 +71,19 @@ class Stats:
     kept: list[int] = field(default_factory=list)
     # by batch round, drafts of the longest row
     depths: list[int] = field(default_factory=list)
+    prefilled: int = 0
+    kept_by_row: list[list[int]] = field(default_factory=list)  # ``kept`` of each sample
 
     @property
     def tau(self) -> float:
-        """Block efficiency: tokens committed per round."""
-        return self.tokens / max(self.rounds, 1)
+        """Block efficiency: tokens committed per round, those of prefills left out."""
+        return (self.tokens - self.prefilled) / max(self.rounds, 1)
+
+    @property
+    def taus(self) -> list[float]:
+        """Block efficiency of each sample; 0 of one that ended before the first round."""
+        rows = self.kept_by_row
+        return [sum((i + 1) * n for i, n in enumerate(row)) / max(sum(row), 1) for row in rows]
 
     @property
     def accepted_by_position(self) -> list[float]:
@@ -100,12 +109,13 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""
-        for name in ("tokens", "rounds", "batch_rounds", *TIMES):
+        for name in ("tokens", "rounds", "batch_rounds", "prefilled", *TIMES):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         width = max(len(self.kept), len(other.kept))
         pad = [list(k) + [0] * (width - len(k)) for k in (self.kept, other.kept)]
         self.kept = [a + b for a, b in zip(*pad, strict=True)]
         self.depths = self.depths + other.depths
+        self.kept_by_row = self.kept_by_row + other.kept_by_row
 
 
 def total(parts: Sequence[Stats]) -> Stats:

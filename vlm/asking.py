@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from specmm.hf.messages import Chat
 from specmm.kinds import texts_of
 from specmm.vlm import wording
 from specmm.vlm.pictures import Source, open_image
@@ -27,25 +29,30 @@ Texts = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Questions:
-    """B questions and the pictures and videos of each; without ``chat`` they are prompts with
-    placeholders.
+    """B questions, or chats, and the pictures and videos of each; without ``chat`` they are prompts
+    with placeholders.
     """
 
-    texts: list[str]
+    texts: Sequence[str | Chat]
     pictures: list[list[Image.Image]]
     videos: list[list[Video]]
     chat: bool = True
 
     @classmethod
     def of(
-        cls, images: Images, questions: Texts, chat: bool = True, videos: Videos = None
+        cls,
+        images: Images,
+        questions: Texts | None,
+        chat: bool = True,
+        videos: Videos = None,
+        fps: float | None = None,
     ) -> Questions:
         """Checked and opened.
 
         One question takes one picture, a list of them (or one array of them, [N, ...]), or None,
-        and videos alike (a list of pictures is one video); a list of questions a list of those, one
-        for each. Raises
-        ``ValueError`` for an empty question and numbers that do not match.
+        and videos alike (a list of pictures is one video, of ``fps`` frames a second); a list of
+        questions a list of those, one for each. Raises ``ValueError`` for an empty question and
+        numbers that do not match.
         """
         texts = texts_of("question", questions)
         if not texts or not all(text.strip() for text in texts):
@@ -60,9 +67,22 @@ class Questions:
                 _each(item, lambda value: not isinstance(value, list | tuple), open_image)
                 for item in shown
             ],
-            [_each(item, is_video, open_video) for item in clips],
+            [_each(item, is_video, partial(open_video, fps=fps)) for item in clips],
             chat,
         )
+
+    @classmethod
+    def of_chats(cls, chats: Sequence[Chat], fps: float | None = None) -> Questions:
+        """Those of ``chats``, opened; frames come ``fps`` a second where the chats do not say."""
+        pictures = [[open_image(source) for source in chat.images] for chat in chats]
+        videos = [
+            [
+                open_video(source, fps if rate is None else rate)
+                for source, rate in zip(chat.videos, chat.rates, strict=True)
+            ]
+            for chat in chats
+        ]
+        return cls(chats, pictures, videos)
 
     def rows(self, some: slice) -> Questions:
         """``some`` of them."""
@@ -75,7 +95,11 @@ class Questions:
         """
         rows = zip(self.texts, self.pictures, self.videos, strict=True)
         prompts = [
-            wording.prompt(processor, text, {"image": len(shown), "video": len(clips)}, self.chat)
+            wording.conversation(processor, text)
+            if isinstance(text, Chat)
+            else wording.prompt(
+                processor, text, {"image": len(shown), "video": len(clips)}, self.chat
+            )
             for text, shown, clips in rows
         ]
         return wording.read(processor, prompts, self.pictures, self.videos)

@@ -55,7 +55,7 @@ class VQAOutput:
     ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
     chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
     ``compiled`` says whether rounds were graphs on a GPU. ``prompt_tokens`` [B] were read, pictures
-    included, and ``finish_reasons`` [B] are "stop" or "length".
+    included, ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
 
     answers: list[str]
@@ -68,6 +68,7 @@ class VQAOutput:
     compiled: bool = False
     prompt_tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    taus: list[float] = field(default_factory=list)
 
 
 class VQAPipeline(Pipeline):
@@ -129,8 +130,8 @@ class VQAPipeline(Pipeline):
     @lists_options()
     def __call__(
         self,
-        images: Images,
-        questions: Texts,
+        images: Images = None,
+        questions: Texts | None = None,
         streamer: BaseStreamer | None = None,
         videos: Videos = None,
         **options: Unpack[CallOptions],
@@ -138,7 +139,8 @@ class VQAPipeline(Pipeline):
         """Answer one question about a picture, several or none, or a list of questions about a list
         of those; ``videos`` are given alike, to models that take them: files, folders or lists of
         frames, arrays [F, H, W, 3]. A picture is a file, an address, a PIL image, an array or a
-        tensor (see :func:`specmm.vlm.pictures.open_image`).
+        tensor (see :func:`specmm.vlm.pictures.open_image`). Or answer ``messages``, which hold all
+        of it.
 
         ``options`` are those of :class:`Options`. An answer depends on its own random stream, not
         on the batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
@@ -159,9 +161,7 @@ class VQAPipeline(Pipeline):
             run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
-        output = VQAOutput(texts, tokens, end.stats, run.certificate(end), run.method)
-        output.prompt_tokens = run.prompt_tokens
-        output.finish_reasons = run.finish_reasons(tokens)
+        output = VQAOutput(texts, **run.told(tokens, end))
         output.compiled = run.compiled and uncompiled_calls() == failed
         if given.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
@@ -171,8 +171,8 @@ class VQAPipeline(Pipeline):
     @lists_options()
     def stream(
         self,
-        images: Images,
-        questions: Texts,
+        images: Images = None,
+        questions: Texts | None = None,
         videos: Videos = None,
         **options: Unpack[CallOptions],
     ) -> Iterator[list[str]]:
@@ -191,8 +191,8 @@ class VQAPipeline(Pipeline):
     @lists_options()
     def rounds(
         self,
-        images: Images,
-        questions: Texts,
+        images: Images = None,
+        questions: Texts | None = None,
         videos: Videos = None,
         **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
@@ -201,29 +201,35 @@ class VQAPipeline(Pipeline):
         yield from turns_of(self.model).each(rounds)
 
     @in_its_turn(lambda pipe: pipe.model)
-    def planned(self, images: Images, questions: Texts, **options: Any) -> str:
+    def planned(self, images: Images = None, questions: Texts | None = None, **options: Any) -> str:
         """What method ``auto`` takes for ``questions``, and why; see ``plans``."""
         given = self.options({**options, "method": methods.Auto()})
         return self._start(images, questions, given).method
 
     def prepared(
-        self, images: Images, questions: Texts, **options: Any
+        self, images: Images = None, questions: Texts | None = None, **options: Any
     ) -> tuple[VLMTarget, VLMPrompt]:
         """The model as a target for ``questions``, and these as it reads them, all at once."""
         given = self.options(options)
         target = VLMTarget(self.model, given.processor, self.name)
-        asked = Questions.of(images, questions, given.chat)
+        asked = _asked(images, questions, None, given)
         prompt = VLMPrompt(asked.inputs(self.processor), given.max_new_tokens, asked)
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
     @in_its_turn(lambda pipe: pipe.model)
-    def begin(self, images: Images, questions: Texts, videos: Videos = None, **options: Any) -> Run:
+    def begin(
+        self,
+        images: Images = None,
+        questions: Texts | None = None,
+        videos: Videos = None,
+        **options: Any,
+    ) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
         return self._start(images, questions, self.options(options), videos)
 
     def _rounds(
-        self, images: Images, questions: Texts, options: Options, apart: bool, videos: Videos
+        self, images: Images, questions: Texts | None, options: Options, apart: bool, videos: Videos
     ) -> Iterator[list[RoundText]]:
         yield from self._start(images, questions, options, videos).rounds(apart)
 
@@ -235,13 +241,14 @@ class VQAPipeline(Pipeline):
         self,
         method: Any,
         images: Images,
-        question: Texts,
+        question: Texts | None,
         options: Mapping[str, Any],
         streamer: BaseStreamer | None,
     ) -> VQAOutput:
         """Speculative Verdict by this pipeline's experts (pipelines), its model the judge."""
         if not isinstance(question, str):
-            raise ValueError(f"method 'verdict' takes one question at a time, got {len(question)}")
+            got = "messages" if question is None else len(question)
+            raise ValueError(f"method 'verdict' takes one question at a time, got {got}")
         judge = VQAPipeline(self.model, self.processor, name=self.name)
         experts = self.drafter(method.name)
         given = {name: value for name, value in options.items() if name != "method"}
@@ -260,7 +267,7 @@ class VQAPipeline(Pipeline):
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(
-        self, images: Images, questions: Texts, options: Options, videos: Videos = None
+        self, images: Images, questions: Texts | None, options: Options, videos: Videos = None
     ) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
@@ -272,7 +279,7 @@ class VQAPipeline(Pipeline):
             )
         check_continuous_batching(method, options.batch_size)
         target = self._target(method, options, captured)
-        given = Questions.of(images, questions, options.chat, videos)
+        given = _asked(images, questions, videos, options)
 
         def prepared(some: slice) -> VLMPrompt:
             part = given.rows(some)
@@ -324,6 +331,19 @@ class VQAPipeline(Pipeline):
     def _reader(self) -> PictureReader:
         """What finds pictures in answers."""
         return PictureReader(self.model, self.drafters.folder or Path(self.name), self.name)
+
+
+def _asked(images: Images, questions: Texts | None, videos: Videos, options: Options) -> Questions:
+    """What a call asks: its questions, or the chats of its ``options``."""
+    if options.messages is None:
+        found = Questions.of(images, questions, options.chat, videos, options.fps)
+    elif images is None and questions is None and videos is None:
+        found = Questions.of_chats(options.messages, options.fps)
+    else:
+        raise ValueError("give messages, or questions and what they are about, got both")
+    if options.fps is not None and not any(found.videos):
+        raise ValueError("fps is of videos given as frames, got none; leave it out")
+    return found
 
 
 def _check_serving(method: methods.VQAMethod) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata, load_video
 
 from specmm.extras import install
+from specmm.kinds import check_numbers
 from specmm.vlm.pictures import Source, open_image, rgb
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
@@ -75,19 +76,26 @@ class Video:
         return self.read(chosen)
 
 
-def open_video(source: VideoSource) -> Video:
+def open_video(source: VideoSource, fps: float | None = None) -> Video:
     """A video of a file, an animation, a folder of frames, a list of pictures or an array.
 
-    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. Raises ``ValueError`` for anything
-    else and for files that hold no video.
+    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. Frames come ``fps`` a second.
+    Raises ``ValueError`` for anything else, for files that hold no video, and for the rate of a
+    file, which says it itself.
     """
+    if fps is not None:
+        check_numbers(fps=fps)
+        if not 0 < fps < float("inf"):
+            raise ValueError(f"fps must be finite and above 0, got {fps}")
     if isinstance(source, np.ndarray | Tensor):
-        return _of_frames("video", _bytes(source))
+        return _of_frames("video", _bytes(source), fps)
     if not isinstance(source, str | Path):
-        return _of_pictures("video", source)
+        return _of_pictures("video", source, fps)
     path = Path(source)
     if path.is_dir():
-        return _of_pictures(str(path), _frame_files(path))
+        return _of_pictures(str(path), _frame_files(path), fps)
+    if fps is not None:
+        raise ValueError(f"fps is of videos given as frames, got {path}; leave it out")
     try:
         with Image.open(path) as image:
             count = int(getattr(image, "n_frames", 1))
@@ -123,10 +131,11 @@ def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
     return [int(index) for index in found] or _all(metadata)
 
 
-def _of_frames(name: str, frames: np.ndarray) -> Video:
-    """The ``frames`` [F, H, W, 3] themselves; nobody knows their seconds."""
+def _of_frames(name: str, frames: np.ndarray, fps: float | None) -> Video:
+    """The ``frames`` [F, H, W, 3] themselves."""
     count, height, width, _ = frames.shape
-    metadata = VideoMetadata(count, FPS, width, height, count / FPS)
+    rate = FPS if fps is None else fps
+    metadata = VideoMetadata(count, rate, width, height, count / rate)
 
     def read(choose: Choice) -> Frames:
         return _picked(frames, metadata, list(choose(metadata)))
@@ -139,13 +148,13 @@ def _picked(frames: np.ndarray, metadata: VideoMetadata, indices: list[int]) -> 
     return frames[indices], found
 
 
-def _of_pictures(name: str, pictures: Sequence[Source]) -> Video:
+def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Video:
     frames = [open_image(picture) for picture in pictures]
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1:
         got = "none" if not sizes else " and ".join(f"{w} x {h}" for w, h in sorted(sizes)[:2])
         raise ValueError(f"{name} must hold frames of one size, got {got}")
-    return _of_frames(name, np.stack([np.asarray(frame) for frame in frames]))
+    return _of_frames(name, np.stack([np.asarray(frame) for frame in frames]), fps)
 
 
 def _frame_files(folder: Path) -> list[Path]:

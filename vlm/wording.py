@@ -19,12 +19,13 @@ import torch
 from jinja2 import TemplateError
 from PIL import Image
 
+from specmm.hf.messages import FAULTS as FAULTS
+from specmm.hf.messages import Chat, as_text
 from specmm.hf.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 
 LOGGER = logging.getLogger(__name__)
 
-FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 NOT_ASKED = ("labels",)  # what a processor adds for training
 ONE = {"image": 1, "video": 0}
 TWO = {"image": 2, "video": 0}
@@ -54,11 +55,7 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
 
     Raises ``ValueError`` for placeholders that do not fit and kinds that the processor lacks.
     """
-    if counts["video"] and getattr(processor, "video_processor", None) is None:
-        raise ValueError(
-            f"this model must take videos, got a {type(processor).__name__}, which takes none; "
-            "give frames as pictures"
-        )
+    _check_videos(processor, counts)
     tokens = {kind: placeholder(processor, kind) for kind in counts}
     template = template_of(processor)
     placed = template is None and places_pictures(processor)
@@ -74,6 +71,45 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
     if template is None:
         return text if placed else _plain(processor, f"\n{text}\n", counts)
     return _rendered(processor, text, counts)
+
+
+def conversation(processor: Any, chat: Chat) -> str:
+    """The text that ``processor`` reads of a ``chat``, in the chat template.
+
+    Raises ``ValueError`` for a chat that the template does not take as a whole.
+    """
+    counts = {"image": len(chat.images), "video": len(chat.videos)}
+    _check_videos(processor, counts)
+    if template_of(processor) is None:
+        raise ValueError("messages need a chat template, got a model without; ask one question")
+    reason = "other numbers of placeholders"
+    for whole in (False, True):  # texts as they are, or as parts
+        messages = [{**one, "content": _said(processor, one, whole)} for one in chat.messages]
+        try:
+            found = _templated(processor, messages)
+            if _fits(processor, chat.texts, counts, found):
+                return found
+        except (TemplateError, *FAULTS) as error:
+            reason = " ".join(str(error).split())
+    raise ValueError(
+        f"the chat template of this {type(processor).__name__} must take the messages and show a "
+        f"placeholder for each picture and video, got {reason}"
+    )
+
+
+def _said(processor: Any, message: Mapping[str, Any], whole: bool) -> Any:
+    given = message["content"]
+    if isinstance(given, str) and not whole:
+        return given
+    return content(processor, [as_text(given)] if isinstance(given, str) else given)
+
+
+def _check_videos(processor: Any, counts: Mapping[str, int]) -> None:
+    if counts["video"] and getattr(processor, "video_processor", None) is None:
+        raise ValueError(
+            f"this model must take videos, got a {type(processor).__name__}, which takes none; "
+            "give frames as pictures"
+        )
 
 
 def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | None]) -> None:
@@ -241,8 +277,8 @@ def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     """``text`` in the chat template, which is asked once what it takes."""
     reason = "other numbers of placeholders"
     try:
-        found = _templated(processor, _form(processor)(processor, text, counts))
-        if _fits(processor, text, counts, found):
+        found = _templated(processor, _asked(_form(processor)(processor, text, counts)))
+        if _fits(processor, [text], counts, found):
             return found
     except (TemplateError, *FAULTS) as error:
         reason = str(error)
@@ -272,7 +308,7 @@ def _form(processor: Any) -> Form:
         return known[1]
     form: Form = _plain
     with suppress(TemplateError, *FAULTS):
-        if _fits(processor, "a", ONE, _templated(processor, _parts(processor, "a", ONE))):
+        if _fits(processor, ["a"], ONE, _templated(processor, _asked(_parts(processor, "a", ONE)))):
             form = _parts
     _forms[processor] = template, form
     return form
@@ -288,17 +324,21 @@ def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     return "".join((placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
 
 
-def _templated(processor: Any, content: Any) -> str:
+def _asked(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def _templated(processor: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     own = getattr(processor, "chat_template", None)
     given = {} if own else {"chat_template": template_of(processor)}
-    message = [{"role": "user", "content": content}]
     return str(
-        processor.apply_chat_template(message, add_generation_prompt=True, tokenize=False, **given)
+        processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
     )
 
 
-def _fits(processor: Any, text: str, counts: Mapping[str, int], found: str) -> bool:
-    """Whether a prompt holds the question and its placeholders."""
+def _fits(processor: Any, texts: Sequence[str], counts: Mapping[str, int], found: str) -> bool:
+    """Whether a prompt holds what is asked and its placeholders."""
     tokens = {kind: placeholder(processor, kind) for kind in counts}
     shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
-    return shown and "".join(text.split()) in "".join(found.split())  # templates trim
+    flat = "".join(found.split())  # templates trim
+    return shown and all("".join(text.split()) in flat for text in texts)

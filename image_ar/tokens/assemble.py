@@ -237,7 +237,7 @@ def _self(
     method = choice.method or methods.SelfDraft(length=_chain(choice, 4))
     layered: Layered = named(target.layered)(target)
     skip = skipped(layered.layers, method.exit, method.skip)
-    return SelfDrafter(layered, target.processor, skip, method.length, method.sure, target.device)
+    return SelfDrafter(layered, target.processor, skip, method.length, target.device)
 
 
 def _lookup(

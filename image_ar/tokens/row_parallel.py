@@ -143,12 +143,14 @@ def _mask(seen: Tensor, part: Round, places: Tensor) -> Tensor:
 def _stats(kept: list[int], batch: int, seconds: float, clock: Clock) -> Stats:
     counts = [batch * kept.count(n + 1) for n in range(max(kept, default=0))]
     return Stats(
-        tokens=batch * sum(kept),
+        tokens=batch * (1 + sum(kept)),
         rounds=batch * len(kept),
         batch_rounds=len(kept),
         seconds=seconds,
         verify_seconds=clock.seconds["verify"],
         kept=counts,
+        prefilled=batch,
+        kept_by_row=[[kept.count(n + 1) for n in range(len(counts))]] * batch,
     )
 
 

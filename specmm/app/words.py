@@ -161,7 +161,8 @@ def answered(
     names = [named["first"], named["second"]]
     chosen = [method_of(models, kind, model, text) for text in names]
     text = short(named["asked"])
-    fixed = {"max_new_tokens": int(named["length"]), "seed": int(named["seed"]), **given}
+    fixed = {"max_new_tokens": int(named["length"]), **given}
+    fixed["seed"] = int(named["seed"]) if fixed.get("temperature") else None
     if kind == "questions" and not named["picture"]:
         raise ValueError("a question needs a picture: upload one or click an example")
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
+import json
 import secrets
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -32,57 +38,146 @@ if TYPE_CHECKING:
 
     from specmm.hf.stop_strings import StopStrings
 
-Images = Annotated[
-    list[str],
-    typer.Argument(
-        help="Pictures, files or addresses, all shown with the question; none for a text question."
-    ),
-]
-VideoFiles = Annotated[
-    list[Path],
-    typer.Option(
-        "--video",
-        help="A film, GIF or folder of frames, shown with the question by models that take videos; "
-        "may be repeated.",
-    ),
-]
-Question = Annotated[str, typer.Option("--question", "-q", help="What to ask.")]
-PromptBatch = Annotated[
-    list[str], typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch.")
-]
-CompleteOptions = Annotated[
-    list[str],
-    typer.Option(
-        "--option",
-        "-o",
-        help="KEY=VALUE of the method; may be repeated. sure=… of self counts for a single prompt "
-        "or at temperature 0 only.",
-    ),
-]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="0 is off.")]
-TopP = Annotated[float, typer.Option(help="1 is off.")]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="1 is off; without it the checkpoint's own.")
-]
-Stop = Annotated[
-    list[str],
-    typer.Option(help="Text that ends it; may be repeated. Without any the checkpoint's own."),
-]
-JsonSchema = Annotated[
-    str | None, typer.Option("--json-schema", help="Spell JSON by this schema, a file or text.")
-]
-Regex = Annotated[str | None, typer.Option(help="Spell what matches this as a whole.")]
-GrammarFile = Annotated[
-    str | None, typer.Option("--grammar", help="Spell its rule root: EBNF, a file or text.")
-]
+
+@dataclass
+class Settings:
+    """The options that both commands take, and what a call makes of them."""
+
+    option: Options = ()  # type: ignore[assignment]  # a list: typer's
+    drafter: Drafter = None
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="1 is off; without it the checkpoint's own.")
+    ] = None
+    stop: Annotated[
+        list[str],
+        typer.Option(help="Text that ends it; may be repeated. Without any the checkpoint's own."),
+    ] = ()  # type: ignore[assignment]
+    json_schema: Annotated[
+        str | None, typer.Option("--json-schema", help="Spell JSON by this schema, a file or text.")
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="Spell what matches this as a whole.")] = None
+    grammar: Annotated[
+        str | None, typer.Option("--grammar", help="Spell its rule root: EBNF, a file or text.")
+    ] = None
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            help="A chat in place of what is asked: a JSON file of messages as OpenAI and "
+            "transformers write them, or of a list of chats."
+        ),
+    ] = None
+    compile_all: Compile = False
+    compiled: Compiled = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    seed: Seed = None
+    as_json: Json = False
+
+    def call(self, **own: Any) -> dict[str, Any]:
+        """The options of a call, with its ``own``; says which one changes nothing."""
+        from specmm.hf.options import idle_options
+
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        if self.repetition_penalty is not None:
+            given["repetition_penalty"] = self.repetition_penalty
+        self.sampling = given
+        for name in idle_options(given | {"seed": self.seed})[:1]:
+            option = f"--{name.replace('_', '-')}"
+            say(f"{option} changes nothing at temperature 0; give --temperature 1 to sample")
+        self.drawn = secrets.randbelow(2**31) if self.seed is None else self.seed
+        found = {**given, **own, **self._spelled()}
+        found |= {"stop": list(self.stop)} if self.stop else {}
+        found["seed"] = self.drawn if self.temperature else None
+        if self.messages is not None:
+            found["messages"] = _chats(self.messages)
+        return found | {"compiled": compiled_as(self.compiled, self.compile_all)}
+
+    def _spelled(self) -> dict[str, Any]:
+        """The grammar of a call, if one is given; raises ``ValueError`` for two of them."""
+        given = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
+        found = {name: text for name, text in given.items() if text is not None}
+        if len(found) > 1:
+            names = ", ".join("--" + name.replace("_", "-") for name in found)
+            raise ValueError(f"give one of {names}; an answer is spelled by one")
+        if not found:
+            return {}
+        from specmm import structured
+
+        ((name, text),) = found.items()
+        return {"grammar": getattr(structured, name)(text)}
+
+    def run(
+        self, kind: Any, model: str, chosen: Any, options: dict[str, Any], call: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """What ``call`` makes of the pipeline of ``model``, and a record of it for JSON."""
+        from specmm.hf.options import IdleOption
+        from specmm.runs.run import Place, answered
+
+        def timed(pipe: Any) -> Any:
+            started()
+            return call(pipe)
+
+        with stdout_reserved(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", IdleOption)  # it has been said
+            place = Place.named(self.device, self.dtype)
+            out, record = answered(kind, model, place, chosen, self.drafter, timed)
+        record |= {} if self.messages is None else {"messages": str(self.messages)}
+        penalty = out.certificate.settings.get("repetition_penalty", 1.0)  # or the checkpoint's own
+        record |= {
+            "seed": self.drawn,
+            "sampling": {"repetition_penalty": penalty} | self.sampling,
+            "compiled": options["compiled"],
+            "ran_compiled": out.compiled,
+        }
+        return out, record
 
 
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """``command`` with options for all :class:`Settings`, which it gets as ``settings``."""
+    hints = get_type_hints(Settings, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+
+    @functools.wraps(command)
+    def called(*args: Any, **given: Any) -> None:
+        starting()
+        settings = Settings(**{name: given.pop(name) for name in fields.keys() & given.keys()})
+        command(*args, settings=settings, **given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    shared = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[name]
+        )
+        for name, field in fields.items()
+    ]
+    kept = [parameter for parameter in own if parameter.name != "settings"]
+    called.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
+    return called
+
+
+@with_settings
 def ask(
     model: Model,
-    question: Question,
-    images: Images = [],  # noqa: B006  typer copies it
-    video: VideoFiles = [],  # noqa: B006
+    question: Annotated[str | None, typer.Option("--question", "-q", help="What to ask.")] = None,
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            help="Pictures, files or addresses, all shown with the question; none for a text "
+            "question."
+        ),
+    ] = [],  # noqa: B006  typer copies it
+    video: Annotated[
+        list[Path],
+        typer.Option(
+            "--video",
+            help="A film, GIF or folder of frames, shown with the question by models that take "
+            "videos; may be repeated.",
+        ),
+    ] = [],  # noqa: B006
     method: Annotated[
         str | None,
         typer.Option(
@@ -90,76 +185,54 @@ def ask(
             "verdict, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
-    option: Options = [],  # noqa: B006
-    drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = [],  # noqa: B006
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    grammar: GrammarFile = None,
     draw: Annotated[
         Path | None,
         typer.Option(help="Folder for the pictures in the answer of a model that draws some."),
     ] = None,
-    compile_all: Compile = False,
-    compiled: Compiled = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = None,
-    as_json: Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
-    starting()
     from specmm.methods import VQA
-    from specmm.runs.run import Place, answered, default_method, label, parse_method
+    from specmm.runs.run import default_method, label, parse_method
 
-    chosen = parse_method(VQA, method or default_method("questions", drafter), option)
-    sampling = _sampling(temperature, top_k, top_p, repetition_penalty)
-    options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
-    options |= _spelled(json_schema, regex, grammar) | ({"stop": stop} if stop else {})
-    _check_seed(seed, temperature)
+    usual = default_method("questions", settings.drafter)
+    chosen = parse_method(VQA, method or usual, settings.option)
+    if question is None and settings.messages is None:
+        raise ValueError("give --question or --messages")
+    options = settings.call(max_new_tokens=max_new_tokens)
     if draw is not None:
         options["draw"] = bool(writable(draw, "--draw"))
-    options["compiled"] = compiled_as(compiled, compile_all)
-    options["seed"] = secrets.randbelow(2**31) if seed is None else seed
 
     def call(pipe: Any) -> Any:
-        started()
-        echo = None if draw else Echo(pipe.stops(_reading(pipe, options)))
-        return pipe(list(images), question, echo, list(video) or None, **options)
+        single = not draw and not _several(options)
+        echo = Echo(pipe.stops(_reading(pipe, options))) if single else None
+        shown = None if question is None and not images else list(images)
+        return pipe(shown, question, echo, list(video) or None, **options)
 
-    with stdout_reserved():
-        place = Place.named(device, dtype)
-        out, record = answered("questions", model, place, chosen, drafter, call)
-    found = {"question": question, "images": list(images)}
-    found |= {"videos": [str(file) for file in video]} if video else {}
-    record |= {
-        "seed": options["seed"],
-        "sampling": _sampled(sampling, out),
-        **found,
-        "compiled": options["compiled"],
-        "ran_compiled": out.compiled,
-        "outputs": out.answers,
-    }
+    out, record = settings.run("questions", model, chosen, options, call)
+    record |= {"question": question, "images": list(images)}
+    record |= {"videos": [str(file) for file in video]} if video else {}
+    record["outputs"] = out.answers
     if out.ruling is not None:
         record["ruling"] = out.ruling.as_dict()
     if draw is not None:
-        record["pictures"] = _save_pictures(out.pictures[0], draw, options["seed"])
-    if as_json:
+        record["pictures"] = _save_pictures(out.pictures[0], draw, settings.drawn)
+    if settings.as_json:
         return emit(record)
     _show(record, out, _said(out, label(chosen)))
     if out.ruling is not None:
         _show_ruling(out.ruling)
 
 
+@with_settings
 def complete(
     model: Model,
-    prompt: PromptBatch,
+    prompt: Annotated[
+        list[str],
+        typer.Option("--prompt", "-p", help="Text to continue; may be repeated for a batch."),
+    ] = [],  # noqa: B006
     method: Annotated[
         str | None,
         typer.Option(
@@ -167,62 +240,38 @@ def complete(
             "prompt-lookup, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
-    option: CompleteOptions = [],  # noqa: B006  typer copies it
-    drafter: Drafter = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 128,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = [],  # noqa: B006
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    grammar: GrammarFile = None,
     chat: Annotated[
         bool, typer.Option(help="Put the prompt into the model's chat template.")
     ] = False,
-    compile_all: Compile = False,
-    compiled: Compiled = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw acceptance, lengths and times into this .png, .pdf or .svg."),
     ] = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    seed: Seed = None,
-    as_json: Json = False,
+    *,
+    settings: Settings,
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
-    starting()
     from specmm.methods import TEXT
-    from specmm.runs.run import Place, answered, default_method, label, parse_method
+    from specmm.runs.run import default_method, label, parse_method
 
-    chosen = parse_method(TEXT, method or default_method("text", drafter), option)
+    chosen = parse_method(TEXT, method or default_method("text", settings.drafter), settings.option)
     if plot is not None:
         from specmm.runs.figures import check_plot, plot_drafting
 
         check_plot(plot)
-    sampling = _sampling(temperature, top_k, top_p, repetition_penalty)
-    options: dict[str, Any] = dict(sampling, max_new_tokens=max_new_tokens)
-    options |= _spelled(json_schema, regex, grammar) | ({"stop": stop} if stop else {})
-    _check_seed(seed, temperature)
-    options["compiled"] = compiled_as(compiled, compile_all)
-    options["chat"] = chat
-    options["seed"] = secrets.randbelow(2**31) if seed is None else seed
+    if not prompt and settings.messages is None:
+        raise ValueError("give --prompt or --messages")
+    options = settings.call(max_new_tokens=max_new_tokens, chat=chat)
 
     def call(pipe: Any) -> Any:
-        started()
-        echo = Echo(pipe.stops(_reading(pipe, options))) if len(prompt) == 1 else None
-        return pipe(prompt, echo, **options)
+        single = len(prompt) < 2 and not _several(options)
+        echo = Echo(pipe.stops(_reading(pipe, options))) if single else None
+        return pipe(prompt or None, echo, **options)
 
-    with stdout_reserved():
-        place = Place.named(device, dtype)
-        out, record = answered("text", model, place, chosen, drafter, call)
-    record |= {"seed": options["seed"], "sampling": _sampled(sampling, out), "prompts": prompt}
-    record |= {"compiled": options["compiled"], "ran_compiled": out.compiled}
-    record |= {"outputs": out.texts, **_drafting(out)}
-    if as_json:
+    out, record = settings.run("text", model, chosen, options, call)
+    record |= {"prompts": prompt, "outputs": out.texts, **_drafting(out)}
+    if settings.as_json:
         emit(record)
     else:
         _show(record, out, _said(out, label(chosen)))
@@ -233,41 +282,23 @@ def complete(
 
 def _reading(pipe: Any, options: dict[str, Any]) -> Any:
     """Those of a call's options that say how its ids are read."""
-    return pipe.options({name: options[name] for name in ("stop", "chat") if name in options})
+    names = ("stop", "chat", "messages")
+    return pipe.options({name: options[name] for name in names if name in options})
 
 
-def _spelled(json_schema: str | None, regex: str | None, grammar: str | None) -> dict[str, Any]:
-    """The grammar of a call, if one is given; raises ``ValueError`` for two of them."""
-    given = {"json_schema": json_schema, "regex": regex, "grammar": grammar}
-    found = {name: text for name, text in given.items() if text is not None}
-    if len(found) > 1:
-        names = ", ".join("--" + name.replace("_", "-") for name in found)
-        raise ValueError(f"give one of {names}; an answer is spelled by one")
-    if not found:
-        return {}
-    from specmm import structured
-
-    ((name, text),) = found.items()
-    return {"grammar": getattr(structured, name)(text)}
+def _chats(file: Path) -> Any:
+    """What a ``file`` of messages holds."""
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must hold JSON, got: {error}") from error
+    return found["messages"] if isinstance(found, dict) and "messages" in found else found
 
 
-def _check_seed(seed: int | None, temperature: float) -> None:
-    if seed is not None and not temperature:
-        say("--seed changes nothing at temperature 0; give --temperature 1 to sample")
-
-
-def _sampling(
-    temperature: float, top_k: int, top_p: float, penalty: float | None
-) -> dict[str, Any]:
-    """The options of a call that say how to draw; no ``penalty`` leaves it to the checkpoint."""
-    found = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-    return found if penalty is None else found | {"repetition_penalty": penalty}
-
-
-def _sampled(sampling: dict[str, Any], out: Any) -> dict[str, Any]:
-    """How ``out`` was drawn, the checkpoint's own penalty included."""
-    penalty = out.certificate.settings.get("repetition_penalty", 1.0)
-    return {"repetition_penalty": penalty} | sampling
+def _several(options: dict[str, Any]) -> bool:
+    """Whether there are several chats."""
+    chats = options.get("messages") or [{}]
+    return isinstance(chats[0], list) and len(chats) > 1
 
 
 def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str]:

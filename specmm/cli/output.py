@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from specmm.cli.starting import started
 from specmm.files import sentence_of, write_whole
+from specmm.registry import OPTION, nearest
 
 DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
 ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -45,7 +46,7 @@ class OneLine(TyperGroup):
             if type(error).__name__ == "NoArgsIsHelpError":
                 error.show()
                 sys.exit(2)
-            _fail(_wrong_value(error) or error.format_message())
+            _fail(_wrong_value(error) or _unknown_option(error, self) or error.format_message())
         except typer.Abort:
             _fail("interrupted", 130)
         except Interrupted as stop:  # the only line: typer's own about Ctrl-C would be a second
@@ -77,6 +78,29 @@ def _wrong_value(error: Any) -> str:
     first = checked()[0]
     wanted = first["msg"].partition(",")[0].removeprefix("Input should ")
     return f"{max(param.opts, key=len)} must {wanted}, got {first['input']}"
+
+
+def _unknown_option(error: Any, group: Any) -> str:
+    """Of an option that a command has not, which one may be meant, or which commands of ``group``
+    have it.
+    """
+    name, context = getattr(error, "option_name", None), error.ctx
+    if name is None or context is None:
+        return ""
+    known = [one.removeprefix("--") for one in sorted(_options(context.command))]
+    near = nearest(name.lstrip("-").replace("_", "-"), known, OPTION)
+    others = [one for one, command in group.commands.items() if name in _options(command)]
+    hint = f"; did you mean --{' or --'.join(near)}?" if near else ""
+    if others and not near:
+        hint = f", which is one of specmm {', '.join(others)}"
+    return f"No such option: {name}{hint}"
+
+
+def _options(command: Any) -> set[str]:
+    """The options of a ``command`` by all their long names, and those of the commands in it."""
+    inner = getattr(command, "commands", {}).values()
+    own = {name for param in command.params for name in param.opts if name.startswith("--")}
+    return own.union(*map(_options, inner))
 
 
 def stdout_reserved() -> contextlib.AbstractContextManager[object]:

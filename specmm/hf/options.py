@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,10 +14,11 @@ import torch
 
 from specmm import methods
 from specmm.compiled import NotCompiled
+from specmm.hf.messages import chats_of
 from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
 from specmm.randomness import sample_generators
-from specmm.registry import Registry, unknown
+from specmm.registry import OPTION, Registry, unknown
 from specmm.structured import of_call
 from specmm.when_compiled import Compiled, check_compiled
 
@@ -28,6 +29,8 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
     "max_length": "give max_new_tokens, which leaves the prompt out",
     "num_beams": "rounds of drafts have no beams, leave it out",
     "num_return_sequences": "give a list with the prompt so many times",
+    "n": "give a list with the prompt so many times",
+    "stop_strings": "give stop",
     "return_dict": "outputs always have fields, leave it out",
 }
 
@@ -36,7 +39,10 @@ OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens") 
 # of what is sampled
 FILTERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 CONFIG = "generation_config"
-LOGGER = logging.getLogger(__name__)
+
+
+class IdleOption(UserWarning):
+    """An option of what is sampled, of a call that samples nothing."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -96,6 +102,8 @@ class CallOptions(GenerateOptions, total=False):
     tree: Any
     rule: Any
     grammar: Any
+    messages: Any
+    fps: float | None
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,10 @@ class Options:
     ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
     :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
     answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
+
+    ``messages`` are a chat, or a list of chats, in place of prompts or of questions and what is
+    shown with them: several turns, system prompts, parts with pictures and videos, in the model's
+    chat template (:mod:`specmm.hf.messages`). ``fps`` is the rate of videos given as frames.
 
     ``more`` are settings of transformers' generate, which are given by their names as all others:
     those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like),
@@ -139,6 +151,8 @@ class Options:
     tree: Any = None
     rule: Any = None
     grammar: Any = None
+    messages: Any = None
+    fps: float | None = None
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -151,18 +165,18 @@ class Options:
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
             if name not in OTHERS:
-                raise unknown("option", name, [*known, *OTHERS])
+                raise unknown("option", name, [*known, *OTHERS], OPTION)
             more[name] = given[name]
         own = {name: value for name, value in given.items() if name in known}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
         found = cls(**{**defaults, **own}, more=more)
-        idle = [name for name in FILTERS if given.get(name) not in (None, 0, 1)]
-        if idle and not found.temperature:
-            LOGGER.warning(
-                "%s changes nothing at temperature 0; give a temperature to sample", idle[0]
-            )
+        if idle := idle_options(given):
+            said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
+            warnings.warn(said, IdleOption, stacklevel=2)
         if found.grammar is not None or more:
             found = found._constrained()
+        if found.messages is not None:
+            found = dataclasses.replace(found, messages=chats_of(found.messages), chat=True)
         check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
         check_compiled(found.compiled)
         if found.batch_size < 0:
@@ -229,6 +243,14 @@ class Options:
             return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
         seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
         return sample_generators(seeded or self.generator, count, device)
+
+
+def idle_options(given: Mapping[str, Any]) -> list[str]:
+    """Those of the options ``given`` that change nothing, for nothing is sampled."""
+    if given.get("temperature"):
+        return []
+    drawn = [name for name in ("seed", "generator") if given.get(name) is not None]
+    return [name for name in FILTERS if given.get(name) not in (None, 0, 1)] + drawn
 
 
 def _short(value: Any) -> Any:

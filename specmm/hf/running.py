@@ -281,6 +281,18 @@ class Run:
         """What the run may claim at its ``end``."""
         return run_claim(self.rule, end, self.drafter).under(self.settings)
 
+    def told(self, tokens: list[Tensor], end: Progress) -> dict[str, Any]:
+        """Of the run at its ``end`` what every output says."""
+        return dict(
+            tokens=tokens,
+            stats=end.stats,
+            certificate=self.certificate(end),
+            method=self.method,
+            prompt_tokens=self.prompt_tokens,
+            finish_reasons=self.finish_reasons(tokens),
+            taus=end.stats.taus,
+        )
+
 
 def _gained(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""

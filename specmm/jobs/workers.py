@@ -265,11 +265,6 @@ class AnswerWorker:
                 f"a job's method must answer by itself, got {method.name}; "
                 f"choose from: {', '.join(known)}"
             )
-        if method.batch_dependent and self.spec.sampling.get("temperature", 0):
-            raise ValueError(
-                f"a job's {method.name} must not be cut by sure at temperature above 0: "
-                "leave sure out"
-            )
         self._check_drawing(method, self._draws(item))
 
     def _draws(self, item: Item) -> bool:
@@ -293,7 +288,9 @@ class AnswerWorker:
         start = time.perf_counter()
         method = self.methods.of(items[0])
         shown = ([i.pictures for i in items],) if self.questions else ()
-        options: dict[str, Any] = dict(seed=[i.seed for i in items], method=method)
+        options: dict[str, Any] = dict(method=method)
+        if self.spec.sampling.get("temperature"):
+            options["seed"] = [item.seed for item in items]
         if any(item.videos for item in items):
             options["videos"] = [item.films for item in items]
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0
@@ -306,16 +303,19 @@ class AnswerWorker:
         facts = _facts(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
         pictures = out.pictures if drawn else [None] * len(items)
-        made = zip(items, answers, out.tokens, pictures, strict=True)
+        shares = [
+            {"tokens": len(n), "tau": tau} for n, tau in zip(out.tokens, out.taus, strict=True)
+        ]
+        made = zip(items, answers, shares, pictures, strict=True)
         return [
-            Result(item, _of_tokens(facts, len(ids)), answer=answer, pictures=shown)
-            for item, answer, ids, shown in made
+            Result(item, _with_share(facts, share), answer=answer, pictures=shown)
+            for item, answer, share, shown in made
         ]
 
 
-def _of_tokens(facts: dict[str, Any], count: int) -> dict[str, Any]:
-    """``facts`` of a batch as those of an item of ``count`` tokens."""
-    return {**facts, "stats": {**facts["stats"], "tokens": count}}
+def _with_share(facts: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
+    """``facts`` of a batch with the ``share`` of an item, which is known."""
+    return {**facts, "stats": facts["stats"] | share}
 
 
 def _facts(

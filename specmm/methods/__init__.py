@@ -20,7 +20,6 @@ from specmm.methods.base import (
     TreeName,
     by_hand,
     check_rejected_weight,
-    check_sure,
     filed,
     make,
 )
@@ -102,7 +101,6 @@ __all__ = [
     "ZipAR",
     "by_hand",
     "check_rejected_weight",
-    "check_sure",
     "filed",
     "make",
     "resolve",

@@ -9,7 +9,16 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from specmm.kinds import check_kind, shown
-from specmm.registry import Registry, maker_of, named, names_of_others, registered, unknown, whole
+from specmm.registry import (
+    OPTION,
+    Registry,
+    maker_of,
+    named,
+    names_of_others,
+    registered,
+    unknown,
+    whole,
+)
 
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
@@ -44,7 +53,7 @@ class _Checked(type):
             fields = dataclasses.fields(cls)
         kinds = {field.name: field.type for field in fields}
         if strange := [name for name in options if kinds and name not in kinds]:
-            raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds)))
+            raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds, OPTION)))
         for name, value in (dict(zip(kinds, values, strict=False)) | options).items():
             check_kind(kinds.get(name), **{name: value})
         return super().__call__(*values, **options)
@@ -74,11 +83,6 @@ class Declared(metaclass=_Checked):
     @property
     def one_generator(self) -> bool:
         """Whether all pictures share one generator, as in the authors' released code."""
-        return False
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Whether a row that is drawn at temperature above 0 depends on the rows beside it."""
         return False
 
     @property
@@ -235,23 +239,16 @@ class SelfDraft(Declared):
     """The target drafts without some of its layers, on its own keys and values.
 
     With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168), without either the first half of them. Chains have at most
-    ``length`` drafts. ``sure`` above 0 ends one before the first token that promises less
-    acceptance; in a batch of several at T > 0 chains are of one length.
+    (Draft & Verify, arXiv 2309.08168), without either the first half of them. Chains have
+    ``length`` drafts.
     """
 
     name: ClassVar[str] = "self"
-    here: ClassVar[str] = "0.98x plain decoding at best"
+    here: ClassVar[str] = "0.94x plain decoding at best"
     can_refill: ClassVar[bool] = True
     exit: int = 0
     skip: tuple[int, ...] = ()
     length: int = 4
-    sure: float = 0.0
-
-    @property
-    def batch_dependent(self) -> bool:
-        """Where a row is unsure it is cut by itself, not beside others."""
-        return self.sure > 0
 
     @property
     def choice(self) -> Choice:
@@ -276,12 +273,6 @@ def check_rejected_weight(weight: float) -> None:
             "rejected_weight must be in [0, 1), the weight of the target's distributions at "
             f"rejected positions, got {weight}"
         )
-
-
-def check_sure(sure: float) -> None:
-    """Raise ``ValueError`` unless 0 <= ``sure`` <= 1, the least chance of a draft to be kept."""
-    if not 0 <= sure <= 1:
-        raise ValueError(f"sure must be in [0, 1], got {sure}")
 
 
 class Methods(Registry):
@@ -342,7 +333,7 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
         raise ValueError(f"method {kind.name!r} must be {kind.__name__} here, got {method}")
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
-        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"])
+        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"], OPTION)
     made = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
     if isinstance(registry, Methods):
         registry.check(made)

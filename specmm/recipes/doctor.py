@@ -44,7 +44,7 @@ from specmm.text.pipeline import TextPipeline
 from specmm.vlm.msd import MSDHead
 
 DEPTH = 5  # drafts of a chain
-WINDOWS = (16, 64, 256, 512, 1024, 2048, 4096)  # tokens that a drafter may have learnt to attend
+WINDOWS = (128, 256, 512, 1024, 2048, 4096)  # tokens that a drafter may have learnt to attend
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # bases of rotary positions
 FACTORS = (2.0, 4.0, 8.0, 16.0)  # by which positions may have been interpolated
 WORTH = 1.02  # times as many tokens a round: less is no reason to change anything

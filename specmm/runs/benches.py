@@ -60,7 +60,8 @@ class Bench:
 
         def answer(method: Any, rows: Sequence[Any], seed: int, compiled: bool = False) -> Any:
             given = (list(rows),) if kind == "text" else tuple(map(list, zip(*rows, strict=True)))
-            options = dict(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+            options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, temperature=temperature)
+            options["seed"] = seed if temperature else None
             return pipe(*given, method=method, compiled=compiled, **options)
 
         call = Quickest(answer) if self.compiled else answer

@@ -31,7 +31,7 @@ from specmm.hardware import Place as Place
 from specmm.hf.picture_models import draws_pictures, processes
 from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
 from specmm.randomness import sample_generators
-from specmm.registry import Registry, name_of, unknown
+from specmm.registry import OPTION, Registry, name_of, unknown
 from specmm.stats import Certificate, Stats, merged_certificate, total
 from specmm.watching import watched
 from specmm.when_compiled import Compiled
@@ -276,6 +276,9 @@ def answered(
         "tokens": sum(map(len, out.tokens)),
         "rounds": out.stats.rounds,
         "tau": out.stats.tau,
+        "taus": out.taus,
+        "prompt_tokens": out.prompt_tokens,
+        "finish_reasons": out.finish_reasons,
         "certificate": out.certificate.as_dict(),
     }
     return out, record
@@ -392,7 +395,7 @@ def check(pipe: Images, run: PictureRun) -> None:
 def check_sampling(pipe: Images, model: str, sampling: Mapping[str, object]) -> None:
     """Raise ``ValueError`` for sampling options that ``pipe``, of ``model``, cannot take."""
     for name in sampling.keys() - set(pipe.sampling_options):
-        raise unknown(f"option of {model}", name, pipe.sampling_options)
+        raise unknown(f"option of {model}", name, pipe.sampling_options, OPTION)
     pipe.target(**sampling)
 
 

@@ -1,4 +1,4 @@
-"""What to draft of a block: the tree of the most probable paths, and when to stop (AdaEDL).
+"""What to draft of a block: the tree of the most probable paths.
 
 A block drafter has one marginal distribution a depth, whatever the path, so that its tree (DDTree)
 costs one forward. It is a deterministic function of the prefix: its drafts are point masses, and
@@ -58,29 +58,3 @@ def _pairs(rows: int, columns: int, count: int, device: str) -> tuple[Tensor, Te
     product = torch.arange(1, rows + 1)[:, None] * torch.arange(1, columns + 1)
     pairs = (product <= count).nonzero().to(device)
     return pairs[:, 0], pairs[:, 1]
-
-
-def entropy(q: Tensor) -> Tensor:
-    """Shannon entropy in nats [...] of the distributions ``q`` [..., V]."""
-    surprise: Tensor = torch.special.entr(q)
-    return surprise.sum(-1)
-
-
-def acceptance_bound(q: Tensor, gamma: float = 0.2) -> Tensor:
-    """AdaEDL's lower bound 1 - sqrt(gamma * H(q)) [...] on the acceptance, at least 0."""
-    if gamma <= 0:
-        raise ValueError(f"gamma must be positive, got {gamma}")
-    return (1 - (gamma * entropy(q)).sqrt()).clamp(min=0)
-
-
-def adaedl_stop(q: Tensor, threshold: float, gamma: float = 0.2) -> Tensor:
-    """Whether to stop before drawing from ``q`` [B, V]: 1 - sqrt(gamma * H(q)) < threshold, [B].
-
-    AdaEDL (Agrawal et al., arXiv 2410.18351): the bound follows from Pinsker's inequality, with the
-    unknown KL divergence to the target replaced by gamma times the draft's entropy. The stop looks
-    only at the distribution of the token it gates, *before* that token is drawn, so that the drafts
-    kept have their distribution. To look at the drawn token and then discard it would be biased.
-    """
-    if not 0 <= threshold <= 1:
-        raise ValueError(f"threshold must be in [0, 1], got {threshold}")
-    return acceptance_bound(q, gamma) < threshold

@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -22,6 +23,7 @@ from specmm.captured import round_program
 from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
+from specmm.hf.messages import FAULTS, Chat, joined
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find_target, load_target
@@ -49,8 +51,8 @@ from specmm.zoo import Source
 class TextOutput:
     """``texts`` [B] after the prompts, ``tokens`` [B] of ids (an end token included), ``stats``,
     ``certificate``, ``method``, whether the call was ``compiled``; of DiffuSpec also the ``trace``
-    of each row's controller: (drafted, accepted) by round. ``prompt_tokens`` [B] were read, and
-    ``finish_reasons`` [B] are "stop" or "length".
+    of each row's controller: (drafted, accepted) by round. ``prompt_tokens`` [B] were read,
+    ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
 
     texts: list[str]
@@ -62,6 +64,7 @@ class TextOutput:
     compiled: bool = False
     prompt_tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    taus: list[float] = field(default_factory=list)
 
 
 class TextPipeline(Pipeline):
@@ -112,17 +115,16 @@ class TextPipeline(Pipeline):
     @lists_options(chat=False)
     def __call__(
         self,
-        prompts: str | Sequence[str],
+        prompts: str | Sequence[str] | None = None,
         streamer: BaseStreamer | None = None,
         **options: Unpack[CallOptions],
     ) -> TextOutput:
-        """Continue one prompt or a batch of them, whatever their lengths.
+        """Continue one prompt or a batch of them, whatever their lengths, or ``messages``.
 
         ``options`` are those of :class:`specmm.hf.options.Options`; ``chat`` is off unless given. A
-        text depends on its own random stream, not on the batch, but for auto's plan and, where
-        uniforms are drawn, what ``self`` cuts or searches. ``streamer`` gets a single text's ids,
-        as transformers' do, but not the prompt's: leave its ``skip_prompt`` off. Raises
-        ``ValueError`` for prompts, options and methods that do not fit.
+        text depends on its own random stream, not on the batch, but for auto's plan. ``streamer``
+        gets a single text's ids, as transformers' do, but not the prompt's: leave its
+        ``skip_prompt`` off. Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
             given = self.options(options)
@@ -138,13 +140,11 @@ class TextPipeline(Pipeline):
                 made = max(sum(map(len, tokens)), 1)
                 work.observe(time.perf_counter() - start, made, quick, built)
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        ends = (run.prompt_tokens, run.finish_reasons(tokens))
-        rest = (run.certificate(end), run.method, trace, quick, *ends)
-        return TextOutput(texts, tokens, end.stats, *rest)
+        return TextOutput(texts, trace=trace, compiled=quick, **run.told(tokens, end))
 
     @lists_options(chat=False)
     def stream(
-        self, prompts: str | Sequence[str], **options: Unpack[CallOptions]
+        self, prompts: str | Sequence[str] | None = None, **options: Unpack[CallOptions]
     ) -> Iterator[list[str]]:
         """The new text of every row after each round; options as for a call."""
         for rows in self.rounds(prompts, apart=False, **options):
@@ -152,7 +152,10 @@ class TextPipeline(Pipeline):
 
     @lists_options(chat=False)
     def rounds(
-        self, prompts: str | Sequence[str], apart: bool = True, **options: Unpack[CallOptions]
+        self,
+        prompts: str | Sequence[str] | None = None,
+        apart: bool = True,
+        **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
         """As ``stream``, with the number of tokens; accepted drafts are set ``apart``."""
 
@@ -162,22 +165,24 @@ class TextPipeline(Pipeline):
         yield from turns_of(self.model).each(found())
 
     @in_its_turn(lambda pipe: pipe.model)
-    def planned(self, prompts: str | Sequence[str], **options: Any) -> str:
+    def planned(self, prompts: str | Sequence[str] | None = None, **options: Any) -> str:
         """What method ``auto`` takes for ``prompts``, and why; ``plans`` holds what it measured."""
         given = self.options({**options, "method": methods.Auto()})
         return self._start(prompts, given)[0].method
 
-    def prepared(self, prompts: str | Sequence[str], **options: Any) -> tuple[VLMTarget, VLMPrompt]:
+    def prepared(
+        self, prompts: str | Sequence[str] | None = None, **options: Any
+    ) -> tuple[VLMTarget, VLMPrompt]:
         """The model as a target for ``prompts``, and these as it reads them, all at once."""
         given = self.options(options)
         target = VLMTarget(self.model, given.processor, self.name)
-        ids = self.encode(prompts, given.chat)
+        ids = self._read(prompts, given)
         prompt = VLMPrompt({**padded(ids)}, given.max_new_tokens)
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
     @in_its_turn(lambda pipe: pipe.model)
-    def begin(self, prompts: str | Sequence[str], **options: Any) -> Run:
+    def begin(self, prompts: str | Sequence[str] | None = None, **options: Any) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
         return self._start(prompts, self.options(options))[0]
 
@@ -188,8 +193,30 @@ class TextPipeline(Pipeline):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
             return [self._raw(text) for text in given]
-        texts = [self.templated(text) for text in given]
-        return [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        return [self._marked(self.templated(text)) for text in given]
+
+    def _read(self, prompts: str | Sequence[str] | None, options: Options) -> list[list[int]]:
+        """Ids of each prompt, or of each chat of the ``options``."""
+        if options.fps is not None:
+            raise ValueError("fps is of videos, which VQAPipeline takes; leave it out")
+        if options.messages is None:
+            return self.encode(prompts or [], options.chat)
+        if prompts is not None:
+            raise ValueError("give prompts or messages, got both")
+        if any(chat.images or chat.videos for chat in options.messages):
+            raise ValueError(
+                "messages must hold text alone, got something to see; use VQAPipeline (specmm ask)"
+            )
+        return [self._marked(self._templated(chat)) for chat in options.messages]
+
+    def _rows(self, prompts: str | Sequence[str] | None, options: Options) -> int:
+        """How many texts a call asks for."""
+        return len(options.messages or texts_of("prompt", prompts))
+
+    def _marked(self, text: str) -> list[int]:
+        """Ids of ``text``, which has its marks."""
+        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
 
     def _raw(self, text: str) -> list[int]:
         """Ids of ``text``, which gets no mark of its beginning where it brings that, as what a chat
@@ -202,23 +229,37 @@ class TextPipeline(Pipeline):
 
     def templated(self, question: str) -> str:
         """``question`` in the model's chat template; raises ``ValueError`` where it has none."""
+        return self._templated(Chat.of([{"role": "user", "content": question}]))
+
+    def _templated(self, chat: Chat) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError(
                 f"{self.name} must have a chat template for chat, got none; leave chat out"
             )
-        turn = [{"role": "user", "content": question}]
-        return str(
-            self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-        )
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [{**one, "content": joined(one["content"])} for one in chat.messages],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            )
+        except (TemplateError, *FAULTS) as error:
+            raise ValueError(
+                f"messages must be such as the chat template of {self.name} takes, got "
+                f"{' '.join(str(error).split())}"
+            ) from error
 
-    def _start(self, prompts: str | Sequence[str], options: Options) -> tuple[Run, Drafter | None]:
+    def _start(
+        self, prompts: str | Sequence[str] | None, options: Options
+    ) -> tuple[Run, Drafter | None]:
         """Prepare a batch, of which nothing runs yet, with its drafter."""
         method = options.chosen(methods.TEXT, self.method)
         captured = self.captures(options)
         kind = CapturedTarget if captured else VLMTarget
         target = kind(self.model, options.processor, self.name)
         check_continuous_batching(method, options.batch_size)
-        ids = self.encode(prompts, options.chat)
+        ids = self._read(prompts, options)
 
         def prepared(some: slice) -> VLMPrompt:
             return VLMPrompt({**padded(ids[some])}, options.max_new_tokens)
@@ -235,19 +276,19 @@ class TextPipeline(Pipeline):
         run = self._run(name, shared, prompt, options, batch)
         return run, None if shared.parts is None else shared.parts.drafter
 
-    def _work(self, prompts: str | Sequence[str], options: Options) -> Work | None:
+    def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:
         """What is known of the seconds of such a call, where they decide whether it is compiled."""
         if options.compiled != "auto" or self.captures(options):
             return None  # a graph pays within a few rounds
         method = options.chosen(methods.TEXT, self.method)
-        rows = len(texts_of("prompt", prompts))
+        rows = self._rows(prompts, options)
         rest = (options.batch_size, bool(options.stops))
         key = (method, options.processor, rows, room(options.max_new_tokens), *rest)
         return self.works.of(self.model, key)
 
-    def _pays(self, work: Work, prompts: str | Sequence[str], options: Options) -> bool:
+    def _pays(self, work: Work, prompts: str | Sequence[str] | None, options: Options) -> bool:
         """Whether a call is compiled, and can be."""
-        most = options.max_new_tokens * len(texts_of("prompt", prompts))
+        most = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
         return work.programs(most, lambda: self._compiled(method, options)) is not None
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specmm.kinds import check_kind
 from specmm.randomness import UniformSource, categorical
-from specmm.registry import Open, maker_of, name_of, named, parse_spec, unknown
+from specmm.registry import OPTION, Open, maker_of, name_of, named, parse_spec, unknown
 from specmm.shape.trees import Siblings
 from specmm.tree import DraftTree, TreeShape
 
@@ -335,7 +335,7 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     known = [option for option in parameters if option not in hidden]
     strange = [str(value) for value in values] + [key for key in options if key not in known]
     if strange:
-        raise unknown(f"option of rule {name}", strange[0], known or ["(none)"])
+        raise unknown(f"option of rule {name}", strange[0], known or ["(none)"], OPTION)
     for option, value in options.items():
         check_kind(parameters[option].annotation, **{option: value})
     made: Rule = rule(**{**kind.preset, **options, **given})

@@ -57,6 +57,10 @@ def test_from_pretrained_lists_its_parameters():
         (dict(batch_size="5"), "batch_size must be a whole number, got '5'"),
         (dict(prompts=3), "prompt must be a text or a list of texts, got 3"),
         (dict(temprature=1), "unknown option 'temprature'; did you mean 'temperature'"),
+        (dict(n_tokens=1), "unknown option 'n_tokens'; choose from: "),
+        (dict(steps=1), "unknown option 'steps'; choose from: "),
+        (dict(top=1), r"unknown option 'top'; did you mean 'top_k' or 'top_p'\?"),
+        (dict(n=1), "unknown option 'n' of generate; give a list with the prompt so many times"),
     ],
 )
 def test_wrong_kinds_are_one_line(text_pipe, wrong, said):

@@ -54,6 +54,27 @@ def test_bad_options(tiny, tmp_path, arguments, message):
     assert not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("ask m --temprature 1", "--temprature; did you mean --temperature?"),
+        ("bench m --tempereture 1", "--tempereture; did you mean --temperature?"),
+        ("ask m --method- ar", "--method-; did you mean --method?"),
+        ("complete m --max_new_tokens 3", "--max_new_tokens; did you mean --max-new-tokens?"),
+        ("complete m --n-tokens 3", "--n-tokens"),
+        ("ask m --top 3", "--top; did you mean --top-k or --top-p?"),
+        ("complete m --n 3", "--n"),
+        ("complete m --steps 3", "--steps, which is one of specmm generate"),
+        ("ask m --prompt x", "--prompt, which is one of specmm generate, bench, complete, plan"),
+        ("complete m --question x", "--question, which is one of specmm ask, bench, plan"),
+        ("generate m --chat", "--chat, which is one of specmm complete"),
+        ("eval kid --nearst 3", "--nearst"),
+    ],
+)
+def test_a_hint_names_an_option_of_the_command_or_whose_it_is(words, said):
+    assert refused(*words.split()).strip() == f"error: No such option: {said}"
+
+
 def test_bad_models_and_commands(tmp_path):
     assert "did you mean 'generate'" in refused("generat").lower()
     words = f"--class 0 --out {tmp_path}"

@@ -9,9 +9,6 @@ from transformers import TextIteratorStreamer
 
 from specmm import methods
 from specmm.batch_invariant import batch_invariant
-from specmm.jobs.folder import Spec
-from specmm.jobs.items import Item
-from specmm.jobs.workers import AnswerWorker
 from tests.cases import some
 
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "return", "\n\n"]
@@ -78,18 +75,6 @@ def test_none_is_lost_when_first_tokens_end_texts(text_pipe):
     continuous = text_pipe(prompts, max_new_tokens=6, batch_size=1, stop=stop)
     assert continuous.texts == text_pipe(prompts, max_new_tokens=6, stop=stop).texts
     assert not continuous.texts[0] and any(continuous.texts)
-
-
-def test_a_sampled_job_is_not_cut_by_its_batch(text_folder):
-    spec = Spec(
-        str(text_folder), "self", options=("exit=1", "sure=0.3"), sampling={"temperature": 1.0}
-    )
-    item = Item("a", "prompt", "x", 0)
-    with pytest.raises(ValueError, match="must not be cut by sure"):
-        AnswerWorker(spec, questions=False).check(item)
-    AnswerWorker(
-        Spec(str(text_folder), "self", options=("exit=1", "sure=0.3")), questions=False
-    ).check(item)
 
 
 @pytest.mark.slow

@@ -102,6 +102,13 @@ def test_every_distance_of_stored_features(sets):
     assert as_json("fd", one, two)["metric"] == "fd"
     kid = as_json("kid", one, two, "--subset-size", 32, "--subsets", 5)
     assert kid["protocol"]["subset_size"] == 32 and "subsets_std" in kid["parts"]
+    only = as_json("kid", one, two, "--subset-size", 32, "--subsets", 5, "--subsets-only")
+    assert kid["protocol"]["estimate"] == "whole sets"
+    assert only["protocol"]["estimate"] == "mean over subsets" and only["protocol"]["subsets"] == 5
+    assert only["value"] == pytest.approx(kid["parts"]["subsets_mean"])
+    said = evaluate("kid", one, two, "--subset-size", 32, "--subsets", 5, "--subsets-only").stdout
+    assert "mean over subsets" in said and "subset size  32" in said
+    assert "--interval is of whole sets" in refused("kid", one, two, "--subsets-only", "--interval")
     assert [m["metric"] for m in as_json("pr", one, two)["results"]] == ["precision", "recall"]
     wanted = ["density", "coverage"]
     assert [m["metric"] for m in as_json("dc", one, two, "-k", 3)["results"]] == wanted

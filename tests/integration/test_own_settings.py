@@ -1,8 +1,8 @@
 """What a checkpoint's ``generation_config`` asks of all answers, as generate would apply it."""
 
 import json
-import logging
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -112,11 +112,28 @@ def test_what_is_sampled_by_them_is_what_generate_samples(text_pipe):
         assert float(off) < free + 5 * (2 * free) ** 0.5 + 1
 
 
-def test_filters_without_a_temperature_are_named(text_pipe, caplog):
-    with caplog.at_level(logging.WARNING, "specmm"):
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"seed": 3}, {"generator": torch.Generator()}])
+def test_options_of_what_is_sampled_are_named_once_a_call_that_samples_nothing(text_pipe, option):
+    name = next(iter(option))
+    said = f"{name} changes nothing at temperature 0; give a temperature to sample"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
         text_pipe("x", max_new_tokens=1)
-        assert not caplog.messages
-        text_pipe("x", max_new_tokens=1, top_p=0.9)
-    assert caplog.messages == [
-        "top_p changes nothing at temperature 0; give a temperature to sample"
-    ]
+        text_pipe("x", max_new_tokens=1, temperature=1.0, **option)
+        assert not found
+        text_pipe("x", max_new_tokens=1, **option)
+        assert [str(one.message) for one in found] == [said]
+        list(text_pipe.stream("x", max_new_tokens=1, **option))
+        assert [str(one.message) for one in found] == [said, said]
+
+
+@pytest.mark.parametrize("option", ["--top-p 0.9", "--seed 3"])
+def test_the_command_line_says_so_in_one_line(text_folder, option):
+    words = ["complete", text_folder, "--prompt", "x", "--max-new-tokens", 1]
+    name = option.split()[0]
+    said = f"{name} changes nothing at temperature 0; give --temperature 1 to sample"
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        out = run(*words, *option.split())
+        assert out.stderr.count("changes nothing") == 1 and said in out.stderr and not found
+        assert "changes nothing" not in run(*words, *option.split(), "--temperature", 1).stderr

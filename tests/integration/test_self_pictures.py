@@ -23,7 +23,6 @@ CONFIG = GPTConfig(
 )
 SELF = {
     "exit": methods.SelfDraft(exit=2, length=3),
-    "unsure": methods.SelfDraft(exit=2, length=3, sure=0.35),
     "without the first": methods.SelfDraft(skip=(0, 2), length=3),
     "half": methods.SelfDraft(length=3),
 }

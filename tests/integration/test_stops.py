@@ -106,6 +106,21 @@ def test_custom_generate_tells_of_its_run(letters, method):
     options = dict(max_new_tokens=9, do_sample=True, top_k=4, min_p=0.1)
     letters.model.generate(ids, custom_generate=fn, **options)
     assert fn.last.method.startswith({"ar": "AR", "prompt-lookup": "PromptLookup"}[method])
-    assert fn.last.stats.tokens == 8 and fn.last.certificate.kind == "exact"
+    assert fn.last.stats.tokens == 9 and fn.last.certificate.kind == "exact"
     wanted = {"temperature": 1.0, "top_k": 4, "min_p": 0.1}
     assert fn.last.certificate.settings == wanted
+
+
+@pytest.mark.parametrize("batch_size", [0, 2])
+def test_outputs_tell_of_each_row(letters, batch_size):
+    """Rounds of a row are its own: alone, in a batch, and where rows take each other's place."""
+    prompts = ["abcdefghi", "a", "xyzab"]
+    options = dict(method="prompt-lookup", max_new_tokens=40)
+    out = letters(prompts, batch_size=batch_size, **options)
+    alone = [letters(prompt, **options).stats.tau for prompt in prompts]
+    assert out.taus == alone and len(set(alone)) > 1 and max(alone) > 1
+    kept = sum((i + 1) * n for i, n in enumerate(out.stats.kept))
+    assert out.stats.tokens == sum(map(len, out.tokens)) == 3 + kept
+    plain = letters(prompts, method="ar", max_new_tokens=24)
+    assert plain.taus == [1, 1, 1] and plain.stats.tau == 1
+    assert plain.stats.tokens == sum(map(len, plain.tokens))

@@ -25,7 +25,7 @@ def test_what_is_no_list_of_texts(given: object, got: str) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_chats_are_told_what_to_do(nested: bool) -> None:
     chat = [{"role": "user", "content": "a"}]
-    with pytest.raises(ValueError, match=r"; of a chat give what apply_chat_template\(messages"):
+    with pytest.raises(ValueError, match="; give a chat as messages="):
         texts_of("prompt", [chat] if nested else chat)
 
 

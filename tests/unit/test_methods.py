@@ -93,8 +93,6 @@ def test_methods_declare_what_jobs_and_the_app_ask():
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
     pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "self", "draft"}
     assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
-    assert methods.SelfDraft(3, sure=0.1).batch_dependent
-    assert not methods.SelfDraft(3).batch_dependent
 
 
 def test_drafters_are_asked_whether_their_rows_can_be_refilled():
@@ -184,6 +182,8 @@ def test_what_a_method_says_it_gained_here_is_what_was_measured(kind):
     rows = json.loads((RESULTS / f"{MEASURED[kind]}.json").read_text())["rows"]
     best: dict[str, float] = {}
     for row in rows:
+        if "sure=" in row["method"]:
+            continue  # an option of self that was removed
         name = row["method"] if row["method"] == "exact" else re.split("[(,]", row["method"])[0]
         if row["method"] == name or name != "exact":  # exact CSpD, with its own settings
             best[name] = max(best.get(name, 0.0), row["speedup"])

@@ -79,6 +79,9 @@ def kid(
     reader: SourceReader,
     subsets: Annotated[int, typer.Option(min=1, help="Random subsets.")] = 100,
     subset_size: Annotated[int, typer.Option(min=2, help="Pictures of a subset.")] = 1000,
+    subsets_only: Annotated[
+        bool, typer.Option("--subsets-only", help="Their mean, not that of whole sets: quicker.")
+    ] = False,
     interval: WithInterval = False,
     seed: Seed = 0,
 ) -> "Measurement":
@@ -86,11 +89,14 @@ def kid(
     from specmm.metrics.intervals import Bootstrap
     from specmm.metrics.kernel import kernel_distance
 
+    if interval and subsets_only:
+        raise ValueError("--interval is of whole sets; leave it or --subsets-only out")
     found = kernel_distance(
         *reader.both(source, reference),
         subsets=subsets,
         subset_size=subset_size,
         seed=seed,
+        full=not subsets_only,
         bootstrap=Bootstrap(generator(seed)) if interval else None,
     )
     return found.measurement()

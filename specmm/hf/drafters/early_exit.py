@@ -237,4 +237,4 @@ def drafter_of(method: methods.SelfDraft, target: VLMTarget) -> SelfDrafter:
     own = target.processor
     skip = skipped(layered.layers, method.exit, method.skip)
     processor = own if isinstance(own, Processor) else Processor(float(not own.greedy))
-    return SelfDrafter(layered, processor, skip, method.length, method.sure, target.device)
+    return SelfDrafter(layered, processor, skip, method.length, target.device)

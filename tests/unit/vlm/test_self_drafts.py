@@ -33,7 +33,6 @@ from tests.sampling import Stream, WholeModelsProbs, fits, last
 LENGTH = 12
 SELF = {
     "exit": methods.SelfDraft(exit=1, length=3),
-    "unsure": methods.SelfDraft(exit=1, length=3, sure=0.35),
     "without the first": methods.SelfDraft(skip=(0,), length=3),
     "half": methods.SelfDraft(length=3),
 }
@@ -279,10 +278,8 @@ def exact():
     return model
 
 
-@pytest.mark.parametrize("sure", [0.0, 0.53])
-def test_every_path_together_is_the_models_distribution(exact, sure):
-    method = methods.SelfDraft(exit=1, length=2, sure=sure)
-    found, wanted = emitted(exact, method)
+def test_every_path_together_is_the_models_distribution(exact):
+    found, wanted = emitted(exact, methods.SelfDraft(exit=1, length=2))
     assert abs(float(found.sum()) - 1) < 1e-12
     assert total_variation(found, wanted) < 1e-12
 
@@ -301,15 +298,6 @@ def test_a_chain_that_is_cut_after_drawing_is_caught(exact):
     with pytest.raises((AssertionError, RuntimeError)):
         found, wanted = emitted(exact, method, cut)
         assert total_variation(found, wanted) < 1e-3
-
-
-def test_chains_of_several_rows_are_never_cut_where_drafts_are_drawn(tiny):
-    target = VLMTarget(tiny, HOT)
-    drafter, rule = assemble(methods.SelfDraft(exit=1, length=2, sure=1.0), target)
-    for rows, wanted in ((1, 0), (2, 2)):
-        prompt = VLMPrompt(padded([ROW] * rows, "cpu"), 4)
-        end = last(decode(target, drafter, rule, prompt, 4, Uniforms.from_seeds(range(rows))))
-        assert set(end.stats.depths) == {wanted}
 
 
 def test_the_rule_is_block_verification_where_drafts_are_drawn(tiny):
@@ -368,7 +356,6 @@ def test_a_draft_costs_its_layers_and_verification_the_rest(deep):
         (dict(skip=(0, 1, 2, 3, 4)), "must leave at least one of the 5 layers, got all"),
         (dict(exit=1, skip=(2,)), "give exit or skip, not both"),
         (dict(exit=1, length=0), "length must be at least 1, got 0"),
-        (dict(exit=1, sure=2.0), r"sure must be in \[0, 1\], got 2"),
     ],
 )
 def test_mistakes_get_a_sentence(deep, options, message):

@@ -1,0 +1,122 @@
+"""Chats as OpenAI and transformers write them: messages of a role and a content, a text or parts.
+
+A part is ``{"type": "text", "text": …}``, or of type ``image`` or ``video`` with what is shown
+under that name, ``url``, ``path``, ``base64``, or as OpenAI does under ``image_url``. Frames of a
+video may have their ``fps``.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specmm.kinds import shown
+
+KINDS = ("image", "video")
+# what templates and processors raise
+FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``rates`` are
+    frames a second of videos, where they are said.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    videos: list[Any] = field(default_factory=list)
+    rates: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, messages: Any) -> Chat:
+        """The chat of ``messages``; raises ``ValueError`` for what is none."""
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError(
+                "messages must be a list of {'role': …, 'content': …}, or a list of such lists, "
+                f"got {shown(messages) if messages else 'nothing'}"
+            )
+        found = cls()
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(
+                    f"each of messages must have a role and a content, got {shown(message)}"
+                )
+            found.messages.append({**message, "content": found._content(message)})
+        return found
+
+    @property
+    def texts(self) -> list[str]:
+        """What messages say, without thoughts, which templates may leave out."""
+        contents = [one["content"] for one in self.messages]
+        parts = [[as_text(one)] if isinstance(one, str) else one for one in contents]
+        said = (part["text"] for each in parts for part in each if part["type"] == "text")
+        return [text.rpartition("</think>")[2] for text in said]
+
+    def _content(self, message: Mapping[str, Any]) -> Any:
+        content = message.get("content", "" if "tool_calls" in message else None)
+        if content is None and "tool_calls" in message:
+            return ""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list | tuple):
+            raise ValueError(
+                f"the content of a message must be a text or a list of parts, got {shown(content)}"
+            )
+        return [self._part(part) for part in content]
+
+    def _part(self, part: Any) -> dict[str, Any]:
+        if isinstance(part, str):
+            return as_text(part)
+        if not isinstance(part, Mapping):
+            raise ValueError(f"a part of a message must have a type, got {shown(part)}")
+        kind = str(part.get("type")).removeprefix("input_").removesuffix("_url")
+        if kind == "text" and isinstance(part.get("text"), str):
+            return as_text(part["text"])
+        if kind not in KINDS:
+            raise ValueError(
+                "a part of a message must be of type text, image or video, with it, got "
+                f"{shown(part.get('type'))}"
+            )
+        names = (kind, f"{kind}_url", "url", "path", "base64")
+        name = next((name for name in names if part.get(name) is not None), None)
+        if name is None:
+            raise ValueError(
+                f"a part of type {kind} must hold {', '.join(names[:-1])} or base64, got "
+                f"{', '.join(map(str, part))}"
+            )
+        source = part[name]
+        if isinstance(source, Mapping):  # OpenAI's, with its "detail"
+            source = source.get("url")
+        (self.images if kind == "image" else self.videos).append(
+            _decoded(source) if name == "base64" else source
+        )
+        if kind == "video":
+            self.rates.append(part.get("fps"))
+        return {"type": kind}
+
+
+def as_text(text: str) -> dict[str, Any]:
+    """A part with a ``text``."""
+    return {"type": "text", "text": text}
+
+
+def joined(content: Any) -> str:
+    """The text of a ``content``."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def chats_of(given: Any) -> list[Chat]:
+    """One chat, a list of messages, or several; raises ``ValueError`` for what is none."""
+    several = isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple)
+    return [Chat.of(messages) for messages in (given if several else [given])]
+
+
+def _decoded(text: Any) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError) as error:
+        raise ValueError(f"base64 of a part must be decodable, got {error}") from error
