@@ -34,7 +34,7 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.training.rollout import RolledEagle3, build_eagle3, rollout_loss
+from specmm.recipes.features import RolledEagle3, build_eagle3, rollout_loss
 from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.texts import text_stream, windows
 from specmm.text.pipeline import TextPipeline
@@ -69,7 +69,7 @@ class Data:
         mask[:, -1] = False
         with torch.no_grad():
             following = self.target.embed(tokens.roll(-1, 1))
-        return Seen(following, self.context[rows], self.hidden[rows], mask)
+        return Seen(following, self.context[rows], self.hidden[rows], mask, tokens)
 
     def packed(self, step: int) -> dict[str, Any]:
         """The same batch as theirs learns it: one row of all, shifted by a token."""
