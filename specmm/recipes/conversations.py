@@ -27,6 +27,7 @@ from specmm.chats.tokens import ChatReader
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.recipes.training.seen import Read
+from specmm.training import rank
 from specmm.vlm.pictures import ADDRESS, fetched, open_image
 from specmm.vlm.videos import open_video
 
@@ -172,7 +173,8 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
 
 
 def _tell(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)
+    if not rank()[0]:  # one of several processes says it
+        tqdm.write(text, file=sys.stderr)
 
 
 def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int], bytearray]:
