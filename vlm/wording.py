@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from jinja2 import TemplateError
 from PIL import Image
 
 from specmm.hf.messages import FAULTS as FAULTS
-from specmm.hf.messages import Chat, as_text
+from specmm.hf.messages import Chat, as_parts, fits, written
 from specmm.hf.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 
@@ -82,26 +83,11 @@ def conversation(processor: Any, chat: Chat) -> str:
     _check_videos(processor, counts)
     if template_of(processor) is None:
         raise ValueError("messages need a chat template, got a model without; ask one question")
-    reason = "other numbers of placeholders"
-    for whole in (False, True):  # texts as they are, or as parts
-        messages = [{**one, "content": _said(processor, one, whole)} for one in chat.messages]
-        try:
-            found = _templated(processor, messages)
-            if _fits(processor, chat.texts, counts, found):
-                return found
-        except (TemplateError, *FAULTS) as error:
-            reason = " ".join(str(error).split())
-    raise ValueError(
-        f"the chat template of this {type(processor).__name__} must take the messages and show a "
-        f"placeholder for each picture and video, got {reason}"
-    )
-
-
-def _said(processor: Any, message: Mapping[str, Any], whole: bool) -> Any:
-    given = message["content"]
-    if isinstance(given, str) and not whole:
-        return given
-    return content(processor, [as_text(given)] if isinstance(given, str) else given)
+    forms = [
+        lambda given: given if isinstance(given, str) else content(processor, given),
+        lambda given: content(processor, as_parts(given)),
+    ]
+    return written(chat, partial(_templated, processor), forms, tokens_of(processor, counts))
 
 
 def _check_videos(processor: Any, counts: Mapping[str, int]) -> None:
@@ -278,7 +264,7 @@ def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     reason = "other numbers of placeholders"
     try:
         found = _templated(processor, _asked(_form(processor)(processor, text, counts)))
-        if _fits(processor, [text], counts, found):
+        if fits(found, [text], tokens_of(processor, counts)):
             return found
     except (TemplateError, *FAULTS) as error:
         reason = str(error)
@@ -308,7 +294,8 @@ def _form(processor: Any) -> Form:
         return known[1]
     form: Form = _plain
     with suppress(TemplateError, *FAULTS):
-        if _fits(processor, ["a"], ONE, _templated(processor, _asked(_parts(processor, "a", ONE)))):
+        found = _templated(processor, _asked(_parts(processor, "a", ONE)))
+        if fits(found, ["a"], tokens_of(processor, ONE)):
             form = _parts
     _forms[processor] = template, form
     return form
@@ -336,9 +323,7 @@ def _templated(processor: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _fits(processor: Any, texts: Sequence[str], counts: Mapping[str, int], found: str) -> bool:
-    """Whether a prompt holds what is asked and its placeholders."""
+def tokens_of(processor: Any, counts: Mapping[str, int]) -> dict[str, int]:
+    """How often each placeholder must stand in a prompt with so many of each kind."""
     tokens = {kind: placeholder(processor, kind) for kind in counts}
-    shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
-    flat = "".join(found.split())  # templates trim
-    return shown and all("".join(text.split()) in flat for text in texts)
+    return {token: counts[kind] for kind, token in tokens.items() if token}
