@@ -215,6 +215,8 @@ class Options:
         found: dict[str, Any] = dict(self.processor.settings)
         if self.grammar is not None:
             found["grammar"] = str(of_call(self.grammar))
+        if self.more:
+            found.pop("top_p_ties", None)  # generate's own processors are asked
         idle = FILTERS if self.processor.greedy else ()
         return found | {name: _short(one) for name, one in self.more.items() if name not in idle}
 

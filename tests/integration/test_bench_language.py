@@ -6,7 +6,6 @@ import pytest
 
 from specmm.registry import REGISTERED
 from specmm.runs.figures import BENCH
-from specmm.zoo import POCKET
 from tests.commands import as_json, refused, run
 
 ECHO = Path(__file__).parents[2] / "demos" / "own" / "drafter.py"
