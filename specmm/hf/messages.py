@@ -133,7 +133,7 @@ def written(
 
     Raises ``ValueError`` where there is none.
     """
-    reason = "one that leaves some of their texts out, or other numbers of placeholders"
+    reason = "others"
     for form in forms:
         try:
             found = str(write([{**one, "content": form(one["content"])} for one in chat.messages]))
@@ -141,7 +141,10 @@ def written(
                 return found
         except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
-    raise ValueError(f"the chat template must take the messages as they are, got {reason}")
+    raise ValueError(
+        "the chat template must show all texts and a placeholder for each picture and video, got "
+        f"{reason}; without a template give chat=False and a raw prompt"
+    )
 
 
 def fits(found: str, texts: Sequence[str], tokens: Mapping[str, int]) -> bool:

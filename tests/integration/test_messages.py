@@ -195,7 +195,10 @@ def test_what_does_not_go_together(talker, pipe, pictures):
     with pytest.raises(ValueError, match="takes one question at a time, got messages"):
         pipe(messages=talk(pictures[0]), method="verdict")
     marked = [{"role": "user", "content": "what <image>"}]
-    with pytest.raises(ValueError, match="must take the messages as they are, got one that leaves"):
+    with pytest.raises(
+        ValueError,
+        match="must show all texts and a placeholder for each picture and video, got others",
+    ):
         pipe(messages=marked)
 
 
