@@ -24,7 +24,7 @@ from specmm.compiled import NotCompiled, uncompiled_calls
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
-from specmm.hf.options import CallOptions, Options, idle_options, lists_options
+from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
@@ -156,9 +156,9 @@ class VQAPipeline(Pipeline):
                         f"method {method.name!r} must be asked about pictures, got videos; choose "
                         "another method"
                     )
-                idle = idle_options(options)  # has been said, and is not said by every model
-                named = {name: value for name, value in options.items() if name not in idle}
-                return self._judge(method, images, questions, named, streamer)
+                judged = self._judge(method, images, questions, options, streamer)
+                judged.certificate = judged.certificate.under(given.processor.settings)
+                return judged
             failed = uncompiled_calls()
             run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
@@ -265,7 +265,6 @@ class VQAPipeline(Pipeline):
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         reason = "the answer is the verdict model's after it has read those of the others"
         claim = Certificate("heuristic", reason)
-        claim = claim.under(self.options(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(
