@@ -131,16 +131,20 @@ def written(
     """The text that a chat template, asked by ``write``, makes of ``chat``, in the first of the
     ``forms`` of contents of which it shows all texts, and each of the ``tokens`` so many times.
 
-    Raises ``ValueError`` where there is none.
+    Raises ``ValueError`` where there is none; of text alone a template may leave some out.
     """
+    usual = None
     reason = "others"
     for form in forms:
         try:
             found = str(write([{**one, "content": form(one["content"])} for one in chat.messages]))
             if fits(found, chat.texts, tokens):
                 return found
+            usual = found if usual is None else usual
         except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
+    if usual is not None and not tokens:
+        return usual
     raise ValueError(
         "the chat template must show all texts and a placeholder for each picture and video, got "
         f"{reason}; without a template give chat=False and a raw prompt"
