@@ -118,15 +118,16 @@ class Processor:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}, use 1 to keep all tokens")
 
     @property
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, float | str]:
         """The options that are on, for certificates; the temperature always is. No filter moves the
-        largest logit, which temperature 0 takes.
+        largest logit, which temperature 0 takes. ``top_p`` keeps ties, of which transformers cuts
+        some, by their order.
         """
-        found = {"temperature": self.temperature}
+        found: dict[str, float | str] = {"temperature": self.temperature}
         if self.top_k > 0 and not self.greedy:
             found["top_k"] = self.top_k
         if self.top_p < 1 and not self.greedy:
-            found["top_p"] = self.top_p
+            found |= {"top_p": self.top_p, "top_p_ties": "kept"}
         if self.repetition_penalty != 1:
             found["repetition_penalty"] = self.repetition_penalty
         return found

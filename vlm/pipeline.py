@@ -156,7 +156,9 @@ class VQAPipeline(Pipeline):
                         f"method {method.name!r} must be asked about pictures, got videos; choose "
                         "another method"
                     )
-                return self._judge(method, images, questions, options, streamer)
+                judged = self._judge(method, images, questions, options, streamer)
+                judged.certificate = judged.certificate.under(given.processor.settings)
+                return judged
             failed = uncompiled_calls()
             run = self._start(images, questions, given, videos)
             answers, tokens, end = run.finish(streamer)
@@ -263,7 +265,6 @@ class VQAPipeline(Pipeline):
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         reason = "the answer is the verdict model's after it has read those of the others"
         claim = Certificate("heuristic", reason)
-        claim = claim.under(self.options(options).processor.settings)
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(

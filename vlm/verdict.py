@@ -194,7 +194,8 @@ class SpeculativeVerdict:
             raise ValueError(
                 f"seed must be one whole number, got {seed!r}: every model is asked once"
             )
-        seeded = options if "generator" in options else {"seed": seed, **options}
+        drawn = options.get("temperature") and "generator" not in options
+        seeded = {"seed": seed, **options} if drawn else options
         prompts = self.prompts
 
         def ask(pipe: VQAPipeline, text: str, length: int) -> str:

@@ -9,8 +9,9 @@ Shape letters: B batch, L positions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from jinja2 import TemplateError
 from PIL import Image
 
 from specmm.hf.messages import FAULTS as FAULTS
-from specmm.hf.messages import Chat, as_text
+from specmm.hf.messages import Chat, as_parts, as_text, fits, written
 from specmm.hf.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 
@@ -32,9 +33,9 @@ TWO = {"image": 2, "video": 0}
 PROBE = 32  # pixels a side of the picture that tells who puts placeholders
 
 Row = tuple[str, Sequence[Image.Image], Sequence[Video]]  # a prompt and what belongs to it
-Form = Callable[[Any, str, Mapping[str, int]], Any]  # a message's content
 
-_forms: WeakKeyDictionary[Any, tuple[Any, Form]] = WeakKeyDictionary()  # by processor, template
+# by processor: its template, and whether that takes parts
+_forms: WeakKeyDictionary[Any, tuple[Any, bool]] = WeakKeyDictionary()
 _rowwise: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether inputs are by row
 _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a processor puts them itself
 
@@ -70,7 +71,7 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
             )
     if template is None:
         return text if placed else _plain(processor, f"\n{text}\n", counts)
-    return _rendered(processor, text, counts)
+    return _written(processor, Chat(_asked(text, counts)), counts)
 
 
 def conversation(processor: Any, chat: Chat) -> str:
@@ -82,26 +83,16 @@ def conversation(processor: Any, chat: Chat) -> str:
     _check_videos(processor, counts)
     if template_of(processor) is None:
         raise ValueError("messages need a chat template, got a model without; ask one question")
-    reason = "other numbers of placeholders"
-    for whole in (False, True):  # texts as they are, or as parts
-        messages = [{**one, "content": _said(processor, one, whole)} for one in chat.messages]
-        try:
-            found = _templated(processor, messages)
-            if _fits(processor, chat.texts, counts, found):
-                return found
-        except (TemplateError, *FAULTS) as error:
-            reason = " ".join(str(error).split())
-    raise ValueError(
-        f"the chat template of this {type(processor).__name__} must take the messages and show a "
-        f"placeholder for each picture and video, got {reason}"
-    )
+    return _written(processor, chat, counts)
 
 
-def _said(processor: Any, message: Mapping[str, Any], whole: bool) -> Any:
-    given = message["content"]
-    if isinstance(given, str) and not whole:
-        return given
-    return content(processor, [as_text(given)] if isinstance(given, str) else given)
+def _written(processor: Any, chat: Chat, counts: Mapping[str, int]) -> str:
+    """``chat`` in the chat template: texts as they are, or else as parts."""
+    forms = [
+        lambda given: given if isinstance(given, str) else content(processor, given),
+        lambda given: content(processor, as_parts(given)),
+    ]
+    return written(chat, partial(_templated, processor), forms, tokens_of(processor, counts))
 
 
 def _check_videos(processor: Any, counts: Mapping[str, int]) -> None:
@@ -273,50 +264,29 @@ def template_of(processor: Any) -> Any:
     return own or getattr(processor.tokenizer, "chat_template", None)
 
 
-def _rendered(processor: Any, text: str, counts: Mapping[str, int]) -> str:
-    """``text`` in the chat template, which is asked once what it takes."""
-    reason = "other numbers of placeholders"
-    try:
-        found = _templated(processor, _asked(_form(processor)(processor, text, counts)))
-        if _fits(processor, [text], counts, found):
-            return found
-    except (TemplateError, *FAULTS) as error:
-        reason = str(error)
-    raise ValueError(
-        f"the chat template of this {type(processor).__name__} must hold the question and one "
-        f"placeholder for each picture and video, got {reason}; pass chat=False for a raw prompt"
-    )
-
-
 def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
     """A message's ``parts``, {"type": "text", "text": …} or of another kind, as the chat template
     takes them.
     """
-    if template_of(processor) is None or _form(processor) is _parts:
+    if template_of(processor) is None or _takes_parts(processor):
         return [dict(part) for part in parts]
     said = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)
     return "".join(text or "" for text in said)
 
 
-def _form(processor: Any) -> Form:
-    """What the chat template takes as a message's content: parts, or plain text with placeholders
-    before it. Which is seen by a question about one picture.
+def _takes_parts(processor: Any) -> bool:
+    """Whether the chat template takes parts as a message's content, not plain text with
+    placeholders before it. Which is seen by a question about one picture.
     """
     template = template_of(processor)
     known = _forms.get(processor)
     if known is not None and known[0] == template:
         return known[1]
-    form: Form = _plain
+    parts = False
     with suppress(TemplateError, *FAULTS):
-        if _fits(processor, ["a"], ONE, _templated(processor, _asked(_parts(processor, "a", ONE)))):
-            form = _parts
-    _forms[processor] = template, form
-    return form
-
-
-def _parts(_: Any, text: str, counts: Mapping[str, int]) -> Any:
-    shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
-    return [*shown, {"type": "text", "text": text}]
+        parts = fits(_templated(processor, _asked("a", ONE)), ["a"], tokens_of(processor, ONE))
+    _forms[processor] = template, parts
+    return parts
 
 
 def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
@@ -324,8 +294,10 @@ def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     return "".join((placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
 
 
-def _asked(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
+def _asked(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+    """A question ``text`` about so many of each kind, as messages."""
+    shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
+    return [{"role": "user", "content": [*shown, as_text(text)]}]
 
 
 def _templated(processor: Any, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -336,9 +308,7 @@ def _templated(processor: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _fits(processor: Any, texts: Sequence[str], counts: Mapping[str, int], found: str) -> bool:
-    """Whether a prompt holds what is asked and its placeholders."""
+def tokens_of(processor: Any, counts: Mapping[str, int]) -> dict[str, int]:
+    """How often each placeholder must stand in a prompt with so many of each kind."""
     tokens = {kind: placeholder(processor, kind) for kind in counts}
-    shown = all(found.count(token) == counts[kind] for kind, token in tokens.items() if token)
-    flat = "".join(found.split())  # templates trim
-    return shown and all("".join(text.split()) in flat for text in texts)
+    return {token: counts[kind] for kind, token in tokens.items() if token}

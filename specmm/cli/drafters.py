@@ -31,7 +31,7 @@ ExportTarget = Annotated[
 
 
 def inspect(folder: Folder, target: Target = None, as_json: Json = False) -> None:
-    """Say what a drafter is, for which target, and how to use it; its weights are not read."""
+    """Say what a drafter is, for which target, and how to use it; weights are read for --target."""
     from specmm.hf.inspection import inspect as read
 
     with stdout_reserved():

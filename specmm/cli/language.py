@@ -77,21 +77,21 @@ class Settings:
     seed: Seed = None
     as_json: Json = False
 
-    def call(self, **own: Any) -> dict[str, Any]:
-        """The options of a call, with its ``own``; says which one changes nothing."""
+    def call(self, method: Any, **own: Any) -> dict[str, Any]:
+        """The options of a call by ``method``, with its ``own``; says which one changes nothing."""
         from specmm.hf.options import idle_options
 
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         if self.repetition_penalty is not None:
             given["repetition_penalty"] = self.repetition_penalty
         self.sampling = given
-        for name in idle_options(given | {"seed": self.seed})[:1]:
+        for name in idle_options(given | {"seed": self.seed}, method)[:1]:
             option = f"--{name.replace('_', '-')}"
             say(f"{option} changes nothing at temperature 0; give --temperature 1 to sample")
         self.drawn = secrets.randbelow(2**31) if self.seed is None else self.seed
         found = {**given, **own, **self._spelled()}
         found |= {"stop": list(self.stop)} if self.stop else {}
-        found["seed"] = self.drawn if self.temperature else None
+        found["seed"] = self.drawn
         if self.messages is not None:
             found["messages"] = _chats(self.messages)
         return found | {"compiled": compiled_as(self.compiled, self.compile_all)}
@@ -201,7 +201,7 @@ def ask(
     chosen = parse_method(VQA, method or usual, settings.option)
     if question is None and settings.messages is None:
         raise ValueError("give --question or --messages")
-    options = settings.call(max_new_tokens=max_new_tokens)
+    options = settings.call(chosen, max_new_tokens=max_new_tokens)
     if draw is not None:
         options["draw"] = bool(writable(draw, "--draw"))
 
@@ -262,7 +262,7 @@ def complete(
         check_plot(plot)
     if not prompt and settings.messages is None:
         raise ValueError("give --prompt or --messages")
-    options = settings.call(max_new_tokens=max_new_tokens, chat=chat)
+    options = settings.call(chosen, max_new_tokens=max_new_tokens, chat=chat)
 
     def call(pipe: Any) -> Any:
         single = len(prompt) < 2 and not _several(options)

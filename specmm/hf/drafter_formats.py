@@ -147,7 +147,8 @@ def _is_diffusion(folder: ModelFolder) -> bool:
     return _type(folder) in DIFFUSION or folder.facts.get("parameterization") == "subs"
 
 
-def _sees(folder: ModelFolder) -> bool:
+def sees(folder: ModelFolder) -> bool:
+    """Whether it is a vision-language model."""
     return "vision_config" in folder.facts or "language_model" in folder.facts
 
 
@@ -213,7 +214,7 @@ FORMATS: tuple[DrafterFormat, ...] = (
         own=False,
         command="complete",
     ),
-    DrafterFormat("vision-language model", _sees, ("vlm-draft",), own=False, command="ask"),
+    DrafterFormat("vision-language model", sees, ("vlm-draft",), own=False, command="ask"),
     DrafterFormat(
         "language model",
         lambda folder: {"vocab_size", "hidden_size"} <= set(folder.layer) and bool(folder.files),

@@ -257,14 +257,32 @@ def preset_of(method: methods.Composed) -> Method:
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
     """What ``method`` drafts with for the ``target`` model, from its ``folder``.
 
-    Raises ``ValueError`` for methods that draft without one.
+    Raises ``ValueError`` for methods that draft without one, and for a folder that holds something
+    else.
     """
     if method not in KINDS or not KINDS[method].load:
         raise ValueError(
             f"method {method} needs no drafter, got {folder}; leave it out, or the method, which "
             "is then the drafter's"
         )
-    return named(KINDS[method].load)(folder, target, method)
+    try:
+        return named(KINDS[method].load)(folder, target, method)
+    except ValueError as error:
+        raise _other_kind(method, folder) or error from error
+
+
+def _other_kind(method: str, folder: Path) -> ValueError | None:
+    """What is wrong with the ``folder`` of a drafter if it is one of other methods."""
+    try:
+        found = recognised(ModelFolder(folder))
+    except ValueError:
+        return None
+    if method in found.methods or not found.methods:
+        return None
+    return ValueError(
+        f"method {method!r} needs a drafter of its own, got a {found.title} in {folder}, which is "
+        f"for {' or '.join(found.methods)}; give another folder, or leave the method out"
+    )
 
 
 def choose(

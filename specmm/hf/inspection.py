@@ -14,14 +14,20 @@ from transformers import PreTrainedConfig
 from specmm import methods, zoo
 from specmm.hf.drafter_formats import DrafterFormat, ModelFolder, mtp_layers, recognised
 from specmm.hf.drafters.files import layers_named
+from specmm.hf.drafting import assemble, load_drafter
 from specmm.hf.picture_models import picture_type, processes
 from specmm.hf.pretrained import TOKENIZER, find_target, load_config, weights_folder
 from specmm.hf.translation import PADDING
+from specmm.registry import named
 
 SIZES = {  # what is shown of a layer, and the names in configs
     "layers": ("num_hidden_layers", "n_layers"),
     "width": ("hidden_size", "d_model"),
     "vocabulary": ("vocab_size", "embedding_size"),
+}
+PIPELINES = {  # by what a target does: its pipeline, and a call that it answers
+    "answers": ("specmm.vlm.pipeline:VQAPipeline", (None, "a")),
+    "continues": ("specmm.text.pipeline:TextPipeline", ("a",)),
 }
 OTHERS = (
     "projector_type",
@@ -162,14 +168,19 @@ class _Reader:
         )
 
     @property
-    def _speaks(self) -> bool:
+    def composed(self) -> bool:
+        """Whether it joins models of packages."""
+        return "language_model" in self.folder.facts
+
+    @property
+    def speaks(self) -> bool:
         """Whether there is a tokenizer, without which a model is no target."""
         path = self.folder.path
         return any((path / name).is_file() for name in (TOKENIZER, zoo.PIPELINE, zoo.PACKAGE))
 
     def _alone(self) -> Wanted:
         """A model that drafts by itself shares the target's tokens, or brings its tokenizer."""
-        return Wanted() if self._speaks else Wanted(vocabulary=self._size("vocabulary"))
+        return Wanted() if self.speaks else Wanted(vocabulary=self._size("vocabulary"))
 
     @staticmethod
     def _command(usual: str, takes: Mapping[str, object]) -> str:
@@ -181,8 +192,7 @@ class _Reader:
     ) -> str:
         """The command that uses it."""
         path = self.folder.path
-        composed = "language_model" in self.folder.facts
-        if command and (self._speaks or composed):
+        if command and (self.speaks or self.composed):
             return f"specmm {command} {path}" + (" --method auto" if drafters else "")
         if not known:
             return "nothing here uses it"
@@ -245,13 +255,47 @@ def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
     """What the folder, pocket model or hub id ``name`` holds, and whether it fits the ``target``
     model.
 
-    Raises ``ValueError`` for what is no drafter and no model.
+    Sizes are compared first; where these fit, both are loaded and asked what their use asks them.
+    A target without weights or tokenizer is not, which ``notes`` say. Raises ``ValueError`` for
+    what is no drafter and no model.
     """
     found = read_folder(ModelFolder(find_folder(name)))
     if target is None:
         return found
-    config = load_config(weights_folder(find_target(target)))
-    return dataclasses.replace(found, misfits=tuple(_misfits(found, config)))
+    place = find_target(target)
+    if not _Reader(ModelFolder(place)).composed:
+        misfits = _misfits(found, load_config(weights_folder(place)))
+        if misfits:
+            return dataclasses.replace(found, misfits=tuple(misfits))
+    return _tried(found, place, str(target))
+
+
+def _tried(found: Inspection, place: Path, name: str) -> Inspection:
+    """What is ``found``, with what the target in ``place`` says to its use."""
+    reader = _Reader(ModelFolder(place))
+    opens = [PIPELINES[does] for does in reader.inspection().takes if does in PIPELINES]
+    if not opens or not (reader.speaks or reader.composed):
+        note = f"{name} has no tokenizer or says nothing: sizes alone were compared"
+        return dataclasses.replace(found, notes=(*found.notes, note), misfits=())
+    kind, asked = opens[0]
+    pipe = named(kind).from_pretrained(name)
+    if misfits := _misfits(found, pipe.model.config):
+        return dataclasses.replace(found, misfits=tuple(misfits))
+    target, _ = pipe.prepared(*asked)
+    refused: dict[str, str] = {}
+    for method in found.methods:
+        try:
+            chosen = methods.make(pipe.registry, method)
+            drafter = load_drafter(method, Path(found.folder), pipe.model)
+            assemble(chosen, target, drafter, pipe.tokenizer)
+        except ValueError as error:
+            refused[method] = str(error)
+    kept = tuple(method for method in found.methods if method not in refused)
+    if not kept:
+        return dataclasses.replace(found, misfits=(next(iter(refused.values())),))
+    notes = (*found.notes, *(f"not by {method} here: {why}" for method, why in refused.items()))
+    use = found.use.replace(f"--method {found.methods[0]} ", f"--method {kept[0]} ")
+    return dataclasses.replace(found, notes=notes, use=use, misfits=())
 
 
 def _misfits(found: Inspection, config: PreTrainedConfig) -> list[str]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+from jinja2 import TemplateError
 
 from specmm.kinds import shown
 
@@ -52,8 +55,7 @@ class Chat:
     def texts(self) -> list[str]:
         """What messages say, without thoughts, which templates may leave out."""
         contents = [one["content"] for one in self.messages]
-        parts = [[as_text(one)] if isinstance(one, str) else one for one in contents]
-        said = (part["text"] for each in parts for part in each if part["type"] == "text")
+        said = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
         return [text.rpartition("</think>")[2] for text in said]
 
     def _content(self, message: Mapping[str, Any]) -> Any:
@@ -104,6 +106,11 @@ def as_text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
+def as_parts(content: Any) -> list[dict[str, Any]]:
+    """A ``content`` as parts."""
+    return [as_text(content)] if isinstance(content, str) else list(content)
+
+
 def joined(content: Any) -> str:
     """The text of a ``content``."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -113,6 +120,42 @@ def chats_of(given: Any) -> list[Chat]:
     """One chat, a list of messages, or several; raises ``ValueError`` for what is none."""
     several = isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple)
     return [Chat.of(messages) for messages in (given if several else [given])]
+
+
+def written(
+    chat: Chat,
+    write: Callable[[list[dict[str, Any]]], Any],
+    forms: Sequence[Callable[[Any], Any]],
+    tokens: Mapping[str, int] = MappingProxyType({}),
+) -> str:
+    """The text that a chat template, asked by ``write``, makes of ``chat``, in the first of the
+    ``forms`` of contents of which it shows all texts, and each of the ``tokens`` so many times.
+
+    Raises ``ValueError`` where there is none; of text alone a template may leave some out.
+    """
+    usual = None
+    reason = "others"
+    for form in forms:
+        try:
+            found = str(write([{**one, "content": form(one["content"])} for one in chat.messages]))
+            if fits(found, chat.texts, tokens):
+                return found
+            usual = found if usual is None else usual
+        except (TemplateError, *FAULTS) as error:
+            reason = " ".join(str(error).split())
+    if usual is not None and not tokens:
+        return usual
+    raise ValueError(
+        "the chat template must show all texts and a placeholder for each picture and video, got "
+        f"{reason}; without a template give chat=False and a raw prompt"
+    )
+
+
+def fits(found: str, texts: Sequence[str], tokens: Mapping[str, int]) -> bool:
+    """Whether a prompt holds the ``texts``, and each of the ``tokens`` so many times."""
+    flat = "".join(found.split())  # templates trim
+    shown = all(found.count(token) == count for token, count in tokens.items())
+    return shown and all("".join(text.split()) in flat for text in texts)
 
 
 def _decoded(text: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -14,6 +13,7 @@ import torch
 
 from specmm import methods
 from specmm.compiled import NotCompiled
+from specmm.hf.drafting import KINDS
 from specmm.hf.messages import chats_of
 from specmm.kinds import check_whole, shown, texts_of
 from specmm.processors import Processor
@@ -170,9 +170,6 @@ class Options:
         own = {name: value for name, value in given.items() if name in known}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
         found = cls(**{**defaults, **own}, more=more)
-        if idle := idle_options(given):
-            said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
-            warnings.warn(said, IdleOption, stacklevel=2)
         if found.grammar is not None or more:
             found = found._constrained()
         if found.messages is not None:
@@ -215,6 +212,8 @@ class Options:
         found: dict[str, Any] = dict(self.processor.settings)
         if self.grammar is not None:
             found["grammar"] = str(of_call(self.grammar))
+        if self.more:
+            found.pop("top_p_ties", None)  # generate's own processors are asked
         idle = FILTERS if self.processor.greedy else ()
         return found | {name: _short(one) for name, one in self.more.items() if name not in idle}
 
@@ -245,11 +244,16 @@ class Options:
         return sample_generators(seeded or self.generator, count, device)
 
 
-def idle_options(given: Mapping[str, Any]) -> list[str]:
-    """Those of the options ``given`` that change nothing, for nothing is sampled."""
+def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
+    """Those of the options ``given`` that change nothing, for nothing is sampled. A ``method`` of
+    several models has ties to break by its seed.
+    """
+    given = _unpacked(given)
     if given.get("temperature"):
         return []
-    drawn = [name for name in ("seed", "generator") if given.get(name) is not None]
+    kind = KINDS.get(getattr(method, "name", method))
+    seeds = () if kind is not None and kind.judge else ("seed", "generator")
+    drawn = [name for name in seeds if given.get(name) is not None]
     return [name for name in FILTERS if given.get(name) not in (None, 0, 1)] + drawn
 
 

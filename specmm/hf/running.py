@@ -5,6 +5,7 @@ Shape letters: B rows of a batch, T room for tokens.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ from specmm.hf.drafting import (
     method_of,
     preset_of,
 )
-from specmm.hf.options import Options
+from specmm.hf.options import IdleOption, Options, idle_options
 from specmm.hf.own_settings import own_penalty, own_scores, own_stops
 from specmm.hf.path_processors import Criteria, PathProcessor, matchers_of, processors_of
 from specmm.hf.placing import Placing, is_quantised, moved
@@ -451,7 +452,11 @@ class Pipeline:
         ``ValueError`` as :meth:`Options.of`.
         """
         own = dict(repetition_penalty=own_penalty(self.model), stop=own_stops(self.model))
-        return Options.of(given, more=own_scores(self.model), **own, **self.usual)
+        found = Options.of(given, more=own_scores(self.model), **own, **self.usual)
+        if idle := idle_options(given, found.method or self.method):
+            said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
+            warnings.warn(said, IdleOption, stacklevel=2)
+        return found
 
     def constrain(
         self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt

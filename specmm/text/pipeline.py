@@ -13,7 +13,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -23,7 +22,8 @@ from specmm.captured import round_program
 from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
-from specmm.hf.messages import FAULTS, Chat, joined
+from specmm.hf.drafter_formats import ModelFolder, sees
+from specmm.hf.messages import Chat, as_parts, joined, written
 from specmm.hf.options import CallOptions, Options, lists_options
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find_target, load_target
@@ -41,6 +41,7 @@ from specmm.hf.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.target import VLMTarget
 from specmm.kinds import texts_of
 from specmm.processors import Processor
+from specmm.registry import named
 from specmm.stats import Certificate, Stats
 from specmm.turns import in_its_turn, turns_of
 from specmm.when_compiled import Work, Works
@@ -96,11 +97,11 @@ class TextPipeline(Pipeline):
 
     @classmethod
     def _found(cls, name: str | Path, source: Source) -> Path:
-        return find_target(name, source=source, kind="text")
+        return find_target(name, source=source)
 
     @classmethod
     def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
-        load = partial(load_target, folder, **placing.options)
+        load = partial(_load, folder, **placing.options)
         found: tuple[Any, Any] = placing.loaded(load, itemgetter(0))
         return found
 
@@ -236,19 +237,10 @@ class TextPipeline(Pipeline):
             raise ValueError(
                 f"{self.name} must have a chat template for chat, got none; leave chat out"
             )
-        try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [{**one, "content": joined(one["content"])} for one in chat.messages],
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
-            )
-        except (TemplateError, *FAULTS) as error:
-            raise ValueError(
-                f"messages must be such as the chat template of {self.name} takes, got "
-                f"{' '.join(str(error).split())}"
-            ) from error
+        write = partial(
+            self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False
+        )
+        return written(chat, write, (joined, as_parts))
 
     def _start(
         self, prompts: str | Sequence[str] | None, options: Options
@@ -305,6 +297,17 @@ class TextPipeline(Pipeline):
             play = round_program(target.device)
             made = self.made[key] = SharedRounds(target, parts, play, drafter)
         return made
+
+
+def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The model in ``folder`` and its tokenizer; a vision-language model answers without seeing."""
+    try:
+        return load_target(folder, dtype, **options)
+    except ValueError:
+        if not sees(ModelFolder(folder)):
+            raise
+    model = named("specmm.vlm.loading:load_model")(folder, dtype, **options)
+    return model, named("specmm.vlm.loading:load_processor")(folder).tokenizer
 
 
 def check_compiled(method: methods.TextMethod, options: Options) -> None:

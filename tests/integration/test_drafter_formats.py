@@ -131,6 +131,42 @@ def test_whether_it_fits_a_target(drafter, target, why, tmp_path):
     assert all(part in said for part, said in zip(why, found["misfits"], strict=True))
 
 
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        ZOO / "coder/drafters/block",
+        ZOO / "coder/drafters/diffusion",
+        ZOO / "coder/drafters/text",
+        ZOO / "llamagen/drafters/block",  # of pictures
+        ZOO / "llava",  # of questions
+        PARITY / "dlm/mdlm",  # without the n-grams of its method
+        PARITY / "dlm/dream",
+    ],
+    ids=lambda place: "/".join(place.parts[-3:]),
+)
+def test_it_fits_where_it_is_used(drafter):
+    """What is said of a target is what its use says."""
+    found = inspect(drafter, "pocket/coder")
+    try:
+        pipe = TextPipeline.from_pretrained("pocket/coder", drafter=str(drafter))
+        pipe("x", max_new_tokens=2)
+        used = True
+    except ValueError:
+        used = False
+    assert used == (found.misfits == ())
+
+
+def test_a_drafter_of_other_weights_of_the_same_sizes_does_not_fit(text_folder, tmp_path):
+    other = shutil.copytree(text_folder, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = "model.embed_tokens.weight"
+    save_file({**weights, name: -weights[name]}, other / "model.safetensors", {"format": "pt"})
+    drafter = text_folder / "drafters/block"
+    assert inspect(drafter, text_folder).misfits == ()
+    (why,) = inspect(drafter, other).misfits
+    assert "drafter must be of this target" in why
+
+
 def test_layers_for_multi_token_prediction_are_named(tmp_path):
     folder = shutil.copytree(PARITY / "blocks/target", tmp_path / "target")
     facts = json.loads((folder / "config.json").read_text())

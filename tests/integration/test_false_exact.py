@@ -312,7 +312,10 @@ def test_batches_claim_together_what_each_of_them_does():
         (dict(temperature=0.0, top_k=5, top_p=0.5), {"temperature": 0.0, "cfg": 1.0}),
         (dict(cfg=0.5, cfg_interval=3), {"temperature": 1.0, "cfg": 1.0}),
         (dict(cfg=1.0, cfg_interval=3), {"temperature": 1.0, "cfg": 1.0}),
-        (dict(top_k=5, top_p=0.5), {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "cfg": 1.0}),
+        (
+            dict(top_k=5, top_p=0.5),
+            {"temperature": 1.0, "top_k": 5, "top_p": 0.5, "top_p_ties": "kept", "cfg": 1.0},
+        ),
     ],
 )
 def test_what_touches_no_token_is_not_named(draw, options, named):

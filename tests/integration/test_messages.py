@@ -195,7 +195,10 @@ def test_what_does_not_go_together(talker, pipe, pictures):
     with pytest.raises(ValueError, match="takes one question at a time, got messages"):
         pipe(messages=talk(pictures[0]), method="verdict")
     marked = [{"role": "user", "content": "what <image>"}]
-    with pytest.raises(ValueError, match="placeholder for each picture and video, got other"):
+    with pytest.raises(
+        ValueError,
+        match="must show all texts and a placeholder for each picture and video, got others",
+    ):
         pipe(messages=marked)
 
 
@@ -269,3 +272,29 @@ def test_a_file_of_messages(text_folder, pipe, tmp_path, pictures):
     assert "must have a chat template" in refused("complete", text_folder, "--messages", file)
     file.write_text("{")
     assert "must hold JSON" in refused("complete", text_folder, "--messages", file)
+
+
+# ---- text of a vision-language model
+
+
+def test_a_model_that_sees_is_asked_for_text(pipe):
+    """Its template takes parts alone, and no picture stands in the way."""
+    texts = specmm.TextPipeline.from_pretrained(pipe.drafters.folder, dtype=torch.float32)
+    messages = [{"role": "user", "content": "what is this"}]
+    wanted = answers(pipe(None, "what is this", max_new_tokens=LONGEST))
+    for method in ("ar", "prompt-lookup"):
+        options = dict(method=method, max_new_tokens=LONGEST)
+        assert answers(texts("what is this", chat=True, **options)) == wanted
+        assert answers(texts(messages=messages, **options)) == wanted
+    inputs = texts.tokenizer("what", return_tensors="pt")
+    theirs = texts.model.generate(**inputs, max_new_tokens=LONGEST, do_sample=False)[0]
+    length = inputs["input_ids"].shape[1]
+    assert answers(texts("what", max_new_tokens=LONGEST)) == [theirs[length:].tolist()]
+
+
+@pytest.mark.parametrize("method", ["msd", "eagle3", "text-draft"])
+def test_a_drafter_of_another_kind_is_one_sentence(pipe, method):
+    folder = pipe.drafters.folder
+    said = f"'{method}' needs a drafter of its own, got a vision-language model .* for vlm-draft"
+    with pytest.raises(ValueError, match=said):
+        specmm.VQAPipeline.from_pretrained(folder, method=method, drafter=folder)

@@ -74,7 +74,11 @@ def test_a_streamer_hears_of_one_end_whatever_happens(text_pipe, prompts):
         ("block", {"target_fingerprint": "0" * 12}, "must be of this target"),
         ("block", {"dflash_config": {"target_layer_ids": [0, 1]}}, "got no mask_token_id"),
         ("diffusion", {"mask_token_id": ...}, "mask token must be one of"),
-        ("diffusion", {"model_type": "bert"}, "bert"),
+        (
+            "diffusion",
+            {"model_type": "bert"},
+            "got a language model in .*, which is for text-draft",
+        ),
     ],
 )
 def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts, message):

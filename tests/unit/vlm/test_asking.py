@@ -152,7 +152,7 @@ def test_without_a_template_placeholders_come_before_the_question():
     ],
 )
 def test_a_template_that_shows_no_picture_is_refused(bad):
-    said = "chat template of this LlavaProcessor must hold the quest"
+    said = "the chat template must show all texts and a placeholder for each picture"
     with pytest.raises(ValueError, match=said):
         ids(llava(chat_template=bad), PICTURE, "what is")
 

@@ -2,12 +2,15 @@
 who is heard.
 """
 
+import warnings
+
 import pytest
 import torch
 import transformers as tf
 
 from recipes.scenes.tokenizer import build_processor, build_tokenizer
 from specmm.hf.drafting import load_drafter
+from specmm.vlm import verdict
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import SpeculativeVerdict, VerdictPrompts, best, consensus, log_perplexities
 from tests.noisy import noisy
@@ -118,8 +121,6 @@ def test_the_verdict_model_is_told_what_the_best_said(experts, picture):
 
 
 def test_equal_answers_are_scored_once(experts, picture, monkeypatch):
-    from specmm.vlm import verdict
-
     counts = []
     monkeypatch.setattr(
         verdict,
@@ -166,3 +167,18 @@ def test_mistakes_are_named(experts):
     said = r"prompt 'verdict' must use \['experts', 'question'\], got \['question'\]"
     with pytest.raises(ValueError, match=said):
         VerdictPrompts(verdict="{question}")
+
+
+def test_a_seed_breaks_ties_without_a_temperature(experts, picture, monkeypatch):
+    """So it changes something there, and no model of several says that it does not."""
+    seen = []
+    monkeypatch.setattr(verdict, "best", lambda s, n, g: seen.append(g.initial_seed()) or [0, 1])
+    given = verdict.Experts(experts[:2])
+    given.prompts = VerdictPrompts("{question}", expert="{answer}", verdict="{experts} {question}")
+    pipe = VQAPipeline(experts[0].model, experts[0].processor, "verdict", given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipe(picture, QUESTION, seed=5, max_new_tokens=3)
+        assert seen == [5]
+        with pytest.raises(UserWarning, match="top_p changes nothing at temperature 0"):
+            pipe(picture, QUESTION, top_p=0.5, max_new_tokens=3)
