@@ -554,8 +554,9 @@ def _beside(folder: Path) -> Path:
     found = [place for place in places if (place / "config.json").is_file()]
     if len(found) != 1:
         said = ", ".join(place.name for place in found) or "none"
+        kinds = ", ".join(METHODS)
         raise ValueError(
-            f"{folder} must have one drafter of {', '.join(METHODS)}, got {said}; name it"
+            f"{folder} must have one drafter of {kinds} beside it, got {said}; name it"
         )
     return found[0]
 
