@@ -50,6 +50,18 @@ REAL_COLUMNS = {
 }
 
 
+TRAINING_COLUMNS = {
+    "model": "model",
+    "batch": "rows a step",
+    "tokens": "tokens a row",
+    "rows_s": "rows a second",
+    "target_share": "target's share",
+    "peak_gib": "peak, GiB",
+    "gib_at_20": "GiB at step 20",
+    "gib_at_end": "GiB at the end",
+}
+
+
 def write_report(out: Path) -> Path:
     """Write the page and its pictures of the results in ``out``; returns the page."""
     results = {name: found for name in PARTS if (found := read_results(out, name))}
@@ -97,6 +109,8 @@ def _section(name: str, rows: Sequence[Row], out: Path) -> list[str]:
         syncs = [r["error"] for r in rows if r.get("check") == "host syncs a round"]
         listed = [f"- {line}" for line in bars(times, *(syncs or [None])).splitlines()]
         return ["", *listed, "", table(times)]
+    if name == "training":
+        return ["", *_table(TRAINING_COLUMNS, rows)]
     if any("round_ms" in row for row in rows):
         return _rounds(name, rows, out)
     return ["", *_table(REAL_COLUMNS, rows), *_picture(_draw_real(name, rows, out))]

@@ -41,6 +41,8 @@ COLUMNS = {
     "pocket-llamagen": REAL
     | {"tau", "draft_ms", "verify_ms", "host_overhead", "pictures_per_second", "tv", "peak_mib"},
     **{name: LOOPS for name in ("llamagen-b", "llamagen-xl", "llava", "qwen-vl", "text")},
+    "training": {"model", "batch", "tokens", "steps", "parameters", "rows_s", "target_share"}
+    | {"peak_gib", "gib_at_20", "gib_at_end"},
     **{f"pocket-{name}": RACED for name in ("mar", "llava", "coder")},
 }
 FACTS = {"machine", "gpu", "torch", "git", "date", "part", "dtype"}
