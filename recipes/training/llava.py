@@ -179,6 +179,7 @@ def train_tower(
                 x.flatten(0, 1).float(), labels[..., k].flatten(), weights[k], ignore_index=IGNORED
             )
             for k, x in enumerate(logits)
+            if bool((labels[..., k] != IGNORED).any())  # a mean of none is no number
         ]
         return {"loss": torch.stack(parts).sum(), "kind": _kinds_right(logits[0], labels), **seen}
 

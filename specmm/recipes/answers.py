@@ -93,7 +93,7 @@ def _answers(
             [_turns(chat)[turn] for chat in asked],
             temperature=temperature,
             max_new_tokens=longest,
-            seed=[int(key, 16) % 2**31 for key in some],
+            seed=[int(key, 16) % 2**31 for key in some] if temperature else None,
         )
         for key, text in zip(some, found, strict=True):
             texts[key].append(text)

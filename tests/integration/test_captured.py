@@ -111,7 +111,8 @@ def asked(pipe, compiled, call, **options):
         question = "Describe the picture."
         given = [[squares(call), squares(call + 1)], [question, question[call:]]]
     tokens = 64 + 4 * call
-    out = pipe(*given, compiled=compiled, seed=call, max_new_tokens=tokens, **options)
+    options |= dict(seed=call) if options.get("temperature") else {}
+    out = pipe(*given, compiled=compiled, max_new_tokens=tokens, **options)
     return [ids.tolist() for ids in out.tokens], out.stats.rounds
 
 

@@ -119,7 +119,11 @@ def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
     questions, seeds = _questions(pipe, list(range(first, first + CHATS_AT_ONCE)))
     temperature = ANSWER_TEMPERATURES[turn % len(ANSWER_TEMPERATURES)]
     answers = pipe(
-        questions, chat=True, max_new_tokens=ANSWER, temperature=temperature, seed=seeds
+        questions,
+        chat=True,
+        max_new_tokens=ANSWER,
+        temperature=temperature,
+        seed=seeds if temperature else None,
     ).tokens
     prompts = pipe.encode(questions, chat=True)
     chats = [[*ids, *answer.tolist()] for ids, answer in zip(prompts, answers, strict=True)]
