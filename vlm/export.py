@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specmm.checkpoints import write_checkpoint
-from specmm.hf.drafters.eagle3_files import speculators_facts
+from specmm.hf.drafters.eagle3_files import SPECULATORS_VERSION, speculators_facts
 from specmm.vlm.msd import MSDConfig, drafted_embeddings, load_msd
 
 ALGORITHM = "eagle"
@@ -37,7 +37,11 @@ def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> str:
         raise ValueError(f"output must be the target's head {wanted}, got {list(output.shape)}")
     weights = {_renamed(k): v for k, v in head.state_dict().items()} | {OUTPUT: output}
     write_checkpoint(weights, _facts(head.config, target), out, head.fc.weight.dtype)
-    return "for text prompts: the format has no field for pictures' raw slots"
+    return (
+        f"of speculators' type {ALGORITHM} (configuration {VERSION}), which speculators "
+        f"{SPECULATORS_VERSION} no longer has; for text prompts: the format has no field for "
+        "pictures' raw slots"
+    )
 
 
 def _facts(config: MSDConfig, target: PreTrainedModel) -> dict[str, Any]:
