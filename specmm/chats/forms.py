@@ -38,6 +38,7 @@ ROLES = {
     "function": "tool",
     "observation": "tool",
 }
+UNSAID = "\ue001"  # an answer that the target is to give
 KINDS = ("image", "video")
 TALKS = ("messages", "conversations")
 NOTES = ("id", "idx", "index", "source", "dataset", "category", "metadata", "model")  # not said
@@ -106,8 +107,9 @@ class Chat:
         return chat_of(row, Path())
 
 
-def chat_of(row: Any, folder: Path, place: str = "") -> Chat:
-    """The chat of a ``row`` whose files are named from ``folder``, up to its last answer.
+def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -> Chat:
+    """The chat of a ``row`` whose files are named from ``folder``, up to its last answer; with
+    ``unanswered`` empty answers are :data:`UNSAID`, for the target to give.
 
     Raises ``Unusable`` for a row without one, and ``ValueError`` for keys that are not read.
     """
@@ -123,7 +125,8 @@ def chat_of(row: Any, folder: Path, place: str = "") -> Chat:
         )
     _check_keys(place, row, (*READ, *NOTES, *((talk,) if talk else OWN)))
     listed = {kind: _listed(row, kind) for kind in KINDS}
-    said = _Said({kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}, folder)
+    sources = {kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}
+    said = _Said(sources, folder, unanswered)
     messages = [said.read(entry, place) for entry in _entries(row, talk)]
     if row.get("system") and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [_text(row["system"])]})
@@ -180,6 +183,7 @@ class _Said:
 
     listed: dict[str, list[Any]]
     folder: Path
+    unanswered: bool = False
 
     def __post_init__(self) -> None:
         self.shown: dict[str, list[Any]] = {kind: [] for kind in KINDS}
@@ -199,6 +203,8 @@ class _Said:
         kept = {key: entry[key] for key in KEPT if key in entry}
         if "tool_calls" in kept:
             kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+        if role == "assistant" and self.unanswered and content in (None, ""):
+            content = UNSAID
         parts = self._parts(content, role)
         if role == "assistant":
             text = "".join(part.get("text", "") for part in parts)

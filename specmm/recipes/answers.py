@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from specmm.chats.forms import Chat
+from specmm.chats.forms import UNSAID, Chat
 from specmm.chats.tokens import ChatReader
 from specmm.checkpoints import read_json
 from specmm.files import writable, write_whole
@@ -51,7 +51,9 @@ def answered(
                     found |= made
                 bar.update(len(part))
     for key, chat in zip(keyed, chats, strict=True):
-        yield _learnable(reader, chat, found.get(key, ()))
+        whole = _learnable(reader, chat, found.get(key, ()))
+        if not any(part.get("text") == UNSAID for m in whole.messages for part in m["content"]):
+            yield whole
 
 
 def _turns(chat: Chat) -> list[int]:

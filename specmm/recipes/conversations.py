@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ class Opening:
     out: Path
     held_out: float
     seed: int
+    unanswered: bool = False  # empty answers are the target's to give
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
     aside: dict[str, list[Any]] = {}
     rows = rows_of(places)
     opening.reader.begin()
-    for found in tqdm(_looked_through(rows), desc="look", unit=" chats"):
+    for found in tqdm(_looked_through(rows, opening.unanswered), desc="look", unit=" chats"):
         try:
             if isinstance(found, Unusable):
                 raise found
@@ -192,7 +193,7 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
             kind = getattr(error, "kind", "not what the model's processor takes")
             aside.setdefault(kind, [f"{found.place}: {error}", 0])[1] += 1
             continue
-        if len(chats) < FIRST:
+        if len(chats) < FIRST and not opening.unanswered:
             opening.reader.verify(found)
         chats.add(found)
         keys.append(int(found.key, 16))
@@ -202,17 +203,18 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
     return chats, keys, seen
 
 
-def _looked_through(rows: Iterator[Any]) -> Iterator[Chat | Unusable]:
+def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Unusable]:
     """Every row's chat, what it shows looked at, or what is wrong with it."""
+    look = partial(_looked, unanswered=unanswered)
     with ThreadPoolExecutor() as pool:
         while part := list(islice(rows, TOGETHER)):
-            yield from pool.map(_looked, part)
+            yield from pool.map(look, part)
 
 
-def _looked(row: tuple[Any, Path, str]) -> Chat | Unusable:
+def _looked(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
     content, folder, place = row
     try:
-        chat = chat_of(content, folder, place)
+        chat = chat_of(content, folder, place, unanswered)
         seen = [_seen(source) for source in chat.images]
         videos = [_played(source) for source in chat.videos]
         images, sizes = [source for source, _ in seen], [size for _, size in seen]

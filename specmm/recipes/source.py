@@ -49,15 +49,21 @@ class Data:
     thinking: bool | None
 
     def opened(
-        self, folder: Path, load: Callable[[], VLMTarget], out: Path, seed: int
+        self,
+        folder: Path,
+        load: Callable[[], VLMTarget],
+        out: Path,
+        seed: int,
+        unanswered: bool = False,
     ) -> Conversations:
-        """The chats for the model in ``folder``, which is loaded where they need it.
+        """The chats for the model in ``folder``, which is loaded where they need it; with
+        ``unanswered`` it is to give empty answers.
 
         Raises ``ValueError`` where none can be used.
         """
         if not self.data.places:
             raise ValueError("data must be files or folders of chats, got none; give data=FILE")
-        opening = Opening(self.reader(folder), load, out, self.held_out, seed)
+        opening = Opening(self.reader(folder), load, out, self.held_out, seed, unanswered)
         found: Conversations = self.data(opening)
         return found
 
@@ -134,7 +140,8 @@ class Source(Data):
 
     def _chats(self, begun: Begun) -> Lessons:
         own = begun.training
-        opened = self.opened(begun.folder, lambda: begun.target, own.out, own.seed)
+        load = lambda: begun.target  # noqa: E731
+        opened = self.opened(begun.folder, load, own.out, own.seed, self.drawn == 1)
         rows = opened.rows(self.rows)
         if self.drawn:
             kept = Spool(own.out)

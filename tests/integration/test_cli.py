@@ -69,7 +69,7 @@ def test_json_is_all_there_is_on_stdout(tiny, tmp_path):
     assert set(wanted.split()) <= set(found)
     assert set(found["certificate"]) == {"kind", "reason", "tv", "settings"}
     assert found["certificate"]["kind"] == "bounded" and found["certificate"]["tv"] > 0
-    assert found["tau"] == pytest.approx(found["tokens"] / found["rounds"])
+    assert found["tau"] == pytest.approx((found["tokens"] - 2) / found["rounds"])
     assert all(Path(p).is_file() for p in found["outputs"])
     assert json.loads((tmp_path / "run.json").read_text()) == found
 

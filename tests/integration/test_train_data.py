@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from specmm import TextPipeline, zoo
-from specmm.chats.forms import chat_of
+from specmm.chats.forms import Unusable, chat_of
 from specmm.hf.pretrained import load_tokenizer
 from specmm.recipes import recipe as recipes
 from specmm.recipes.answers import answered
@@ -266,6 +266,18 @@ def test_answers_are_kept_by_their_questions(talker, tmp_path):
     new = Answering()
     said(new, first)
     assert len(new.asked) == 80  # another model's
+
+
+def test_empty_answers_are_the_targets_to_give(talker, tmp_path):
+    """And a chat whose answer is not given is not learnt from."""
+    reader = Source(None, 0.1, None, "skip", None, [], False, None, 0.0, 96).reader(talker)
+    rows = [{"question": f"q{i}", "answer": ""} for i in range(3)]
+    with pytest.raises(Unusable, match="an empty answer"):
+        chat_of(rows[0], None)
+    chats = [chat_of(row, None, "", True) for row in rows]
+    found = list(answered(Answering(), reader, chats, 1.0, 8, tmp_path))
+    assert [talk.messages[1]["content"][0]["text"][:4] for talk in found] == ["said"] * 3
+    assert not list(answered(Answering(), reader, chats, 0.0, 8, tmp_path))
 
 
 def test_the_command_takes_data(talker, talks, tmp_path):
