@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -39,7 +39,7 @@ STEP_ROWS = 512  # of a training's products, of which threads are chosen
 MUON = 3.0  # times the learning rate of the rest is a good one for it
 NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of several layers
 RECORDED = 20  # steps between lines of the curve
-STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended"}
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Run:
     steps, the gradients of ``accumulate`` batches each.
 
     ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end, the
-    one before it is ``previous.pt``. ``measure`` (if any) is called every ``measure_every`` steps;
-    the weights whose ``tau`` was highest are those that stay. ``made_of`` are facts by name, of
-    which a checkpoint's must be the same. ``tracker`` is one of accelerate's, by name.
+    one before it stays as ``previous.pt``. ``measure`` (if any) is called every ``measure_every``
+    steps; the weights whose ``tau`` was highest are those that stay. ``made_of`` are facts by name,
+    of which a checkpoint's must be the same. ``tracker`` is one of accelerate's, by name.
     """
 
     out: Path
@@ -133,7 +133,7 @@ def rank() -> tuple[int, int]:
 
 def own_device(name: str | None) -> str | None:
     """``name``, or this process's card where there are several processes and cards."""
-    if name is None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and torch.cuda.is_available():
+    if name is None and rank()[1] > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return name
 
@@ -143,7 +143,7 @@ def _processes() -> Any:
 
     Raises ``ValueError`` where it is not installed.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if rank()[1] == 1:
         return None
     try:
         from accelerate import PartialState
@@ -259,7 +259,7 @@ class _Loop:
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-        return found, stop or bool(received)
+        return found, bool(received) if self.alone else stop  # all stop after the same step
 
     def _summed(self, values: Tensor) -> Tensor:
         """``values``, added up over all processes."""
@@ -314,8 +314,7 @@ class _Loop:
         part = file.with_suffix(".part")
         try:
             torch.save(state, part)
-            if file.exists():
-                os.replace(file, file.with_name("previous.pt"))
+            _keep(file, file.with_name("previous.pt"))
             os.replace(part, file)
         except (OSError, RuntimeError) as error:  # PyTorch's of a disk that is full
             part.unlink(missing_ok=True)
@@ -367,6 +366,14 @@ def _optimizers(
         options: dict[str, Any] = {"lr": muon, "weight_decay": weight_decay}
         made.append(torch.optim.Muon(inner, **options, adjust_lr_fn="match_rms_adamw"))
     return made
+
+
+def _keep(file: Path, other: Path) -> None:
+    """Give ``file`` its ``other`` name, too, where the disk takes two: at no moment is it gone."""
+    if file.exists():
+        other.unlink(missing_ok=True)
+        with suppress(OSError):
+            os.link(file, other)
 
 
 def check_same(out: Path, made_of: Mapping[str, object]) -> None:

@@ -20,8 +20,7 @@ import torch
 from jinja2 import TemplateError
 from PIL import Image
 
-from specmm.hf.messages import FAULTS as FAULTS
-from specmm.hf.messages import Chat, as_parts, as_text, fits, written
+from specmm.hf.messages import FAULTS, Chat, as_parts, as_text, fits, written
 from specmm.hf.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 

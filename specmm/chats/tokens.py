@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specmm.chats.forms import KINDS, REASONING, Chat, Message, Unusable
+from specmm.hf.messages import FAULTS
 from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.vlm import wording
 from specmm.vlm.asking import Questions
@@ -96,7 +97,7 @@ class ChatReader:
             return
         try:
             asked, said = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
-        except (TemplateError, *wording.FAULTS):
+        except (TemplateError, *FAULTS):
             return  # it takes whole chats only
         if asked == said:
             raise ValueError(
@@ -137,7 +138,7 @@ class ChatReader:
         messages = [self._thought(message) for message in chat.messages]
         try:
             text, spans = self._spans(messages, chat)
-        except (TemplateError, *wording.FAULTS) as error:
+        except (TemplateError, *FAULTS) as error:
             if isinstance(error, Unusable):
                 raise
             reason = " ".join(str(error).split())
@@ -205,7 +206,7 @@ class ChatReader:
         what the template puts between the two is said as well.
         """
         opening, before = self._opening, ""
-        with suppress(TemplateError, *wording.FAULTS):
+        with suppress(TemplateError, *FAULTS):
             before = asked(begin=True)
         near = text.startswith(before) and after <= len(before) <= begin
         if near and (opening or not text[len(before) : begin].strip()):

@@ -3,6 +3,7 @@
 import csv
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -96,6 +97,23 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_checkpoint(tmp_path, monkeypat
         fit(model, step, Run(tmp_path, 5, 0.05))
     assert torch.load(run.checkpoint, weights_only=True)["step"] == 3
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_there_is_a_checkpoint_at_every_moment(tmp_path, monkeypatch):
+    """Killed while one takes the place of another."""
+    model, step = model_and_step()
+    fit(model, step, run := Run(tmp_path, 3, 0.05))
+    move = os.replace
+
+    def killed(part, file):
+        if Path(file) == run.checkpoint:
+            raise KeyboardInterrupt
+        move(part, file)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, step, replace(run, steps=5))
+    assert torch.load(run.checkpoint, weights_only=True)["step"] == 3
 
 
 def test_a_torn_checkpoint_goes_on_from_the_one_before(tmp_path):
