@@ -49,14 +49,16 @@ class BlockSource(Protocol):
     """Predicts the tokens after the root, all at once.
 
     ``longest`` is the longest block (None: no limit), ``end`` the target's id of its end token,
-    ``vocabulary`` the tokens that its logits are of. ``next_logits``, where there is one, makes
-    logits of a place after the tokens that were drafted before it.
+    ``vocabulary`` the tokens that its logits are of.
     """
 
     longest: int | None
     end: int | None
     vocabulary: DrafterVocabulary
-    next_logits: NextLogits | None
+
+    @property
+    def next_logits(self) -> NextLogits | None:
+        """What makes logits of a place after the tokens drafted before it, if anything does."""
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Start a batch after the target's prefill, with rounds of at most ``most`` drafts."""
@@ -168,7 +170,6 @@ class DFlashSource:
 
     longest: int | None
     end: int | None = None
-    next_logits: NextLogits | None = None
 
     def __init__(self, model: DFlash, target: VLMTarget) -> None:
         check_dflash(model, target)
@@ -191,12 +192,15 @@ class DFlashSource:
         self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
         self.head = model.lm_head or family.logits_of(model.ids)
         self.embed = model.embed_tokens or plain_embedding(family)
-        heads = (model.markov, model.recurrent, model.markov_head)
-        if any(head is not None for head in heads):
-            self.next_logits = self._next_logits
         if model.recurrent is not None:
             embeddings = family.decoder.get_input_embeddings().weight
             self.token_table = model.recurrent.table(embeddings)  # [V, R]
+
+    @property
+    def next_logits(self) -> NextLogits | None:
+        """What completes logits place by place, where the model has a head that does."""
+        heads = (self.model.markov, self.model.recurrent, self.model.markov_head)
+        return self._next_logits if any(head is not None for head in heads) else None
 
     def begin(self, feedback: Feedback, most: int) -> None:
         prompt = self.target.prompt

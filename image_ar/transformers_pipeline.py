@@ -294,7 +294,7 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
 
         def static() -> PictureTarget:
             make = partial(StaticPictureTarget, target)
-            return static_target(method, self.parts, key, make, self.device, self.works)
+            return static_target(method, self.parts, key, make, self.transformer, self.works)
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 

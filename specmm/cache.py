@@ -155,7 +155,7 @@ class TreeBiases:
     """Those of the last ``MOST`` trees."""
 
     MOST = 3  # a chain that ends early has so many lengths
-    unread = True  # by programs: see specmm.fingerprint
+    unread = True  # by graphs: see specmm.graph_memory
 
     def __init__(self) -> None:
         self._kept: list[TreeBias] = []

@@ -296,7 +296,7 @@ class Captured:
     What cannot be recorded is played as it is, with a warning unless it is to be ``quiet``.
     """
 
-    unread = True  # by programs: see specmm.fingerprint
+    unread = True  # by graphs: see specmm.graph_memory
 
     def __init__(self, function: Callable[..., Any], quiet: bool = False) -> None:
         self.function = function

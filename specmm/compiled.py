@@ -8,7 +8,6 @@ as many nodes and levels, and take as many uniforms, every round; where they bra
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import traceback
@@ -29,7 +28,6 @@ from specmm.drafter import Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms
 from specmm.stats import Clock
 from specmm.verify.rule import VerifyResult
-from specmm.whole_programs import ProgramFile, WholeProgram
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
@@ -109,22 +107,18 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
 
 
 class Program:
-    """``function`` as built when it is called, or loaded where it was kept
-    (:mod:`specmm.whole_programs`). What cannot be one program is built in parts, which PyTorch
-    traces in each process. ``compiler`` is PyTorch's, of a whole function or of its parts.
+    """``function`` as PyTorch builds it when it is called, or finds it in its caches; in parts
+    where it cannot be one program. ``compiler`` is PyTorch's, of a whole function or of its parts.
 
     Where files of programs are damaged or the disk is full it is compiled in another folder, and
     where that fails, too, run as it is: compiling saves time and must not end a run. Nothing has
     run when compiling fails, so that a call can begin again.
     """
 
-    unread = True  # see Fingerprint
-
     def __init__(self, function: Callable[..., Any], compiler: Callable[[bool], Any]) -> None:
         self.function = function
         self.compiler = compiler
-        self.made: list[WholeProgram] = []
-        self.run: Callable[..., Any] | None = None  # all other calls, where that is decided
+        self.run: Callable[..., Any] = compiler(True)
 
     def __call__(self, *args: Any) -> Any:
         """What ``function`` returns."""
@@ -144,45 +138,22 @@ class Program:
         self.run = self.function
         return self._run(*args)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Nothing: PyTorch writes what has programs beside its guards on it."""
-        return {}
-
     def _run(self, *args: Any) -> Any:
         if self.run is self.function:
             count_uncompiled()
             return self.run(*args)
+        # imported here, since it takes a second
+        from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
         with outside_batch_invariant():  # PyTorch cannot compile its products
-            return self._for(args)(*args)
-
-    def _for(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """What serves ``args``."""
-        for program in self.made:
-            if program.fits(*args):
-                return program.run
-        if self.run is not None:
-            return self.run
-        if len(self.made) < PROGRAMS:
-            return self._new(args)
-        count_uncompiled()
-        return self.function
-
-    def _new(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """A program loaded or built for ``args``."""
-        file = ProgramFile(self.function, args)
-        program = file.load()
-        if program is None:
-            gc.collect()  # hooks of targets that nobody holds go now, and are not traced
             try:
-                program = WholeProgram(self.compiler(True).aot_compile((args, {})))
-            except Exception as error:
-                if _of_compiling(error):
-                    raise
+                return self.run(*args)
+            except FailOnRecompileLimitHit:
+                count_uncompiled()
+                return self.function(*args)
+            except Unsupported:
                 self.run = self.compiler(False)
-                return self.run
-            file.save(program)
-        self.made.append(program)
-        return program.run
+                return self.run(*args)
 
 
 def looped(
@@ -260,7 +231,7 @@ class CompiledRound:
     :class:`DeferredStop`. ``device`` and what all calls share as in :func:`compiled`.
     """
 
-    unread = True  # see Fingerprint
+    unread = True  # by graphs: see specmm.graph_memory
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.program = compiled(one_round, device)

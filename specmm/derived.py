@@ -171,6 +171,15 @@ def facts(network: nn.Module) -> dict[Any, Any]:
     return known
 
 
+def version(*networks: nn.Module) -> tuple[Any, ...]:
+    """What stays equal as long as programs of ``networks`` serve them: their forms, and how their
+    weights are laid out. Which numbers these hold, and where, a program finds in each call.
+    """
+    tensors = (x for one in networks for x in (*one.parameters(), *one.buffers()))
+    layouts = tuple((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
+    return *(fact(network, "form", object) for network in networks), layouts
+
+
 def form_of(network: nn.Module) -> list[Any]:
     """What a ``network`` computes by beside its weights, as far as it is seen at a glance: its
     modules and their classes, hooks that are not ours, a forward in place of a class's own; its own

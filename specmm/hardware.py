@@ -228,8 +228,17 @@ def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False
     """``x`` [..., K] times the layer's weight, plus ``bias`` [N] instead of its own: [..., N].
 
     ``gelu`` (tanh) follows if wanted; on a CPU oneDNN applies it to what is still in the cache. A
-    compiler gets the plain operators and the weight as it is.
+    compiler gets the plain operators and the weight as it is. Hooks and adapters run.
     """
+    if not _is_others(layer):
+        return _multiplied(layer, x, bias, gelu)
+    found: Tensor = layer(x)
+    if bias is not layer.bias:
+        found = found + (0 if bias is None else bias) - (0 if layer.bias is None else layer.bias)
+    return F.gelu(found, approximate="tanh") if gelu else found
+
+
+def _multiplied(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return _plain(layer, x, bias, gelu)
     packed = layer.current(x, gelu) if isinstance(layer, PackedLinear) else None
@@ -239,6 +248,12 @@ def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False
     activation, variant = ("gelu", "tanh") if gelu else ("none", "")
     found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], variant)
     return found
+
+
+def _is_others(layer: nn.Module) -> bool:
+    """Whether a ``layer`` is more than a product: an adapter, one with hooks or another forward."""
+    hooks = layer._forward_hooks or layer._forward_pre_hooks
+    return type(layer) not in (nn.Linear, PackedLinear) or bool(hooks) or "forward" in vars(layer)
 
 
 def _plain(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
@@ -301,7 +316,7 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
-        return product(self, x, self.bias)
+        return _multiplied(self, x, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move to another device or dtype and make the copy again."""

@@ -48,8 +48,8 @@ class Tape(TorchDispatchMode):
 
 
 def tensors(value):
-    """Those anywhere in ``value``."""
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+    """Those anywhere in ``value``, but for what is packed for a processor."""
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor) and not x.is_mkldnn]
 
 
 def record_on_tape(function, pool=None):

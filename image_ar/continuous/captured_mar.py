@@ -13,6 +13,7 @@ from torch import Tensor
 from specmm import methods
 from specmm.captured import Graphs, shared_pool
 from specmm.compiled import NotCompiled
+from specmm.derived import version
 from specmm.graph_memory import addresses
 from specmm.image_ar.continuous.chain_program import ChainProgram, ChainState, Fixed, play_round
 from specmm.image_ar.continuous.chain_round import ChainOptions
@@ -34,7 +35,7 @@ class MARGraphs:
 
     def __init__(self, model: MAR) -> None:
         self.model = model
-        self.weights = addresses([model])
+        self.weights = addresses([model]), version(model)
         self.pool = shared_pool(model.mask_token.device)
         self.passes = Graphs(self._pass, self.pool)
         self.plain: dict[tuple[type, ChainHead, float], Graphs] = {}
@@ -47,7 +48,7 @@ class MARGraphs:
         """
         each = (self.passes, *self.plain.values(), *self.rounds.values())
         graphs = [graph for some in each for graph in some.by_form.values()]
-        moved = addresses([self.model]) != self.weights
+        moved = (addresses([self.model]), version(self.model)) != self.weights
         return moved or len(graphs) > MOST or sum(x.held for x in graphs) > MOST_BYTES
 
     def conditions(self, tokens: Tensor, known: Tensor, classes: Tensor, wanted: Tensor) -> Tensor:

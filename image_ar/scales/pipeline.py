@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.captured import captures, prepare_programs
+from specmm.derived import version
 from specmm.graph_memory import addresses
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import Place, choose_dtype, prepack
@@ -122,7 +123,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         self.works = Works("var")
         self.method = methods.make(methods.SCALES, method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
-        self.programs: dict[VAR, CompiledVAR] = {}
+        self.programs: dict[VAR, tuple[object, CompiledVAR]] = {}  # of a version
         self.graph: tuple[object, PictureGraph] | None = None  # the last, and what it is of
 
     @classmethod
@@ -413,7 +414,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     ) -> Iterator[int]:
         """All rounds at once, as one graph of a GPU: the first ``n`` by ``large``."""
         networks = large, small, self.vae.quantize
-        key = n, len(batch.labels), batch.sampling, addresses(networks)
+        key = n, len(batch.labels), batch.sampling, addresses(networks), version(*networks)
         if self.graph is None or self.graph[0] != key:  # one at a time: it keeps its memory
             self.graph = key, PictureGraph(*networks, n, batch.sampling)
         schedule = feature_map.schedule
@@ -446,9 +447,10 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         """``model``, with programs for its scales if ``batch`` asks for them."""
         if not batch.compiled:
             return model
-        if model not in self.programs:
-            self.programs[model] = CompiledVAR(model)
-        return cast(VAR, self.programs[model])
+        now = version(model)
+        if model not in self.programs or self.programs[model][0] != now:
+            self.programs[model] = now, CompiledVAR(model)
+        return cast(VAR, self.programs[model][1])
 
 
 if TYPE_CHECKING:

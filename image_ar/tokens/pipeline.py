@@ -347,7 +347,7 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
 
         def static() -> LlamaGenTarget:
             make = partial(StaticTarget, target)
-            return static_target(method, self.parts, key, make, self.device, self.works)
+            return static_target(method, self.parts, key, make, self.transformer, self.works)
 
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 

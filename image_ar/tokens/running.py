@@ -18,6 +18,7 @@ from specmm.captured import captures, prepare_programs, round_program
 from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
+from specmm.derived import version
 from specmm.drafter import Drafter
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.calls import Tell
@@ -105,11 +106,12 @@ def static_target(
     parts: PictureParts,
     key: Hashable,
     make: Callable[[], T],
-    device: torch.device,
+    network: torch.nn.Module,
     works: Works,
 ) -> T:
     """What ``make`` gives for compiled steps and rounds of ``method``; calls with the same ``key``
-    share it, and ``works`` are told when it is another.
+    share it as long as the ``network`` and the drafters are what they were, and ``works`` are told
+    when it is another.
 
     Raises ``ValueError`` for a method that compiled rounds do not serve, and where there is no
     compiler.
@@ -119,7 +121,12 @@ def static_target(
             "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
             f"(rounds all alike), got {method}"
         )
-    prepare_programs(device)
+    prepare_programs(next(network.parameters()).device)
+    heads = [head for head in parts.drafters.values() if isinstance(head, torch.nn.Module)]
+    now = version(network, *heads)
+    if parts.made.get("version") != now:  # programs are traced of networks as they are
+        parts.made.clear()
+        parts.made["version"] = now
     if parts.made.get("static of") != key:  # one at a time: it keeps its cache
         parts.made["static of"] = key
         parts.made.pop("static", None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
@@ -320,6 +321,12 @@ def planned_by(drafter: object) -> Method:
     return found
 
 
+def network_of(drafter: object) -> nn.Module | None:
+    """The network of a loaded ``drafter``, None where it has none of its own."""
+    network = drafter if isinstance(drafter, nn.Module) else getattr(drafter, "model", None)
+    return network if isinstance(network, nn.Module) else None
+
+
 @dataclass
 class Drafters:
     """The drafters of a model by method: those ``given``, others read at first use.
@@ -358,7 +365,7 @@ class Drafters:
         """Follow the target: those that the caller gave move, others are read anew when used."""
         for method in list(self.given):
             drafter = self.given[method]
-            network = drafter if hasattr(drafter, "to") else getattr(drafter, "model", None)
+            network = network_of(drafter)
             if method not in self.passed:
                 del self.given[method]
             elif network is not None:

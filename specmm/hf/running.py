@@ -34,6 +34,7 @@ from specmm.decode import (
     one_round,
     without_drafts,
 )
+from specmm.derived import version
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
 from specmm.hardware import Place, contiguous_state, prepack
 from specmm.hf.adapters import base_of, split, with_adapter
@@ -46,6 +47,7 @@ from specmm.hf.drafting import (
     assemble,
     load_drafter,
     method_of,
+    network_of,
     preset_of,
 )
 from specmm.hf.options import IdleOption, Options, idle_options
@@ -584,14 +586,22 @@ class Pipeline:
             return None
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
 
+    def version(self, drafter: object) -> tuple[Any, ...]:
+        """Equal as long as programs of the model and a ``drafter`` serve; see
+        :func:`specmm.derived.version`.
+        """
+        networks = (self.model, network_of(drafter))
+        return version(*(network for network in networks if network is not None))
+
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
         """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same
         method and options, on its own target.
         """
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None
-        key = methods.filed(method), options.processor, options.compiled
         captured = isinstance(play, CapturedRound)
+        now = self.version(drafter) if captured else ()
+        key = methods.filed(method), options.processor, options.compiled, now
         last = self.graphs.take(key, self.model, drafter) if captured else None
         more = captured and last is None
         self.graphs.make_room(self.model.device, last is not None, more)

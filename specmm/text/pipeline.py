@@ -92,7 +92,7 @@ class TextPipeline(Pipeline):
         name: str = "text",
     ) -> None:
         super().__init__(model, tokenizer, method, drafter, folder, name)
-        self.made: dict[tuple[Hashable, Processor], SharedRounds] = {}
+        self.made: dict[tuple[Hashable, Processor, object], SharedRounds] = {}
         self.works = Works("text")
 
     @classmethod
@@ -289,7 +289,9 @@ class TextPipeline(Pipeline):
         check_compiled(method, options)
         prepare_compiler(self.model.device)
         drafter = self.drafter(method.name) if method.drafts else None
-        key = (methods.filed(method), options.processor)
+        now = self.version(drafter)
+        self.made = {key: one for key, one in self.made.items() if key[-1] == now}
+        key = (methods.filed(method), options.processor, now)
         made = self.made.get(key)
         if made is None or not made.fits(self.model, drafter):
             target = StaticVLMTarget(self.model, options.processor, self.name)

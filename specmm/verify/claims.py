@@ -60,7 +60,7 @@ class GivenTrees:
     recorded.
     """
 
-    unread = True  # by programs: see specmm.fingerprint
+    unread = True  # by graphs: see specmm.graph_memory
 
     def __init__(self, given: Sequence[tuple[Parents, bool]] = ()) -> None:
         self.given = set(given)
