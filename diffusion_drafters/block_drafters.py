@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +49,8 @@ class SourceDrafter:
 
     Raises ``ValueError`` for a depth that the source cannot draft.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("source",)
 
     def __init__(self, source: BlockSource, target: VLMTarget, depth: int | None) -> None:
         self.source = source

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specmm.diffusion_drafters.models.block_heads import DominoHead
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
-from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
 from specmm.drafter import DrafterVocabulary, Feedback
-from specmm.hf.aux_states import AuxStates
 from specmm.hf.families import Family
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
@@ -168,6 +166,7 @@ class DFlashSource:
     embedding, and for a drafter with a vocabulary or a head of another target's tokens.
     """
 
+    state: ClassVar[tuple[str, ...]] = ("model",)
     longest: int | None
     end: int | None = None
 
@@ -179,11 +178,9 @@ class DFlashSource:
         self.target = target
         self.dtype = model.fc.weight.dtype
         self.longest = model.config.longest
-        read = layers_read(model.config, family)
-        self.aux_layers = AuxStates(read, lambda: target.running)
-        self.new_row = AuxStates(read, lambda: target.starting_row)
-        # Of rows that were started: the context [F·C] of the prompt's last token.
-        self.last_contexts: dict[int, Tensor] = {}
+        target.wants_context = True
+        # transformers' states of the last layer are those after the final norm
+        target.read_layers(model.config.layers, model.config.normed)
         self.vocabulary = DrafterVocabulary(family.vocabulary, model.ids)
         ids = model.ids
         if ids is None:
@@ -205,28 +202,22 @@ class DFlashSource:
     def begin(self, feedback: Feedback, most: int) -> None:
         prompt = self.target.prompt
         self.model.begin(len(prompt.lengths), prompt.room, most + 1)
-        context = self.target.ordered(self.aux_layers.context())
-        self.model.read_prompt(context, prompt.lengths)
+        self.model.read_prompt(read_of(self.target), prompt.lengths)
 
     def start_row(self, row: int) -> None:
         """See :class:`BlockSource`; the prompt's last token is read in the next round."""
-        context = self.new_row.context()
+        context = read_of(self.target.started)
         alone = copy.copy(self.model)
+        del alone.cache  # which is the batch's
         alone.begin(1, context.shape[1], 1)
         alone.read_prompt(context, self.target.started.prompt.lengths)
         alone.cache.lengths -= 1
         self.model.cache.take(row, alone.cache)
-        self.last_contexts[row] = context[0, -1]
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """[B, K, S]; see :class:`BlockSource`."""
         if feedback.result is not None:
-            path = feedback.result.path.clamp(min=0)
-            context = self.aux_layers.context()  # [B, N, F·C]
-            for row in list(self.last_contexts):
-                context[row, 0] = self.last_contexts.pop(row)
-            kept = context.gather(1, path[..., None].expand(-1, -1, context.shape[-1]))
-            self.model.read(kept, feedback.result.kept)
+            self.model.read(feedback.kept_hidden(), feedback.result.kept)
         config = self.model.config
         masks = feedback.token.new_full((len(feedback.token), config.block - 1), config.mask)
         ids = torch.cat([feedback.token[:, None], masks], dim=1)
@@ -263,13 +254,10 @@ class DFlashSource:
         return place, memory
 
 
-def layers_read(config: DFlashConfig, family: Family) -> list[nn.Module]:
-    """The modules of a target whose outputs a drafter of ``config`` reads."""
-    last = len(family.layers) - 1
-    # transformers' states of the last layer are those after the final norm.
-    return [
-        family.decoder if config.normed and i == last else family.layers[i] for i in config.layers
-    ]
+def read_of(target: VLMTarget) -> Tensor:
+    """The states [B, L, F·C] that a drafter reads of the prompt of ``target``."""
+    assert target.context is not None, "the target keeps a context for drafters that want one"
+    return target.context.hidden
 
 
 def plain_embedding(family: Family) -> Callable[[Tensor], Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,7 +155,6 @@ class TreeBiases:
     """Those of the last ``MOST`` trees."""
 
     MOST = 3  # a chain that ends early has so many lengths
-    unread = True  # by graphs: see specmm.graph_memory
 
     def __init__(self) -> None:
         self._kept: list[TreeBias] = []
@@ -177,6 +176,9 @@ class Cache:
     """Keys and values of all layers in ``arrays``, one [A, R, S, H, D] for each H and D, and the
     ``lengths`` [B] that each row has committed.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("arrays", "lengths", "hidden_prefix")
+    fixed: ClassVar[tuple[str, ...]] = ("arrays",)  # layers have views of them
 
     def __init__(
         self, size: CacheSize, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -207,16 +209,27 @@ class Cache:
         self._bias: TreeBias | None = None  # of the last tree
         self._biases = TreeBiases()
 
+    @classmethod
+    def again(
+        cls,
+        kept: Cache | None,
+        size: CacheSize,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> Cache:
+        """An empty cache: ``kept`` in its own memory, if it is such a one, or a new one."""
+        wanted = size, dtype, torch.device(device)
+        if kept is None or (kept.size, kept.dtype, kept.device) != wanted:
+            return cls(size, dtype, device)
+        for array in (*kept.arrays, kept.lengths):  # masked slots must at least be finite
+            array.zero_()
+        kept.hidden_prefix = None
+        return kept
+
     @property
     def device(self) -> torch.device:
         """Where it is."""
         return self.lengths.device
-
-    def forget(self) -> None:
-        """As it was made: zeros, since masked slots must at least be finite."""
-        for array in (*self.arrays, self.lengths):
-            array.zero_()
-        self.hidden_prefix = None
 
     def aim(self, first: int, stop: int, places: Tensor | None = None) -> None:
         """The next forward writes from slot ``first`` on, or to slots ``places`` [T], and attends

@@ -23,11 +23,10 @@ from torch._higher_order_ops.while_loop import while_loop
 from specmm import program_cache
 from specmm.batch_invariant import outside_batch_invariant
 from specmm.choose.threads import keep_threads
-from specmm.decode import Parts, Progress, one_round
+from specmm.decode import Parts, Progress, one_round, verified_round
 from specmm.drafter import Feedback
 from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms
 from specmm.stats import Clock
-from specmm.verify.rule import VerifyResult
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
@@ -193,88 +192,35 @@ def _watched(guards: Any) -> list[bool]:
     ]
 
 
-class DeferredStop:
-    """A target's mixin that leaves the end of a round to the program's caller.
-
-    A program cannot raise an error for logits that are not finite, and it would copy the whole
-    cache to move keys and values. ``later`` is set while a program runs.
-    """
-
-    later = False
-    extremes: Tensor
-
-    def commit(self, result: VerifyResult) -> None:
-        """The target's own outside programs, nothing inside."""
-        if not self.later:
-            super().commit(result)  # type: ignore[misc]  # the target's own
-
-    def check_round(self) -> None:
-        """Raises ``ValueError`` unless a program's logits were finite."""
-        super()._count(self.extremes)  # type: ignore[misc]
-
-    def keep_round(self, result: VerifyResult) -> None:
-        """Commit what a program kept."""
-        super().commit(result)  # type: ignore[misc]
-
-    def _count(self, logits: Tensor) -> None:
-        if self.later:
-            self.extremes = torch.stack(logits.aminmax())
-        else:
-            super()._count(logits)  # type: ignore[misc]
-
-
 class CompiledRound:
     """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
 
     The first round after a prefill is not compiled, since its feedback has another form. The
-    clock's "verify" is the whole program and the round's end. The target must be a
-    :class:`DeferredStop`. ``device`` and what all calls share as in :func:`compiled`.
+    clock's "verify" is the whole program and the round's end. Keys and values are moved after the
+    program, which would copy the whole cache. ``device`` and what all calls share as in
+    :func:`compiled`.
     """
 
-    unread = True  # by graphs: see specmm.graph_memory
-
     def __init__(self, device: torch.device = CPU) -> None:
-        self.program = compiled(one_round, device)
+        self.program = compiled(verified_round, device)
         self.uniforms = 0  # that a row takes in a round
 
     def __call__(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
     ) -> Feedback:
-        """See :func:`specmm.decode.one_round`; raises ``ValueError`` if logits are not finite."""
+        """See :func:`specmm.decode.one_round`."""
         if feedback.result is None:
             counted = CountedUniforms(uniforms)
             first = one_round(parts, feedback, progress, counted, clock)
-            self._count(counted.used)
+            self.uniforms = counted.used
             return first
         if feedback.fresh is None:
             # always a tensor, so that one program serves whether or not rows have just started
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
-        target = parts[0]
-        target.later = True
-        try:
-            done = self._played(parts, feedback, progress, uniforms, clock)
-        finally:
-            target.later = False
-        with clock("verify"):
-            self._end(target, done)
-        return done
-
-    def _end(self, target: Any, done: Feedback) -> None:
-        """The target's part of a round's end."""
-        target.check_round()
-        target.keep_round(done.drafted[1])
-
-    def _count(self, used: int) -> None:
-        """Note the uniforms that a row ``used`` for a round."""
-        self.uniforms = used
-
-    def _played(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
-    ) -> Feedback:
-        """The round, but for the target's part of its end."""
         drawn = _predrawn(uniforms.draw(self.uniforms))
         with clock("verify"):
             done: Feedback = self.program(parts, feedback, progress, drawn, clock)
+            parts[0].commit(done.drafted[1])
         return done
 
 

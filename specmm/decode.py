@@ -8,6 +8,7 @@ Shape letters: B batch, T tokens wanted, N nodes, D deepest level, V vocabulary,
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,11 +23,11 @@ from specmm.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
 from specmm.hardware import attention_of_any_length
 from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
-from specmm.late import Late, LateChecks
-from specmm.processors import check_finite
+from specmm.late import Late
+from specmm.processors import check_finite, not_finite
 from specmm.randomness import Uniforms, UniformSource, categorical
 from specmm.stats import Clock, Stats
-from specmm.target import Target
+from specmm.target import Target, TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.claims import GivenTrees, proved
@@ -51,6 +52,8 @@ class Stop(Protocol):
 
 class EndTokens:
     """Ends a row after the first of the end tokens ``ids``, which is kept."""
+
+    state: ClassVar[tuple[str, ...]] = ("ids",)
 
     def __init__(self, ids: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.ids = torch.tensor(list(ids), dtype=torch.int64, device=device)  # [E]
@@ -81,8 +84,9 @@ class Progress:
     """The state after a round: the first ``counts`` [B] of each row of ``tokens`` are committed.
 
     ``tokens`` is [B, T or more]. A row ends at its number of ``limits`` [B], which ``stop`` may
-    lower. The first ``taken`` [B] of the last round's tokens were committed, of ``kept`` [B] that
-    the rule kept. ``ahead``: the host tells the device rounds before the last one is known.
+    lower. These are written in place. The first ``gained[0]`` [B] of the last round's tokens were
+    committed, of ``gained[1]`` [B] that the rule kept. ``name`` is the target's. ``ahead``: the
+    host launches the next round before it has read what the last one gave.
     """
 
     tokens: Tensor
@@ -93,13 +97,15 @@ class Progress:
     measured: Tensor  # tokens that it is of
     stop: Stop | None = None
     length: int = 0  # T
-    gained: tuple[Tensor, Tensor] | None = None  # (taken, kept)
+    gained: tuple[Tensor, Tensor] | None = None
+    name: str = ""
     ahead: bool = False
-    # the least and most tokens that a row lacks, after the last round and the one before
-    lacking: tuple[Late | None, Late | None] = (None, None)
+    rounds: int = 0
+    # of the last round and the one before: the least and most tokens that a row lacks, and checks
+    read: tuple[Late | None, Late | None] = (None, None)
+    known: int = 0  # rounds since a sample began in a row
     trees: GivenTrees = field(default_factory=GivenTrees)  # of a rule that others call exact
-    # by graphs: rounds read the limits
-    aside: ClassVar[tuple[str, ...]] = ("trees", "length", "ahead", "lacking")
+    state: ClassVar[tuple[str, ...]] = ("tokens", "counts", "limits", "stop")
 
     def restart(self, row: int, token: Tensor) -> None:
         """A new sample begins in ``row`` with ``token`` [1], which may end it."""
@@ -108,10 +114,14 @@ class Progress:
         self.tokens[row, 0] = token[0]
         self.counts[row] = 1
         self.limits[row] = self.length
-        self.lacking = (None, None)
+        self.known = 0
         if self.stop is not None:
-            self.counts, done = self.stop(self.tokens, before, self.counts)
-            self.limits = torch.where(done, self.counts, self.limits)
+            self._end(*self.stop(self.tokens, before, self.counts))
+
+    def _end(self, counts: Tensor, done: Tensor) -> None:
+        """Commit ``counts`` [B] tokens; rows that are ``done`` [B] end there."""
+        self.limits.copy_(torch.where(done, counts, self.limits))
+        self.counts.copy_(counts)
 
     def row(self, row: int) -> Tensor:
         """The tokens of ``row`` so far."""
@@ -129,14 +139,15 @@ class Progress:
         """
         where = self.counts[:, None] + torch.arange(tokens.shape[1], device=kept.device)
         self.tokens.scatter_(1, where, tokens)
-        before = self.counts
         after = torch.minimum(self.counts + kept, self.limits)
+        done = None
         if self.stop is not None:
-            after, done = self.stop(self.tokens, before, after)
-            self.limits = torch.where(done, after, self.limits)
-        self.counts = after
-        taken = after - before
-        self.gained = (taken, kept)
+            after, done = self.stop(self.tokens, self.counts, after)
+        taken = after - self.counts
+        if done is None:
+            self.counts.copy_(after)
+        else:
+            self._end(after, done)
         return taken
 
     def unfinished(self, sure: bool = False, most: int = 1) -> bool:
@@ -145,24 +156,45 @@ class Progress:
         When ``ahead``, what the round before left says so, if it was more than the ``most`` tokens
         of a round; where a stop may end rows at any time, one round too many is played.
         """
-        if self.ahead:
-            latest, before = self.lacking
+        if self.ahead and self.known > 1:
+            latest, before = self.read
             if before is not None and latest is not None:
                 left = before.read()[1]
                 return left > 0 if self.stop is not None else left > most or latest.read()[1] > 0
         return (sure and self.stop is None) or bool((self.counts < self.limits).any())
 
-    def end_round(self) -> None:
-        """Send what rows lack on its way to the host."""
-        if self.ahead:
-            lack = torch.stack((self.limits - self.counts).aminmax())
-            self.lacking = (Late(lack), self.lacking[0])
+    def end_round(self, checks: Tensor) -> None:
+        """Count a round with its ``checks``; send what rows lack on its way to the host.
+
+        Raises ``ValueError`` for numbers that are not finite: of this round or, when ``ahead``, of
+        the one before.
+        """
+        self.rounds += 1
+        self.known += 1
+        if not self.ahead:
+            self._check(self.rounds, checks.tolist())
+            return
+        lack = torch.stack((self.limits - self.counts).aminmax())
+        latest = self.read[0]
+        self.read = (Late(torch.cat((lack.to(checks.dtype), checks))), latest)
+        if latest is not None:
+            self._check(self.rounds - 1, latest.read()[2:])
+
+    def end(self) -> None:
+        """Raise ``ValueError`` for what the last round had that is not finite."""
+        if self.read[0] is not None:
+            self._check(self.rounds, self.read[0].read()[2:])
+
+    def _check(self, round_number: int, checks: Sequence[float]) -> None:
+        if not all(map(math.isfinite, checks)):
+            of_target = len(checks) > 1 and not all(map(math.isfinite, checks[:2]))
+            raise not_finite(f"{self.name if of_target else 'the drafter'} in round {round_number}")
 
     @property
     def may_have_ended(self) -> bool:
         """Whether a row has all its tokens; when ``ahead``, whether it had before this round."""
-        before = self.lacking[1]
-        return not self.ahead or before is None or before.read()[0] <= 0
+        before = self.read[1]
+        return not self.ahead or self.known < 2 or before is None or before.read()[0] <= 0
 
     def observe(self, result: VerifyResult, histogram: Tensor) -> None:
         """Count a round; ``histogram`` [B, D + 2] counts rounds by tokens committed."""
@@ -215,9 +247,18 @@ def decide(
 def one_round(
     parts: Parts, feedback: Feedback, progress: Progress, uniforms: UniformSource, clock: Clock
 ) -> Feedback:
-    """Draft after ``feedback``, score, keep what the rule accepts; returns the next feedback.
+    """A :func:`verified_round`, and its nodes kept in the target's cache."""
+    done = verified_round(parts, feedback, progress, uniforms, clock)
+    parts[0].commit(done.drafted[1])
+    return done
 
-    A relaxed rule's excess is measured in every one.
+
+def verified_round(
+    parts: Parts, feedback: Feedback, progress: Progress, uniforms: UniformSource, clock: Clock
+) -> Feedback:
+    """Draft after ``feedback``, score, take what the rule accepts; returns the next feedback.
+
+    It decides nothing on the host. A relaxed rule's excess is measured in every one.
     """
     target, drafter, rule = parts
     tree = drafter.propose(feedback, uniforms)
@@ -225,9 +266,13 @@ def one_round(
         output = target.score(tree)
     result = decide(rule, tree, output.probs, uniforms, measure=not rule.exact)
     tokens = committed(tree, result)
-    result.kept = progress.take(tokens, result.kept)  # a finished row keeps nothing
-    target.commit(result)
-    return Feedback(output, result.next_token, tree, result, tokens)
+    accepted = result.kept
+    result.kept = progress.take(tokens, accepted)  # a finished row keeps nothing
+    checks = [] if output.extremes is None else [output.extremes.float()]
+    if tree.probs is not None:
+        checks.append(tree.probs[:, 1:].sum(dtype=torch.float32)[None])
+    ends = torch.cat(checks) if checks else output.probs.new_zeros(0)
+    return Feedback(output, result.next_token, tree, result, tokens, None, accepted, ends)
 
 
 @torch.inference_mode()
@@ -257,30 +302,30 @@ def decode(
     with attention_of_any_length():
         with clock("verify"):
             output = target.prefill(prompt, drafter.max_nodes)
+        check_output(output, target.name)
         token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
         feedback = Feedback(output, token)
         drafter.begin(feedback, clock)
     progress = begun(token, length, drafter.max_depth + 1, stop)
+    progress.name = target.name
     histogram = token.new_zeros(len(token), drafter.max_depth + 2)
     depths: list[int] = []
     parts = (target, drafter, rule)
     most = drafter.max_depth + 1  # tokens of a round
     unproved = rule.exact and not proved(rule)
     progress.ahead = getattr(play, "ahead", False)
-    checks = LateChecks(progress.ahead)
     while progress.unfinished(len(depths) * most < length - 1, most) or (queue and queue.left):
-        with attention_of_any_length(), checks.of_a_round():
+        with attention_of_any_length():
             feedback = play(parts, feedback, progress, uniforms, clock)
-            tree, result = feedback.drafted
-            # a rule took ratios of these
-            if tree.probs is not None and tree.shape.size > 1:
-                check_finite(tree.probs[:, 1:], len(depths), "the drafter")
+        tree, result = feedback.drafted
         if unproved:
             progress.trees.add(tree)
         progress.observe(result, histogram)
-        progress.end_round()
+        assert feedback.accepted is not None
+        progress.gained = result.kept, feedback.accepted
+        assert feedback.checks is not None, "of a round"
         with clock("verify"):
-            checks.end_round()
+            progress.end_round(feedback.checks)
         tell(DecodedRound(tree, feedback.output.probs, rule, result))
         depths.append(tree.levels)
         look_again()
@@ -288,7 +333,7 @@ def decode(
             _fill_rows(queue, progress, histogram, feedback, parts, uniforms, clock)
         yield progress
     with clock("verify"):
-        checks.settle()
+        progress.end()
     if queue is not None:
         for row in range(len(token)):
             queue.collect(row, progress.row(row), histogram[row])
@@ -312,6 +357,7 @@ def decode_plain(
     clock = Clock(sync)
     with attention_of_any_length(), clock("verify"):
         output = target.prefill(prompt, 0)
+        check_output(output, target.name)
     token = categorical(output.probs[:, -1], uniforms.draw(1)[:, 0])
     progress = begun(token, length, 0, stop)
     one = torch.ones_like(token)
@@ -319,8 +365,9 @@ def decode_plain(
     while progress.unfinished(sure=True) and steps < length - 1:
         with attention_of_any_length(), clock("verify"):
             output = target.step(token)
+            check_output(output, target.name, steps + 1)
         token = categorical(output.probs[:, 0], uniforms.draw(1)[:, 0])
-        progress.take(token[:, None], one)
+        progress.gained = progress.take(token[:, None], one), one
         steps += 1
         look_again()
         yield progress
@@ -346,6 +393,7 @@ def _fill_rows(
             queue.collect(row, progress.row(row), histogram[row])
             histogram[row] = 0
             output, numbers = queue.start_row(row, target, drafter, uniforms, clock)
+            check_output(output, target.name)
             token = first_token(rule, output.probs[:, -1:], numbers)
             begin_anew(feedback, row, output, token)
             progress.restart(row, token)
@@ -362,6 +410,12 @@ def first_token(rule: Rule, probs: Tensor, uniforms: Tensor) -> Tensor:
     return categorical(rule.decisions(alone, probs).next_probs[:, 0], uniforms)
 
 
+def check_output(output: TargetOutput, name: str, round_number: int = 0) -> None:
+    """Raise ``ValueError`` naming round and model where logits were not finite; waits for them."""
+    if output.extremes is not None:
+        check_finite(output.extremes, f"{name} in round {round_number}")
+
+
 def room(tokens: int) -> int:
     """Room for ``tokens``: the next power of two of ``ROOM``."""
     found = ROOM
@@ -376,10 +430,10 @@ def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> P
     """
     with torch.inference_mode(False):  # as a cache's: a compiled round writes them
         tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
-    none = torch.zeros_like(token)
+        none, limits = token.new_zeros(len(token)), token.new_full((len(token),), length)
     excess = torch.zeros((), device=token.device)
-    limits = torch.full_like(none, length)
-    progress = Progress(tokens, none, limits, Stats(), excess, excess.clone(), stop, length)
+    rest = (Stats(), excess, excess.clone(), stop, length)
+    progress = Progress(tokens, none, limits, *rest)
     progress.take(token[:, None], torch.ones_like(token))
     return progress
 

@@ -172,12 +172,29 @@ def facts(network: nn.Module) -> dict[Any, Any]:
 
 
 def version(*networks: nn.Module) -> tuple[Any, ...]:
-    """What stays equal as long as programs of ``networks`` serve them: their forms, and how their
-    weights are laid out. Which numbers these hold, and where, a program finds in each call.
+    """What stays equal as long as programs of ``networks`` serve them: their forms, how their
+    weights are laid out, and the plain values that modules of others keep, such as which adapter is
+    active. Which numbers weights hold, and where, a program finds in each call.
     """
-    tensors = (x for one in networks for x in (*one.parameters(), *one.buffers()))
-    layouts = tuple((x.dtype, x.device, x.shape, x.stride()) for x in tensors)
-    return *(fact(network, "form", object) for network in networks), layouts
+    layouts = tuple((x.dtype, x.device, x.shape, x.stride()) for x in _weights(networks))
+    settings = tuple(
+        repr([value for key, value in vars(module).items() if key not in PARTS and plain(value)])
+        for network in networks
+        for module in network.modules()
+        if not type(module).__module__.startswith("specmm.")
+    )
+    return *(fact(network, "form", object) for network in networks), layouts, settings
+
+
+def placed(*networks: nn.Module) -> tuple[Any, ...]:
+    """As :func:`version`, for graphs, which find weights only where they were."""
+    return *version(*networks), tuple(x.data_ptr() for x in _weights(networks))
+
+
+def _weights(networks: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for network in networks:
+        yield from network.parameters()
+        yield from network.buffers()
 
 
 def form_of(network: nn.Module) -> list[Any]:

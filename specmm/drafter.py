@@ -6,9 +6,10 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,8 @@ class Feedback:
     ``output`` is the target's, ``token`` [B] the new root. After the first round there are also the
     ``tree`` that was scored, its ``result``, and the ``tokens`` [B, D + 1] that were committed (of
     which only the first ``result.kept`` count). Rows marked ``fresh`` [B] have just started.
+    The rule ``accepted`` [B] nodes, of which a row that ends commits fewer. ``checks`` are finite
+    where the target's logits are (the first two) and the drafter's distributions (the last).
     """
 
     output: TargetOutput
@@ -38,12 +41,52 @@ class Feedback:
     result: VerifyResult | None = None
     tokens: Tensor | None = None
     fresh: Tensor | None = None
+    accepted: Tensor | None = None
+    checks: Tensor | None = None
 
     @property
     def drafted(self) -> tuple[DraftTree, VerifyResult]:
         """The tree and its result, after a round."""
         assert self.tree is not None and self.result is not None
         return self.tree, self.result
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the next round may read of a round, by name; a shape that lasts is no part of it."""
+        tree, result = self.drafted
+        found = {
+            "probs": self.output.probs,
+            "hidden": self.output.hidden,
+            "token": self.token,
+            "nodes": tree.tokens,
+            "parents": None if tree.shape.fixed else tree.shape.parents,
+            "drawn_from": tree.probs,
+            "path": result.path,
+            "kept": result.kept,
+            "next_token": result.next_token,
+            "excess": result.excess,
+            "tokens": self.tokens,
+            "fresh": self.fresh,
+            "accepted": self.accepted,
+            "checks": self.checks,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def held(self, by: Mapping[str, Tensor]) -> Feedback:
+        """The same in other memory: that of the tensors ``by`` name."""
+        tree = self.drafted[0]
+        shape = tree.shape
+        if not shape.fixed:  # another object, since one keeps what is computed of it
+            shape = TreeShape(by["parents"], shape.depth, shape.width)
+        return Feedback(
+            TargetOutput(by["probs"], by["hidden"]),
+            by["token"],
+            DraftTree(by["nodes"], shape, by.get("drawn_from"), tree.drafted),
+            VerifyResult(by["path"], by["kept"], by["next_token"], by.get("excess")),
+            by["tokens"],
+            by["fresh"],
+            by["accepted"],
+            by["checks"],
+        )
 
     def continued(self, there: Tensor) -> Tensor:
         """``there`` [B, n] bool of rows that go on, and nothing of those that have just started."""
@@ -179,6 +222,8 @@ class DeferredDrafter:
 
     So an answer of two tokens never pays for the drafter's prefill.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("inner",)
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner

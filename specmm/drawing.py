@@ -6,13 +6,12 @@ F layers read, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from specmm.compiled import CompiledRound
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.processors import Processor
 from specmm.target import Target, TargetOutput
@@ -23,12 +22,10 @@ class DrawingTarget(Target, Protocol):
 
     ``layered`` names the class by which it runs without some of its layers ("module:class").
     ``prompted`` ones begin with token ids, which may be looked up. Rounds of ``static_shapes`` can
-    be compiled; ``programs`` are a target's own by method, None where whoever calls has them by
-    the target's options as well.
+    be compiled.
     """
 
     processor: Processor
-    programs: dict[Hashable, CompiledRound] | None
     layered: ClassVar[str]
     prompted: ClassVar[bool]
     static_shapes: ClassVar[bool]

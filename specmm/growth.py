@@ -11,7 +11,7 @@ beam width, C width, S slots, V the target's vocabulary, v the drafter's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class Growth:
     have more children than there are tokens.
     """
 
+    state: ClassVar[tuple[str, ...]] = ("cache", "mask", "bias")
     before = 0  # scratch slots, and rows of the mask, before those of the drafts
 
     def __init__(

@@ -1,17 +1,11 @@
-"""What a device has computed, read on the host a round later: waiting for it would leave a GPU idle
-until the host has told it the next round.
+"""Reads a GPU's results one round late, so that the host can launch the next round instead of
+waiting.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
-
-from specmm.processors import handed_over, not_finite
 
 
 class Late:
@@ -33,41 +27,3 @@ class Late:
             self.arrived.synchronize()
         found: list[float] = self.values.flatten().tolist()
         return found
-
-
-class LateChecks:
-    """Whether what rounds computed is finite (:func:`specmm.processors.check_finite`).
-
-    ``late``: known at the end of the round after; else at once, as without this.
-    """
-
-    def __init__(self, late: bool) -> None:
-        self.late = late
-        self.latest: list[tuple[Late, str]] = []
-        self.before: list[tuple[Late, str]] = []
-
-    @contextmanager
-    def of_a_round(self) -> Iterator[None]:
-        """What is checked within the block is kept for later."""
-        if not self.late:
-            yield
-            return
-        with handed_over(self._keep):
-            yield
-
-    def _keep(self, total: Tensor, origin: str) -> None:
-        if not (total.is_cuda and torch.cuda.is_current_stream_capturing()):
-            self.latest.append((Late(total), origin))
-
-    def end_round(self) -> None:
-        """Raise ``ValueError`` for what the round before found."""
-        for total, origin in self.before:
-            if not math.isfinite(total.read()[0]):
-                raise not_finite(origin)
-        self.before = self.latest
-        self.latest = []
-
-    def settle(self) -> None:
-        """Raise ``ValueError`` for what any round found; waits for the last one."""
-        self.end_round()
-        self.end_round()

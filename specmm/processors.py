@@ -10,12 +10,8 @@ Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -39,6 +35,8 @@ def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
 
 class History:
     """The first ``lengths`` [B] of each row's ``tokens`` [B, S], prompt included, are committed."""
+
+    state: ClassVar[tuple[str, ...]] = ("tokens", "lengths", "prompts")
 
     def __init__(self, tokens: Tensor, lengths: Tensor, room: int) -> None:
         self.tokens = F.pad(tokens, (0, room + 1))  # the last column takes what does not count
@@ -227,48 +225,16 @@ def descending(x: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
-Taker: TypeAlias = Callable[[Tensor, str], object]
-_taker: ContextVar[Taker | None] = ContextVar("taker", default=None)
+def extremes(logits: Tensor) -> Tensor:
+    """The least and the largest [2] of ``logits``: both are NaN if anything is."""
+    return torch.stack(logits.aminmax())
 
 
-@contextmanager
-def handed_over(taker: Taker) -> Iterator[None]:
-    """Within the block :func:`check_finite` waits for nothing: ``taker`` is given the sum that it
-    would look at, finite if nothing is wrong, and the name of what gave it.
+def check_finite(ends: Tensor, origin: str) -> None:
+    """Raise ``ValueError`` naming the ``origin`` unless the :func:`extremes` ``ends`` are finite;
+    waits for them.
     """
-    before = _taker.set(taker)
-    try:
-        yield
-    finally:
-        _taker.reset(before)
-
-
-@contextmanager
-def checked_later() -> Iterator[list[Tensor]]:
-    """Within the block :func:`check_finite` waits for nothing: gives the sums."""
-    found: list[Tensor] = []
-    with handed_over(lambda total, _: found.append(total)):
-        yield found
-
-
-def check_finite(logits: Tensor, round_number: int, model_name: str, step: str = "round") -> None:
-    """Raise ``ValueError`` naming round and model when ``logits`` hold NaN or infinity.
-
-    Nothing is checked while a CUDA graph is captured; the runs that warm it up are checked.
-    ``step`` is the word for a round. See :func:`handed_over`, too.
-    """
-    origin = f"{model_name} in {step} {round_number}"
-    logits = logits.detach()
-    taker = _taker.get()
-    if taker is not None:
-        taker(logits.sum(dtype=torch.float32), origin)
-        return
-    if logits.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    if math.isfinite(logits.sum(dtype=torch.float32)):  # then so are all, and this is quick
-        return
-    extremes = torch.stack(logits.aminmax())  # both are NaN if anything is
-    if not bool(extremes.isfinite().all()):
+    if not bool(ends.isfinite().all()):
         raise not_finite(origin)
 
 

@@ -27,8 +27,6 @@ TIMES = ("seconds", "draft_seconds", "verify_seconds", "search_seconds")
 class Clock:
     """Adds up seconds by name: ``with clock("verify"): …``."""
 
-    unread = True  # by graphs: see specmm.graph_memory
-
     def __init__(self, sync: bool = False) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.sync = sync

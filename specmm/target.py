@@ -19,11 +19,13 @@ class TargetOutput:
     """What a forward gives.
 
     ``probs`` [B, N, V] are processed: guidance, temperature and filters are applied. ``hidden``
-    [R, N, C] is what drafters read.
+    [R, N, C] is what drafters read. ``extremes`` [2] are the least and the largest logit, finite
+    where all are (None: nobody checks).
     """
 
     probs: Tensor
     hidden: Tensor
+    extremes: Tensor | None = None
 
 
 class Target(Protocol):

@@ -135,9 +135,9 @@ def taped(monkeypatch):
     recorder, which counts.
     """
     families = ("continuous.running", "scales.pipeline", "tokens.running")
-    for module in ("captured", "hf.running", *(f"image_ar.{name}" for name in families)):
+    for module in ("graphs", "hf.running", *(f"image_ar.{name}" for name in families)):
         monkeypatch.setattr(f"specmm.{module}.captures", lambda device: True)
-    monkeypatch.setattr("specmm.captured.record_on_gpu", record_on_tape)
+    monkeypatch.setattr("specmm.graphs.record_on_gpu", record_on_tape)
     monkeypatch.setattr("specmm.processors.by_numpy", lambda x: False)
     record_on_tape.records = record_on_tape.replays = 0
     return record_on_tape

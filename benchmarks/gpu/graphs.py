@@ -11,11 +11,10 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specmm.cache import Cache, CacheSize
-from specmm.captured import Graphs
-from specmm.hf.aux_states import AuxStates
+from specmm.graphs import Graphs
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
@@ -56,9 +55,9 @@ class GraphTarget(StaticTarget):
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
         """As the parent's, with room for a plain step's node; another memory forgets the graphs."""
-        before = self.kept
+        before = vars(self).get("cache")
         output = super().prefill(prompt, max(scratch, 1))
-        if self.kept is not before:
+        if self.cache is not before:
             self.graphs = TreeGraphs(self._tree_forward)
         return output
 
@@ -66,7 +65,6 @@ class GraphTarget(StaticTarget):
     def score(self, tree: DraftTree) -> TargetOutput:
         """One captured tree-attention forward."""
         self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
-        self.calls += 1
         return TargetOutput(*self.graphs(tree))
 
     @torch.inference_mode()
@@ -115,17 +113,7 @@ class VLMGraphTarget(VLMTarget):
         """One captured tree-attention forward."""
         self.cache.aim(self.cache.size.capacity, self.cache.size.capacity + tree.shape.size)
         self.tree = tree
-        self.calls += 1
-        probs, hidden, *heard = self.graphs(tree, self.offsets)
-        with self._runs():
-            for module, output in zip(self._listened(), heard, strict=True):
-                for hook in module._forward_hooks.values():
-                    hook(module, (), output)
-        return TargetOutput(probs, hidden)
-
-    def _listened(self) -> list[nn.Module]:
-        """The modules to which drafters listen: a replay calls no hooks."""
-        return [module for module in self.family.decoder.modules() if module._forward_hooks]
+        return TargetOutput(*self.graphs(tree, self.offsets))
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
@@ -135,18 +123,17 @@ class VLMGraphTarget(VLMTarget):
     def _tree_forward(
         self, tokens: Tensor, depths: Tensor, words: Tensor, offsets: Tensor
     ) -> tuple[Tensor, ...]:
-        """Probs [B, N, V] of drafts [B, N] after the committed tokens, what drafters read of them
-        [B, N, C or F·C], and the outputs of the modules to which they listen.
+        """Probs [B, N, V] of drafts [B, N] after the committed tokens, and what drafters read of
+        them [B, N, C or F·C].
         """
         given = self.offsets  # of the graph's own memory
         self.offsets = offsets
-        heard = AuxStates(self._listened())
         states = self.states(
             tokens, self.cache.lengths[:, None] + depths, mask_of(self.cache, words)
         )
         self.offsets = given
         probs = self.processor.probs(self.head(states).float(), self.history, None)
-        return probs, self._drafters_states(states), *[x for x in heard.seen if x is not None]
+        return probs, self._drafters_states(states)
 
     def _new_cache(self, size: CacheSize) -> Cache:
         """The memory of the first call, which graphs go on using; a larger one forgets them."""

@@ -18,9 +18,9 @@ from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.rounds import ROUND
 from specmm import methods
-from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
 from specmm.drafter import Drafter
+from specmm.graphs import GraphRound
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
@@ -83,7 +83,7 @@ class Run:
         target = pipe.target()
         if mode != "eager":
             target = GraphTarget(target) if mode == "graph" else StaticTarget(target)
-        play = CapturedRound() if mode == ROUND and pipe.device.type == "cuda" else one_round
+        play = GraphRound() if mode == ROUND and pipe.device.type == "cuda" else one_round
         if isinstance(method, methods.AR):
             alone = without_drafts() if mode == ROUND else None
             return cls(mode, label(method), target, alone, play)

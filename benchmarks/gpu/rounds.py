@@ -18,9 +18,9 @@ import torch
 from benchmarks.common import Row
 from benchmarks.gpu.parts import Bench
 from specmm.autotune import time_round
-from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
 from specmm.drafter import DeferredDrafter, Drafter
+from specmm.graphs import GraphRound
 from specmm.randomness import Uniforms
 from specmm.target import Target
 from specmm.verify.rule import Rule
@@ -94,12 +94,12 @@ def captured_row(
     drafter, rule = parts
     if isinstance(drafter, DeferredDrafter):
         drafter = drafter.inner
-    captured = CapturedRound()
+    captured = GraphRound()
     play: Play = captured if bench.on_gpu else one_round
     with bench.memory() as memory:
         given = target, drafter, rule, asked.prompt, asked.length, asked.uniforms
         seconds = loop_seconds(bench.now, decode(*given, play=play), repeats, WARM_WHOLE)
-    if bench.on_gpu and captured.captured.recorded is None:
+    if bench.on_gpu and captured.recorded is None:
         raise ValueError("the round could not be captured")
     return _row(name, drafter, repeats, seconds) | memory
 

@@ -70,6 +70,8 @@ class DFlash(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
+    state: ClassVar[tuple[str, ...]] = ("cache", "everyone")
+
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
         sizes = config.sizes
@@ -143,7 +145,8 @@ class DFlash(nn.Module):
             capacity=capacity,
             scratch=max(block, commit),
         )
-        self.cache = Cache(size, self.fc.weight.dtype, device)
+        kept = vars(self).get("cache")
+        self.cache = Cache.again(kept, size, self.fc.weight.dtype, device)
         self.past = as_transformers(self.cache.layers)
         self.everyone = torch.ones(1, block, block, dtype=torch.bool, device=device)
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.captured import Graphs, shared_pool
 from specmm.compiled import NotCompiled
-from specmm.derived import version
-from specmm.graph_memory import addresses
+from specmm.derived import placed
+from specmm.graphs import Graphs, shared_pool
 from specmm.image_ar.continuous.chain_program import ChainProgram, ChainState, Fixed, play_round
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_windows import WindowTables
@@ -35,7 +34,7 @@ class MARGraphs:
 
     def __init__(self, model: MAR) -> None:
         self.model = model
-        self.weights = addresses([model]), version(model)
+        self.weights = placed(model)
         self.pool = shared_pool(model.mask_token.device)
         self.passes = Graphs(self._pass, self.pool)
         self.plain: dict[tuple[type, ChainHead, float], Graphs] = {}
@@ -48,7 +47,7 @@ class MARGraphs:
         """
         each = (self.passes, *self.plain.values(), *self.rounds.values())
         graphs = [graph for some in each for graph in some.by_form.values()]
-        moved = (addresses([self.model]), version(self.model)) != self.weights
+        moved = placed(self.model) != self.weights
         return moved or len(graphs) > MOST or sum(x.held for x in graphs) > MOST_BYTES
 
     def conditions(self, tokens: Tensor, known: Tensor, classes: Tensor, wanted: Tensor) -> Tensor:

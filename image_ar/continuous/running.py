@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.captured import captures
 from specmm.derived import Derived
+from specmm.graphs import captures
 from specmm.image_ar.continuous.captured_mar import MARGraphs, check_captured
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation

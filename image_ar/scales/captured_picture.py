@@ -11,13 +11,12 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from specmm.captured import Graph
+from specmm.graphs import Graph
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.processors import checked_later
 from specmm.randomness import PredrawnUniforms
 from specmm.stats import Clock
 
@@ -50,13 +49,17 @@ class PictureGraph:
     @torch.inference_mode()
     def eager(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The same without a graph."""
-        feature_map = FeatureMap(self.quantize, len(labels))
+        feature_map = self._drawn(labels, numbers, late=False)
+        return torch.cat(feature_map.tokens, dim=1), feature_map.f_hats[-1]
+
+    @torch.inference_mode()
+    def _drawn(self, labels: Tensor, numbers: Tensor, late: bool) -> FeatureMap:
+        feature_map = FeatureMap(self.quantize, len(labels), late)
         uniforms = InverseCDF(self.sampling, PredrawnUniforms(numbers), len(feature_map.schedule))
         given = code_turns(*self.models, self.n), feature_map, labels, self.sampling
         deque(alternate(*given, lambda _: uniforms, Clock()), maxlen=0)
-        return torch.cat(feature_map.tokens, dim=1), feature_map.f_hats[-1]
+        return feature_map
 
     def _checked(self, labels: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with checked_later() as found:
-            tokens, sums = self.eager(labels, numbers)
-        return tokens, sums, torch.stack(found)
+        found = self._drawn(labels, numbers, late=True)
+        return torch.cat(found.tokens, dim=1), found.f_hats[-1], torch.stack(found.ends)

@@ -17,22 +17,25 @@ from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.image_ar.scales.scale_schedule import scale_bias
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.processors import check_finite
+from specmm.processors import check_finite, extremes
 
 
 class FeatureMap:
     """What is drawn so far: ``tokens`` [B, p²] and ``f_hats`` [B, E, P, P] by scale.
 
     f_hat is the sum of the scales' codes in VAR's algorithm 2. It belongs to no model, so that any
-    model of the same tokenizer can predict the next scale.
+    model of the same tokenizer can predict the next scale. ``ends`` are the least and largest
+    logits [2] of each prediction, which whoever draws checks in the end if that is to be ``late``.
     """
 
-    def __init__(self, quantizer: MultiScaleQuantizer, batch: int) -> None:
+    def __init__(self, quantizer: MultiScaleQuantizer, batch: int, late: bool = False) -> None:
         self.quantizer = quantizer
         self.batch = batch
         self.schedule = quantizer.schedule
         self.tokens: list[Tensor] = []
         self.f_hats: list[Tensor] = []
+        self.late = late
+        self.ends: list[Tensor] = []
         self._inputs: list[Tensor] = []
 
     def add(self, drawn: ScaleTokens) -> None:
@@ -121,7 +124,10 @@ class Session:
         x = self.model.run(x, self.given, bias, self._stores(k), starts[k + 1] - starts[first])
         self.filled = k + 1
         logits = self._guided(x, first, k)
-        check_finite(logits, k, f"VAR of depth {self.model.config.depth}", "scale")
+        feature_map.ends.append(extremes(logits))
+        if not feature_map.late:
+            depth = self.model.config.depth
+            check_finite(feature_map.ends[-1], f"VAR of depth {depth} in scale {k}")
         return logits
 
     def crop(self, scales: int) -> None:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.captured import captures, prepare_programs
-from specmm.derived import version
-from specmm.graph_memory import addresses
+from specmm.derived import placed, version
+from specmm.graphs import captures, prepare_programs
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
@@ -414,7 +413,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     ) -> Iterator[int]:
         """All rounds at once, as one graph of a GPU: the first ``n`` by ``large``."""
         networks = large, small, self.vae.quantize
-        key = n, len(batch.labels), batch.sampling, addresses(networks), version(*networks)
+        key = n, len(batch.labels), batch.sampling, placed(*networks)
         if self.graph is None or self.graph[0] != key:  # one at a time: it keeps its memory
             self.graph = key, PictureGraph(*networks, n, batch.sampling)
         schedule = feature_map.schedule

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.decode import Progress, begun
+from specmm.decode import Progress, begun, check_output
 from specmm.drawing import DrawingTarget
 from specmm.randomness import Uniforms, categorical
 from specmm.stats import Certificate, Clock, Stats
@@ -88,6 +88,7 @@ def decode_rows(
     plan = _planned(target, window)
     with clock("verify"):
         output = target.prefill(prompt, 0)
+        check_output(output, target.name)
     progress = begun(categorical(output.probs[:, -1], uniforms.draw(1)[:, 0]), target.length, 0)
     seen = torch.zeros(target.length, dtype=torch.bool, device=target.device)
     forced = _forced(target)
@@ -97,10 +98,11 @@ def decode_rows(
         tokens = torch.where(forced[places] < 0, progress.tokens[:, sources], forced[places])
         with clock("verify"):
             output = target.step_at(tokens, places, _mask(seen, part, places))
+            check_output(output, target.name, len(kept) + 1)
         some = torch.tensor(part.predicts, device=seen.device)
         found = categorical(output.probs[:, some], uniforms.draw(len(some)))
         progress.tokens[:, places[some] + 1] = found
-        progress.counts = progress.counts + len(some)
+        progress.counts += len(some)
         kept.append(len(some))
         yield progress
     seconds = time.perf_counter() - start

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from specmm import methods
-from specmm.captured import captures, prepare_programs, round_program
 from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
-from specmm.derived import version
+from specmm.derived import placed, version
 from specmm.drafter import Drafter
 from specmm.drawing import DrawingTarget
+from specmm.graphs import captures, prepare_programs, round_program
 from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
@@ -78,27 +77,26 @@ def _steps(
     length = target.length
     if not (method.drafts or (target.static_shapes and captures(target.device))):
         return decode_plain(target, prompt, length, uniforms), None, None
-    play = _play(target, parts, method)
     if not method.drafts:  # filters and the draw are part of a round's graph, but not of a step's
+        _, play = _rounds(target, parts, method, lambda: None)
         alone = without_drafts()
         return decode(target, *alone, prompt, length, uniforms, play=play), None, None
-    target, drafter, rule = assemble(method, target, parts)
+    made, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
+    target, drafter, rule = made
     steps = decode(target, drafter, rule, prompt, length, uniforms, queue=batch.queue, play=play)
     return steps, rule, drafter
 
 
-def _play(target: DrawingTarget, parts: PictureParts, method: Method) -> Play:
-    """What plays the rounds of ``method``: programs that calls share, or the loop as it is."""
+def _rounds(
+    target: DrawingTarget, parts: PictureParts, method: Method, assembled: Callable[[], T]
+) -> tuple[T, Play]:
+    """What rounds of ``method`` take, and what plays them: the loop as it is, or programs, which
+    calls share with what is ``assembled`` for them.
+    """
     if not target.static_shapes:
-        return one_round
-    key = methods.filed(method)
-    make = partial(round_program, target.device)
-    if target.programs is None:
-        own = ("round", parts.made.get("static of"), key)
-        return parts.once(own, make)
-    if key not in target.programs:
-        target.programs[key] = make()
-    return target.programs[key]
+        return assembled(), one_round
+    own = ("round", parts.made.get("static of"), methods.filed(method))
+    return parts.once(own, lambda: (assembled(), round_program(target.device)))
 
 
 def static_target(
@@ -121,9 +119,10 @@ def static_target(
             "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
             f"(rounds all alike), got {method}"
         )
-    prepare_programs(next(network.parameters()).device)
+    device = next(network.parameters()).device
+    prepare_programs(device)
     heads = [head for head in parts.drafters.values() if isinstance(head, torch.nn.Module)]
-    now = version(network, *heads)
+    now = (placed if captures(device) else version)(network, *heads)
     if parts.made.get("version") != now:  # programs are traced of networks as they are
         parts.made.clear()
         parts.made["version"] = now

@@ -7,7 +7,7 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
-from specmm.compiled import CompiledRound, DeferredStop, NotCompiled, compiled
+from specmm.compiled import NotCompiled, compiled
 from specmm.guidance import Guidance as Guidance
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.kernels.tree_attention import Mask
-from specmm.processors import Processor, check_finite
+from specmm.processors import Processor, extremes
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
@@ -55,8 +55,8 @@ class LlamaGenTarget:
     ``aux_layers`` are those whose inputs the drafter reads beside the last hidden state.
     """
 
+    state: ClassVar[tuple[str, ...]] = ("cache",)
     static_shapes: ClassVar[bool] = False
-    programs: dict[Hashable, CompiledRound] | None = None
     prompted: ClassVar[bool] = False
     layered: ClassVar[str] = "specmm.image_ar.tokens.drafters.early_exit:LayeredLlamaGen"
     allowed: ClassVar[None] = None  # every token may come everywhere
@@ -70,7 +70,7 @@ class LlamaGenTarget:
         self.processor = processor
         self.name = name
         self.aux_layers: tuple[int, ...] = ()
-        self.calls = 0
+        self.steps = 0  # plain ones
         self.known: Known | None = None
         self.cache: Cache
 
@@ -130,8 +130,8 @@ class LlamaGenTarget:
             capacity=config.cls_token_num + self.length,
             scratch=scratch,
         )
-        self.cache = Cache(size, self.dtype, rows.device)
-        self.calls = 0
+        self.cache = self._new_cache(size, rows.device)
+        self.steps = 0  # plain ones
         self.known = None
         if self.guidance.branches == 2:
             rows = torch.cat([rows, self.model.cls_embedding.unconditional(rows)])
@@ -141,6 +141,9 @@ class LlamaGenTarget:
         output = self._forward(x, torch.arange(x.shape[1], device=x.device)[None], bias)
         self.cache.lengths += config.cls_token_num
         return output
+
+    def _new_cache(self, size: CacheSize, device: torch.device) -> Cache:
+        return Cache(size, self.dtype, device)
 
     @torch.inference_mode()
     def start_row(self, row: int, prompt: Prompt) -> TargetOutput:
@@ -173,7 +176,8 @@ class LlamaGenTarget:
         no mask is needed.
         """
         cache = self.cache
-        done = self.model.config.cls_token_num + self.calls - 1
+        done = self.model.config.cls_token_num + self.steps
+        self.steps += 1
         cache.aim(done, done + 1)
         bias = None
         if cache.hidden_prefix is not None:
@@ -239,12 +243,8 @@ class LlamaGenTarget:
     ) -> TargetOutput:
         logits, hidden = self.model(x, positions, bias, self.cache.layers, self.aux_layers, skip)
         guided = self.guide(logits.float(), positions)
-        self._count(guided)
-        return TargetOutput(self.processor(guided), hidden)
-
-    def _count(self, guided: Tensor) -> None:
-        check_finite(guided, self.calls, self.name)
-        self.calls += 1
+        ends = extremes(guided)
+        return TargetOutput(self.processor(guided), hidden, ends)
 
     def guide(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V] of both branches' [R, N, V] at ``positions`` [1 or R, N]."""
@@ -270,13 +270,12 @@ class LlamaGenTarget:
         return bias.masked_fill_(~seen, float("-inf"))[:, None]
 
 
-class StaticTarget(DeferredStop, LlamaGenTarget):
+class StaticTarget(LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at
     every call.
 
     A step attends all slots of the cache under a mask and writes by index; the eager one slices and
-    needs no mask. A compiled program cannot stop at logits that are not finite: the caller checks
-    after a round (``check_round``).
+    needs no mask.
     """
 
     static_shapes: ClassVar[bool] = True
@@ -287,35 +286,26 @@ class StaticTarget(DeferredStop, LlamaGenTarget):
                 "steps and rounds of static shapes serve class-conditional models only"
             )
         super().__init__(plain.model, plain.guidance, plain.processor, plain.name)
-        self.kept: Cache | None = None
         self.run = partial(compiled(StaticTarget.logits_of, self.device), self)
 
-    @torch.inference_mode()
-    def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
-        """As the parent's, then moved into the memory of the first call, which all steps use."""
-        output = super().prefill(prompt, scratch)
-        if self.kept is None or self.kept.size != self.cache.size:
-            self.kept = self.cache
-            device = self.cache.lengths.device
+    def _new_cache(self, size: CacheSize, device: torch.device) -> Cache:
+        """That of the first call, whose memory all steps use."""
+        kept = vars(self).get("cache")
+        cache = Cache.again(kept, size, self.dtype, device)
+        if cache is not kept:
             self.place = torch.zeros(1, dtype=torch.int64, device=device)
-            self.numbers = torch.arange(self.cache.slots, device=device)
-            layers = self.cache.layers
-            self.memories = [StaticMemory(x.keys, x.values, self.place) for x in layers]
-        else:
-            for kept, new in zip(self.kept.arrays, self.cache.arrays, strict=True):
-                kept.copy_(new)
-            self.kept.lengths.copy_(self.cache.lengths)
-            self.cache = self.kept
-        return output
+            self.numbers = torch.arange(cache.slots, device=device)
+            self.memories = [StaticMemory(x.keys, x.values, self.place) for x in cache.layers]
+        return cache
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
         """One plain step of static shapes."""
-        self.place.fill_(self.model.config.cls_token_num + self.calls - 1)
+        self.place.fill_(self.model.config.cls_token_num + self.steps)
         guided, hidden = self.run(tokens)
-        self._count(guided)
+        self.steps += 1
         self.cache.lengths += 1
-        return TargetOutput(self.processor(guided), hidden)
+        return TargetOutput(self.processor(guided), hidden, extremes(guided))
 
     def score(self, tree: DraftTree) -> TargetOutput:
         """One tree-attention forward, in the caller's inference mode: entering one would break a

@@ -119,7 +119,7 @@ class Options:
     refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
     ``torch.compile``, which are made at the first call of a method, batch and length; "auto" makes
     them once they pay (:mod:`specmm.when_compiled`), and never for streams. On a GPU rounds, of
-    questions about pictures, too, are graphs (:mod:`specmm.captured`). ``drafter``,
+    questions about pictures, too, are graphs (:mod:`specmm.graphs`). ``drafter``,
     ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
     :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
     answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).

@@ -7,7 +7,7 @@ Shape letters: B batch, T tokens of a picture, H and W pixels of its sides, C wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from specmm import zoo
 from specmm.cache import branched
-from specmm.compiled import CompiledRound
 from specmm.guidance import AllowedTokens, Guidance
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
@@ -119,7 +118,6 @@ class PictureTarget(VLMTarget):
 
     processor: Processor
     guidance: Guidance
-    programs: dict[Hashable, CompiledRound] | None = None
     static_shapes: ClassVar[bool] = False
     prompted: ClassVar[bool] = True
     layered: ClassVar[str] = "specmm.hf.drafters.early_exit:LayeredTarget"
@@ -184,13 +182,13 @@ class PictureTarget(VLMTarget):
         assert self.allowed is not None
         return self.allowed
 
-    def read_layers(self, layers: Sequence[int]) -> None:
+    def read_layers(self, layers: Sequence[int], normed: bool = False) -> None:
         """From now on drafters read, after the states that the head reads, the inputs of
         ``layers`` [R, N, C·(1 + F)].
 
         Raises ``ValueError`` for layers that the model does not have, or the first.
         """
-        super().read_layers([layer - 1 for layer in layers])
+        super().read_layers([layer - 1 for layer in layers], normed)
 
     def _drafters_states(self, states: Tensor) -> Tensor:
         if self.aux is None:

@@ -21,7 +21,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.autotune import Plan
-from specmm.captured import CapturedRound, captures
 from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import (
@@ -34,8 +33,9 @@ from specmm.decode import (
     one_round,
     without_drafts,
 )
-from specmm.derived import version
+from specmm.derived import placed, version
 from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
+from specmm.graphs import GraphRound, captures
 from specmm.hardware import Place, contiguous_state, prepack
 from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.choosing import chosen_of, kinds_of
@@ -212,15 +212,15 @@ class Run:
     @property
     def compiled(self) -> bool:
         """Whether programs have played rounds: graphs only once some were alike."""
-        if isinstance(self.play, CapturedRound):
-            return self.play.captured.recorded is not None
+        if isinstance(self.play, GraphRound):
+            return self.play.recorded is not None
         return self.play is not one_round
 
     def _played_ahead(self, ahead: bool) -> None:
         """Whether rounds may be told before the last one is known to be right: not where tokens are
         shown as they come.
         """
-        if isinstance(self.play, CapturedRound):
+        if isinstance(self.play, GraphRound):
             self.play.ahead = ahead
 
     def finish(
@@ -565,7 +565,7 @@ class Pipeline:
             )
         rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
         if method.captured and not options.stops and (asked or rounds >= WORTH):
-            return CapturedRound(quiet=not asked)
+            return GraphRound(quiet=not asked)
         if asked:
             raise NotCompiled(
                 "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
@@ -586,12 +586,14 @@ class Pipeline:
             return None
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
 
-    def version(self, drafter: object) -> tuple[Any, ...]:
-        """Equal as long as programs of the model and a ``drafter`` serve; see
-        :func:`specmm.derived.version`.
+    def version(
+        self, drafter: object, of: Callable[..., tuple[Any, ...]] = version
+    ) -> tuple[Any, ...]:
+        """Equal as long as programs of the model and a ``drafter`` serve, ``of`` being
+        :func:`specmm.derived.version`, or ``placed``.
         """
         networks = (self.model, network_of(drafter))
-        return version(*(network for network in networks if network is not None))
+        return of(*(network for network in networks if network is not None))
 
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
         """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same
@@ -599,8 +601,8 @@ class Pipeline:
         """
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None
-        captured = isinstance(play, CapturedRound)
-        now = self.version(drafter) if captured else ()
+        captured = isinstance(play, GraphRound)
+        now = self.version(drafter, placed) if captured else ()
         key = methods.filed(method), options.processor, options.compiled, now
         last = self.graphs.take(key, self.model, drafter) if captured else None
         more = captured and last is None
@@ -639,7 +641,7 @@ class Pipeline:
         if criteria := options.more.get("stopping_criteria"):
             own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
             stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
-        if parts is None and queue is None and not isinstance(play, CapturedRound):
+        if parts is None and queue is None and not isinstance(play, GraphRound):
             steps = decode_plain(target, prompt, length, uniforms, stop=stop)
             return Run(name, shared.alone(steps), None, stops, settings, play=play, **told)
         drafter, rule = parts or without_drafts()

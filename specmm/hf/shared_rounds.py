@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from specmm.captured import CapturedRound
 from specmm.decode import Play, Progress
+from specmm.graphs import GraphRound
 from specmm.hardware import is_nearly_full
 from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
@@ -41,7 +41,7 @@ class SharedRounds:
     @property
     def failed(self) -> bool:
         """Whether graphs were wanted and could not be recorded."""
-        return isinstance(self.play, CapturedRound) and self.play.captured.failed
+        return isinstance(self.play, GraphRound) and self.play.failed
 
     def fits(self, model: Any, drafter: object) -> bool:
         """Whether it is of ``model`` and drafts with ``drafter``."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm.cache import Cache, CacheSize, StaticMemory, branched
-from specmm.compiled import DeferredStop, NotCompiled, compiled
+from specmm.compiled import NotCompiled, compiled
 from specmm.decode import room
 from specmm.guidance import Guidance
 from specmm.hf.cache_layers import as_transformers
@@ -24,20 +24,18 @@ from specmm.hf.families import WAYS
 from specmm.hf.picture_tokens import PictureTarget
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Past, ProbsProcessor, VLMTarget
-from specmm.processors import Processor
+from specmm.processors import Processor, extremes
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 
 
-class CapturedTarget(DeferredStop, VLMTarget):
-    """A model whose rounds are graphs on a GPU (:mod:`specmm.captured`); plain decoding is rounds
+class CapturedTarget(VLMTarget):
+    """A model whose rounds are graphs on a GPU (:mod:`specmm.graphs`); plain decoding is rounds
     without drafts.
 
     All calls with room for as many tokens, rounded up, have the same memory.
     """
 
-    # by graphs: rounds do not read them, or they are there twice
-    aside: ClassVar[tuple[str, ...]] = ("prompt", "context", "started", "memory")
     memory: tuple[Cache, Past] | None = None
 
     @torch.inference_mode()
@@ -49,10 +47,7 @@ class CapturedTarget(DeferredStop, VLMTarget):
 
     def _new_cache(self, size: CacheSize) -> Cache:
         kept = None if self.memory is None else self.memory[0]
-        if kept is None or (kept.size, kept.dtype, kept.device) != (size, self.dtype, self.device):
-            return super()._new_cache(size)
-        kept.forget()
-        return kept
+        return Cache.again(kept, size, self.dtype, self.device)
 
     def _new_past(self, batch: int) -> Past:
         if self.family.chains_only:  # its states are part of it
@@ -69,8 +64,7 @@ class StaticVLMTarget(CapturedTarget):
     """A text model whose plain steps, and rounds on trees of one shape, have the same shapes at
     every call.
 
-    A compiled round cannot stop at logits that are not finite: the caller checks after it
-    (``check_round``). Raises ``ValueError`` for models whose positions depend on a text's length.
+    Raises ``ValueError`` for models whose positions depend on a text's length.
     """
 
     def __init__(
@@ -122,13 +116,13 @@ class StaticVLMTarget(CapturedTarget):
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
         """One plain step of static shapes."""
-        slot = self.prompt.width + self.calls - 1
+        slot = self.prompt.width + self.steps
         self.place.fill_(slot)
         self.bias[..., slot] = 0
         # the first as it is: what it finds out of the model is then known, and not traced
-        logits, output = (self.program if self.stepped else _next)(self, tokens)
+        output: TargetOutput = (self.program if self.stepped else _next)(self, tokens)
         self.stepped = True
-        self._count(logits)
+        self.steps += 1
         self.positions += 1
         return output
 
@@ -144,7 +138,6 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
         options = (plain.processor, plain.guidance, plain.name, plain.layout, plain.example)
         PictureTarget.__init__(self, plain.model, plain.facts, *options)
         self._prepare()
-        self.programs = {}
         self.others: dict[Processor, StaticPictureTarget] = {}
 
     def with_processor(self, processor: Processor) -> StaticPictureTarget:
@@ -155,11 +148,12 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
         return self.others[processor]
 
 
-def _next(target: StaticVLMTarget, tokens: Tensor) -> tuple[Tensor, TargetOutput]:
-    """Logits of all branches and output after ``tokens`` [B], at ``target``'s place."""
+def _next(target: StaticVLMTarget, tokens: Tensor) -> TargetOutput:
+    """The output after ``tokens`` [B], at ``target``'s place."""
     if target.processor.stateful:
         target.history.append(tokens[:, None], torch.ones_like(tokens))
     states = target.states(tokens[:, None], target.positions, target.bias)
     logits = target.head(states)
     guided = target.guided(logits, target.positions)
-    return logits, TargetOutput(target.processor.probs(guided, target.history, None), states)
+    probs = target.processor.probs(guided, target.history, None)
+    return TargetOutput(probs, states, extremes(logits))

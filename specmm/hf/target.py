@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from specmm.hf.prompt import VLMPrompt as VLMPrompt
 from specmm.hf.states import States
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
-from specmm.processors import History, Processor, check_finite
+from specmm.processors import History, Processor, extremes
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult
@@ -86,6 +86,16 @@ class VLMTarget:
     part of the text, or M-RoPE.
     """
 
+    state: ClassVar[tuple[str, ...]] = (
+        "cache",
+        "begins",
+        "offsets",
+        "places",
+        "first",
+        "each",
+        "history",
+    )
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -122,7 +132,7 @@ class VLMTarget:
         self.wants_context = False
         self.context: Context | None = None
         self.aux: AuxStates | None = None  # what drafters read in place of the last states
-        self.calls = 0
+        self.steps = 0  # plain ones
         self.running = False  # a forward of this target, not of another on the same model
         self.starting_row = False  # that of a row that begins anew
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
@@ -168,9 +178,10 @@ class VLMTarget:
         """Logits [..., V] of post-final-norm ``states`` [..., C]."""
         return self.family.logits(states)
 
-    def read_layers(self, layers: Sequence[int]) -> None:
+    def read_layers(self, layers: Sequence[int], normed: bool = False) -> None:
         """From now on drafters read the outputs of ``layers``, counted from 0, side by side
-        [R, N, F·C], and not the states that the head reads.
+        [R, N, F·C], and not the states that the head reads; the last layer's after the final norm
+        if they are to be ``normed``.
 
         No ``layers``: as before. Raises ``ValueError`` for some that the model does not have.
         """
@@ -189,7 +200,8 @@ class VLMTarget:
             found = target()
             return found is not None and (found.running or found.starting_row)
 
-        self.aux = AuxStates([own[i] for i in layers], listens)
+        whole = {len(own) - 1: self.family.decoder} if normed else {}
+        self.aux = AuxStates([whole.get(i, own[i]) for i in layers], listens)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
@@ -243,7 +255,7 @@ class VLMTarget:
         """An empty cache for ``prompt``, its answer and ``scratch``."""
         self.check(prompt, scratch)
         self.prompt = prompt
-        self.calls = 0
+        self.steps = 0  # plain ones
         self.spent = None
         self.rest = None
         vars(self).pop("started", None)
@@ -388,13 +400,14 @@ class VLMTarget:
         """One plain step. All rows write the same slot, after the longest prompt: slices serve, and
         no mask where the prompts have one length.
         """
-        slot = self.prompt.width + self.calls - 1
+        slot = self.prompt.width + self.steps
         self.cache.aim(slot, slot + 1)
         if self.recurrent is not None:
             self.recurrent.settle()
         if self.processor.stateful:
             self.history.append(tokens[:, None], torch.ones_like(tokens))
-        positions = (self.begins + self.calls - 1)[:, None]
+        positions = (self.begins + self.steps)[:, None]
+        self.steps += 1
         states = self.states(tokens[:, None], positions, self._step_bias(slot))
         return self._output(states, states, None, positions)
 
@@ -455,8 +468,8 @@ class VLMTarget:
         ``hidden`` [R, N, ...].
         """
         logits = self.head(states)
-        self._count(logits)
-        return TargetOutput(self._probs(self.guided(logits, positions), tree), hidden)
+        ends = extremes(logits)
+        return TargetOutput(self._probs(self.guided(logits, positions), tree), hidden, ends)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V] of those of all branches [R, N, V] of tokens at ``positions`` [B, N]."""
@@ -465,10 +478,6 @@ class VLMTarget:
         if self.allowed is not None:
             logits = self.allowed(logits, positions - self.begins[:, None] + 1)
         return logits
-
-    def _count(self, logits: Tensor) -> None:
-        check_finite(logits, self.calls, self.name)
-        self.calls += 1
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None

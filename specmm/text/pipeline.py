@@ -18,10 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
-from specmm.captured import round_program
 from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
+from specmm.graphs import round_program
 from specmm.hf.drafter_formats import ModelFolder, sees
 from specmm.hf.messages import Chat, as_parts, joined, written
 from specmm.hf.options import CallOptions, Options, lists_options

@@ -60,8 +60,6 @@ class GivenTrees:
     recorded.
     """
 
-    unread = True  # by graphs: see specmm.graph_memory
-
     def __init__(self, given: Sequence[tuple[Parents, bool]] = ()) -> None:
         self.given = set(given)
 

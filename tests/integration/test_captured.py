@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from benchmarks.gpu.pocket import squares
-from specmm import captured, graph_memory, methods
-from specmm.captured import Captured, Recorded, round_program
+from specmm import graphs, methods
 from specmm.decode import decode
-from specmm.graph_memory import Uncapturable, one_to_one, pairs, same_network
+from specmm.graphs import round_program
 from specmm.hf import shared_rounds
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
@@ -200,7 +199,7 @@ def test_runs_that_cannot_be_captured_spoil_no_later_ones(coder, taped, monkeypa
         raise RuntimeError("cannot be captured")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be captured"):
-        patch.setattr("specmm.captured.record_on_gpu", broken)
+        patch.setattr("specmm.graphs.record_on_gpu", broken)
         assert asked(coder, True, 0) == plain
     assert asked(coder, True, 0) == plain and taped.records == 1
 
@@ -261,7 +260,7 @@ def test_replaced_graphs_are_freed_at_once(coder, full, kept, taped, strict, mon
         for temperature in (0.5, 0.6, 0.7):
             asked(coder, True, 0, temperature=temperature)
             shared = coder.graphs.newest
-            graph = weakref.ref(shared.play.captured.recorded)
+            graph = weakref.ref(shared.play.recorded)
             found.append((graph, weakref.ref(shared.target.cache)))
         gone = [part() is None for pair in found for part in pair]
         assert gone == [True] * (6 - 2 * kept) + [False] * 2 * kept
@@ -287,31 +286,6 @@ def test_another_drafter_is_another_graph(coder, taped, strict):
     other.graphs = coder.graphs
     plain, found = (asked(other, way, 0, **options) for way in (False, True))
     assert plain == found and taped.records == 2
-
-
-class Table(torch.nn.Module):
-    def __init__(self, value, weights=()):
-        super().__init__()
-        self.register_buffer("angles", torch.tensor([value]))
-        for name in weights:
-            self.register_parameter(name, torch.nn.Parameter(torch.ones(1)))
-
-
-def test_networks_of_other_weights_are_not_those_of_a_graph():
-    table = Table(1.0)
-    assert same_network(table, table) and same_network(Table(1.0), table)
-    assert not same_network(Table(2.0), table)
-    assert not same_network(Table(1.0, ["w"]), Table(1.0, ["w"]))
-    assert not same_network(Table(1.0, ["w"]), table)
-
-
-def test_what_may_be_one_tensor():
-    """Kept tensors as they were when recorded; those that each call replaces may have been two."""
-    a, b, x, y = (torch.ones(1) for _ in range(4))
-    assert one_to_one([(a, x), (b, y)], []) and one_to_one([(a, x), (a, x)], [])
-    assert not one_to_one([(a, x), (b, x)], []) and not one_to_one([(a, x), (a, y)], [])
-    assert one_to_one([], [(a, x), (b, x)]) and not one_to_one([], [(a, x), (a, y)])
-    assert not one_to_one([(a, x)], [(b, x)])
 
 
 def rounds(play=None):
@@ -360,110 +334,17 @@ def test_calls_share_a_graph(name, taped, strict):
     assert torch.equal(one.tokens, other.tokens)
 
 
-def test_a_graph_that_reads_what_was_left_of_the_call_before_is_noticed(taped, monkeypatch):
-    pipe = tiny_pipeline(tokens=36)
-    plain = pictures_of(pipe, False, method="sjd")
-    monkeypatch.setattr(Recorded, "_moves", lambda *_: [])
-    try:
-        found = pictures_of(pipe, True, method="sjd")
-    except (IndexError, RuntimeError):  # lengths of the call before
-        return
-    assert not torch.equal(plain, found)
-
-
-def no_copies(old, new):
-    return []
-
-
-def test_a_graph_that_leaves_what_it_replaced_where_it_was_is_noticed(taped, monkeypatch):
-    right, _ = rounds()
-    monkeypatch.setattr(graph_memory, "pairs", no_copies)
-    try:
-        wrong, _ = rounds()
-    except (IndexError, RuntimeError):  # counts that do not grow
-        return
-    assert not torch.equal(right, wrong)
-
-
-def test_what_a_replay_returned_outlives_the_next(taped):
-    function = Captured(lambda kept, x: (kept["n"] + x, kept.update(n=kept["n"] + 1))[0])
-    kept = {"n": torch.zeros(2)}
-    found = [function((kept,), (torch.full((2,), float(i)),)) for i in range(6)]
-    assert [x.tolist() for x in found] == [[2.0 * i] * 2 for i in range(6)]
-    assert kept["n"].tolist() == [6, 6] and taped.replays == 4
-
-
-def test_numbers_that_grow_grow_with_every_replay(taped):
-    def count(kept, x):
-        kept["calls"] += 2
-        return x * 2
-
-    function, kept = Captured(count), {"calls": 0}
-    for i in range(5):
-        assert function((kept,), (torch.tensor(i),)) == 2 * i
-    assert kept["calls"] == 10 and taped.replays == 3
-
-
-def test_another_tensor_in_the_place_of_one_is_read(taped):
-    def add(kept, x):
-        return kept["n"] + x
-
-    function, kept = Captured(add), {"n": torch.zeros(())}
-    for i in range(5):
-        kept["n"] = torch.tensor(float(i))
-        assert function((kept,), (torch.tensor(1.0),)) == i + 1
-    kept["n"] = torch.zeros(3)  # of another shape: another graph
-    for _ in range(3):
-        assert function((kept,), (torch.tensor(1.0),)).tolist() == [1, 1, 1]
-    assert taped.records == 2
-
-
-def test_what_waits_for_the_device_is_played_as_it_is(taped):
-    function = Captured(lambda kept, x: x * 2 if bool(x > 0) else x)
-    with pytest.warns(UserWarning, match="runs uncompiled, since it cannot be captured: aten"):
-        for i in range(12):
-            assert function(({},), (torch.tensor(i),)) == 2 * i
-    assert function.failed and not taped.replays
-
-
-def test_what_grows_is_played_as_it_is(taped):
-    def note(kept, x):
-        kept["all"].append(x)
-        return x
-
-    function, kept = Captured(note), {"all": []}
-    with pytest.warns(UserWarning, match="a call adds to what is kept"):
-        for i in range(9):
-            function((kept,), (torch.tensor(i),))
-    assert [int(x) for x in kept["all"]] == list(range(9))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "why"),
-    [
-        (torch.zeros(2), torch.zeros(3), r"a tensor of \(2,\) became \(3,\)"),
-        ((1, torch.zeros(2)), (1,), "a sequence became longer or shorter"),
-        (None, (1,), "NoneType became tuple"),
-        ({"a": 1}, {"b": 1}, "a dict has other attributes"),
-        ("a", "b", "'a' became 'b'"),
-    ],
-)
-def test_values_of_other_form_are_not_captured(old, new, why):
-    with pytest.raises(Uncapturable, match=why):
-        pairs(old, new)
-
-
 def test_what_is_fixed_is_copied_once(taped, monkeypatch):
     copied = []
-    copy_all = captured.copy_all
-    monkeypatch.setattr(captured, "copy_all", lambda a, b: (copied.append(b), copy_all(a, b)))
-    graphs = captured.Graphs(lambda a, b: (a * b,), fixed=1)
+    copy_all = graphs._copy_all
+    monkeypatch.setattr(graphs, "_copy_all", lambda a, b: (copied.append(b), copy_all(a, b)))
+    made = graphs.Graphs(lambda a, b: (a * b,), fixed=1)
     table, state = torch.tensor([2.0]), torch.tensor([3.0])
     for other in (table, table, torch.tensor([5.0]), table):
-        (state,) = graphs(other, state)
+        (state,) = made(other, state)
     assert state == 3 * 2 * 2 * 5 * 2
     assert [len(some) for some in copied] == [2, 1, 2, 2]
-    graphs(table.mul_(1), state.zero_())
+    made(table.mul_(1), state.zero_())
     assert len(copied[-1]) == 1 and copied[-1][0] is state
 
 
@@ -496,28 +377,6 @@ def test_logits_that_are_not_finite_end_a_run(taped):
         next(steps)
 
 
-class Scaled:
-    """A run's object: a setting, and a tensor of its own."""
-
-    def __init__(self, scale, start):
-        self.scale = scale
-        self.total = torch.full((2,), start)
-
-
-def test_another_setting_is_another_graph(taped):
-    def add(run, x):
-        run.total = run.total + run.scale * x
-        return run.total
-
-    function, one = Captured(add), torch.ones(2)
-    for scale, start in ((1.0, 0.0), (1.0, 10.0), (3.0, 20.0)):
-        run = Scaled(scale, start)
-        for i in range(1, 6):
-            assert function((run,), (one,)).tolist() == [start + scale * i] * 2
-        assert run.total.tolist() == [start + 5 * scale] * 2
-    assert taped.records == 2, "the first two runs share one"
-
-
 def test_runs_of_the_past_are_not_held(taped):
     """A million pictures do not hold a million drafters."""
     pipe, alive = tiny_pipeline(tokens=16), []
@@ -527,27 +386,6 @@ def test_runs_of_the_past_are_not_held(taped):
         gc.collect()
         alive.append(sum(isinstance(x, JacobiDrafter) for x in gc.get_objects()))
     assert alive[-1] == alive[2]
-
-
-class Beginning:
-    """A run's object that has nothing at first."""
-
-    def __init__(self):
-        self.last = None
-
-
-def test_how_runs_begin_is_no_try(taped, strict):
-    def note(run, x):
-        run.last = (x + 1,)
-        return x * 2
-
-    function = Captured(note)
-    for _ in range(9):
-        run = Beginning()
-        for i in range(5):
-            assert int(function((run,), (torch.tensor(i),))) == 2 * i
-            assert int(run.last[0]) == i + 1
-    assert taped.records == 1 and not function.failed
 
 
 def test_asking_for_compiled_rounds_where_there_is_no_gpu_is_a_sentence():
@@ -575,50 +413,3 @@ def test_other_weights_are_another_graph(method, taped):
     plain, found = (pictures_of(pipe, way, 2, method=method) for way in (False, True))
     assert torch.equal(plain, found) and not torch.equal(before, found)
     assert taped.records == 2
-
-
-def test_what_is_given_in_another_form_is_another_graph(taped):
-    function = Captured(lambda kept, x: x * 2)
-    for size in (2, 3):
-        for _ in range(5):
-            assert function(({},), (torch.ones(size),)).tolist() == [2.0] * size
-    assert taped.records == 2 and not function.failed
-
-
-class Counted:
-    """A run's object with a number that only messages tell of."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-
-class Shaped:
-    """What a call returns, with a number that is none of the run's."""
-
-    def __init__(self, x):
-        self.x = x
-        self.depth = 4
-
-
-def test_numbers_of_results_stay_what_they_are(taped):
-    def shaped(run, x):
-        run.calls += 1
-        return Shaped(x + 1)
-
-    function = Captured(shaped)
-    for calls in (2, 1, 3):
-        run = Counted(calls)
-        for _ in range(4):
-            assert function((run,), (torch.zeros(1),)).depth == 4
-    assert taped.records == 1
-
-
-def test_a_recording_takes_no_uniforms_that_it_was_not_given():
-    stream = Uniforms.from_seeds([0])
-    drawn = captured._Ahead(stream.ahead(3), None)
-    assert drawn.draw(3).shape == (1, 3)
-    with pytest.raises(Uncapturable, match="takes more uniforms"):
-        drawn.draw(1)
-    more = captured._Ahead(stream.ahead(3), stream)
-    wanted = stream.ahead(5)
-    assert torch.equal(torch.cat([more.draw(2), more.draw(3)], 1), wanted)

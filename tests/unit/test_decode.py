@@ -364,7 +364,7 @@ def test_a_broken_drafter_stops_the_run_instead_of_spoiling_it(tree, rejected_we
     target = target_of(SMALL, Processor())
     drafter = block(target, tree, sampled=True, rejected_weight=rejected_weight)
     nn.init.constant_(drafter.head.previous.weight, float("nan"))
-    said = "NaN or infinity from the drafter in round 0, check its weights"
+    said = "NaN or infinity from the drafter in round 1, check its weights"
     with pytest.raises(ValueError, match=said):
         last(decode(target, drafter, Traversal(), Prompt(torch.tensor([1])), 9, Stream(1, 0)))
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from specmm.decode import begun
-from specmm.late import Late, LateChecks
-from specmm.processors import check_finite
+from specmm.late import Late
 
-NAN = torch.tensor([0.0, float("nan")])
-FINE = torch.zeros(2)
+NAN = torch.tensor([0.0, 0.0, float("nan")])
+FINE = torch.zeros(3)
 
 
 def test_values_are_those_of_when_they_were_sent():
@@ -18,37 +17,38 @@ def test_values_are_those_of_when_they_were_sent():
     assert sent.read() == [3, 5]
 
 
+def checked(ahead, *rounds):
+    """A run of rounds whose checks were these."""
+    progress = begun(torch.tensor([7]), 9, 3)
+    progress.name, progress.ahead = "a target", ahead
+    for checks in rounds:
+        progress.end_round(checks)
+    return progress
+
+
 def test_checks_raise_at_the_end_of_the_round_after():
-    checks = LateChecks(late=True)
-    for values in (FINE, NAN):
-        with checks.of_a_round():
-            check_finite(values, 4, "the drafter")
-        checks.end_round()
-    with checks.of_a_round():
-        check_finite(FINE, 5, "the drafter")
-    with pytest.raises(ValueError, match="NaN or infinity from the drafter in round 4"):
-        checks.end_round()
+    progress = checked(True, FINE, NAN)
+    with pytest.raises(ValueError, match="NaN or infinity from the drafter in round 2"):
+        progress.end_round(FINE)
 
 
-def test_checks_of_the_last_rounds_raise_when_they_are_settled():
-    for rounds in (1, 2):
-        checks = LateChecks(late=True)
-        for _ in range(rounds):
-            with checks.of_a_round():
-                check_finite(NAN, 1, "a target")
-        with pytest.raises(ValueError, match="a target"):
-            checks.settle()
+def test_checks_of_the_last_round_raise_at_the_end():
+    for rounds in ([NAN.flip(0)], [FINE, NAN.flip(0)]):
+        progress = checked(True, *rounds)
+        with pytest.raises(ValueError, match=f"a target in round {len(rounds)}"):
+            progress.end()
+
+
+def test_checks_outlive_a_sample_that_begins():
+    progress = checked(True, FINE, NAN)
+    progress.restart(0, torch.tensor([5]))
+    with pytest.raises(ValueError, match="the drafter in round 2"):
+        progress.end_round(FINE)
 
 
 def test_other_checks_raise_at_once():
-    checks = LateChecks(late=False)
-    with pytest.raises(ValueError, match="a target"), checks.of_a_round():
-        check_finite(NAN, 1, "a target")
-    late = LateChecks(late=True)
-    with late.of_a_round():
-        pass
-    with pytest.raises(ValueError, match="a target"):
-        check_finite(NAN, 1, "a target")
+    with pytest.raises(ValueError, match="the drafter in round 2"):
+        checked(False, FINE, NAN)
 
 
 class Ends:
@@ -71,7 +71,7 @@ def rounds_of(kept, length, ahead, stop=None, most=3):
     ended = []
     while progress.unfinished(most=most):
         progress.take(torch.ones(2, most, dtype=torch.int64), torch.tensor([kept, kept - 1]))
-        progress.end_round()
+        progress.end_round(FINE)
         ended.append(progress.may_have_ended)
         assert len(ended) < 50
     return len(ended), ended
@@ -98,7 +98,7 @@ def test_a_sample_that_begins_makes_what_was_known_old():
     progress.ahead = True
     for _ in range(3):
         progress.take(torch.ones(1, 3, dtype=torch.int64), torch.tensor([3]))
-        progress.end_round()
+        progress.end_round(FINE)
     assert not progress.unfinished(most=3) and progress.may_have_ended
     progress.restart(0, torch.tensor([5]))
     assert progress.unfinished(most=3)

@@ -166,6 +166,8 @@ class BlockDrafter:
     ``siblings`` says how siblings are drawn instead.
     """
 
+    state: ClassVar[tuple[str, ...]] = ("cache", "order", "bias")
+
     def __init__(
         self,
         head: BlockHead,
@@ -212,7 +214,7 @@ class BlockDrafter:
             scratch=most + self.max_depth,
         )
         self.clock = clock
-        self.cache = Cache(size, hidden.dtype, hidden.device)
+        self.cache = Cache.again(vars(self).get("cache"), size, hidden.dtype, hidden.device)
         self.branches = size.branches
         self.order = torch.arange(size.scratch, device=hidden.device)
         self.bias = self._causal(most)  # what the features and queries of a round see
@@ -338,8 +340,6 @@ class RejectedPositions:
     operations. Decoding stays exact, because the mixture is settled before the draft is drawn from
     it, and the tree records it.
     """
-
-    aside: ClassVar[tuple[str, ...]] = ("older", "rest")  # by graphs: each round makes them anew
 
     def __init__(self, shape: TreeShape, weight: float) -> None:
         check_rejected_weight(weight)

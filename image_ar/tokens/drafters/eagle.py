@@ -16,6 +16,7 @@ nodes, C width, H heads, D head width, F inner width, V vocabulary, P prefix pos
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -169,6 +170,8 @@ class EagleDrafter:
     Raises ``ValueError`` when the head was made for a target of other sizes.
     """
 
+    state: ClassVar[tuple[str, ...]] = ("cache", "growth")
+
     def __init__(
         self,
         head: EagleHead,
@@ -201,7 +204,7 @@ class EagleDrafter:
             scratch=self.growth.scratch,
         )
         self.clock = clock
-        self.cache = Cache(size, hidden.dtype, hidden.device)
+        self.cache = Cache.again(vars(self).get("cache"), size, hidden.dtype, hidden.device)
         self.growth.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:

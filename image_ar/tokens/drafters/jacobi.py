@@ -29,7 +29,7 @@ Shape letters: B batch, W window, N = W + 1 nodes, T tokens of a picture, V voca
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ class JacobiDrafter:
     from the root down. Raises ``ValueError`` for a window that does not fit into a picture and for
     an unknown ``init``.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("order", "tokens", "root")
 
     def __init__(
         self, target: DrawingTarget, window: int = 16, init: Init = "last", coupled: bool = False

@@ -16,7 +16,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -144,6 +144,8 @@ class FeatureDrafter:
     decoding never samples. Raises ``ValueError`` when the network does not fit the target.
     """
 
+    state: ClassVar[tuple[str, ...]] = ("cache", "growth", "ahead", "shift")
+
     def __init__(
         self,
         network: FeatureNetwork,
@@ -183,12 +185,12 @@ class FeatureDrafter:
             capacity=self.target.cache.size.capacity - spared,
             scratch=max(self.growth.scratch, self.ahead.scratch if self.ahead else 0),
         )
-        self.cache = Cache(size, hidden.dtype, hidden.device)
+        self.cache = Cache.again(vars(self).get("cache"), size, hidden.dtype, hidden.device)
         self.growth.begin(self.cache)
         if self.ahead is not None:
             self.ahead.begin(self.cache)
         self.shift = shift_of(self.target)
-        self.state = self._store(read, self.cache)  # [B, C]
+        self.predicted = self._store(read, self.cache)  # [B, C]
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
@@ -204,7 +206,7 @@ class FeatureDrafter:
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
-        state = self.state
+        state = self.predicted
         if feedback.result is not None:
             self.kept = feedback.result.kept
             state = self.growth.read_committed(self, feedback)

@@ -11,6 +11,7 @@ the cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ class MaskedPass:
     ``mask`` [1, 1, ...] is the slot of a mask, and ``run`` the network over slots that are stored
     where the cache aims.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("order", "bias")
 
     def __init__(self, mask: Tensor, depth: int, run: Run) -> None:
         self.mask = mask

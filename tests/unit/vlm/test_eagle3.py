@@ -154,7 +154,7 @@ def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
             prompt = prompt_of(zoo, name, [[*ROWS[row], *said[:-1]]])
             output = alone.prefill(prompt, 9)
             fresh.begin(Feedback(output, torch.tensor(said[-1:])), Clock())
-            torch.testing.assert_close(state[row], fresh.state[0], rtol=0, atol=1e-4)
+            torch.testing.assert_close(state[row], fresh.predicted[0], rtol=0, atol=1e-4)
             if fresh.ahead is not None:
                 fresh.ahead.read_alone()
                 torch.testing.assert_close(ahead[row], fresh.ahead.states[0], rtol=0, atol=1e-4)
@@ -190,7 +190,7 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo, kind):
         if kind == "few slots":
             slots = few_of(slots, [t == zoo.image for t in ids], head.pictures.queries)
         wanted = head(torch.stack(slots)[None])[0, -1]
-        torch.testing.assert_close(drafter.state[row], wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(drafter.predicted[row], wanted, rtol=1e-4, atol=1e-5)
 
 
 def few_of(slots, image, queries):

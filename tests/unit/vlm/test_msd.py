@@ -72,7 +72,7 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo):
     drafter = drafter_of(target, branching([2]))
     prompt, token = prompt_of(zoo, "llava"), torch.tensor([3, 4, 5])
     drafter.begin(Feedback(target.prefill(prompt, 4), token), Clock())
-    states = drafter.state
+    states = drafter.predicted
     head, context = drafter.network.run, target.context
     for row, length in enumerate(prompt.lengths.tolist()):
         slots = []

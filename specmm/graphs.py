@@ -1,0 +1,306 @@
+"""CUDA graphs: of a round of decoding, and of functions of tensors.
+
+A graph runs no Python; it reads and writes the memory that it was recorded on.
+
+Of a round that memory is what target, drafter and progress declare (:mod:`specmm.state`), and a
+feedback and uniforms of the graph's own. A round ends by writing what the next one reads to where
+this one read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from specmm.compiled import CPU, CompiledRound, count_uncompiled, prepare_compiler
+from specmm.decode import Parts, Play, Progress, one_round
+from specmm.drafter import Feedback
+from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.state import Slot, slots_of
+from specmm.stats import Clock
+
+Pool: TypeAlias = Any  # a handle of PyTorch
+TRIES = 6  # rounds that may be unlike the one before, or fail to be recorded, until none is tried
+
+
+class NotRecorded(Exception):
+    """A round that no graph can be made of."""
+
+
+def record_on_gpu(function: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
+    """``function``, which does not run, as what replays it on the GPU; see :func:`shared_pool`.
+
+    Graphs share the stream of recording, to which cuBLAS's working memory belongs.
+    (``torch.cuda.graph`` also collects garbage and empties PyTorch's cache, which takes longer than
+    a round.)
+    """
+    graph = torch.cuda.CUDAGraph()
+    side = _side(torch.cuda.current_device())
+    torch.cuda.synchronize()
+    collects = gc.isenabled()
+    gc.disable()  # memory must not be freed meanwhile
+    try:
+        with torch.cuda.stream(side):
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+    finally:
+        if collects:
+            gc.enable()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def shared_pool(device: torch.device) -> Pool | None:
+    """Memory for what graphs compute on the way, if they are replayed one after another only."""
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+
+@functools.cache
+def _side(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _forms(tensors: Iterable[Tensor]) -> list[Any]:
+    return [(x.shape, x.dtype, x.device) for x in tensors]
+
+
+def _copy_all(into: list[Tensor], values: list[Tensor]) -> None:
+    """Copy ``values`` of the same shapes and dtypes, those of a dtype at once."""
+    for dtype in {x.dtype for x in into}:
+        some = [i for i, x in enumerate(into) if x.dtype == dtype]
+        torch._foreach_copy_([into[i] for i in some], [values[i] for i in some])
+
+
+class RecordedRound:
+    """The round after ``feedback``, recorded, and whatever run plays rounds like it.
+
+    Raises :class:`NotRecorded`, or what recording raises.
+    """
+
+    def __init__(
+        self, parts: Parts, feedback: Feedback, progress: Progress, numbers: Tensor
+    ) -> None:
+        self.parts = parts
+        self.progress = progress
+        self.slots = _state(parts, progress)
+        self.given = {name: x.clone() for name, x in feedback.tensors().items()}
+        self.feedback = feedback.held(self.given)
+        self.shape = feedback.drafted[0].shape
+        self.numbers = numbers.clone()
+        self.replay = record_on_gpu(self._round)
+        for slot, now in zip(self.slots, _state(parts, progress), strict=True):
+            if now.tensor is not slot.tensor:
+                raise NotRecorded(f"a round put another tensor in place of {slot.name}")
+
+    def _round(self) -> None:
+        """A round, whose results go to where it read those of the round before."""
+        drawn = PredrawnUniforms(self.numbers)
+        done = one_round(self.parts, self.feedback, self.progress, drawn, Clock())
+        if drawn.used != self.numbers.shape[1]:
+            raise NotRecorded("rounds take different numbers of uniforms")
+        shape = done.drafted[0].shape
+        done.fresh = torch.zeros_like(self.given["fresh"])
+        found = done.tensors()
+        same = shape is self.shape or not (shape.fixed or self.shape.fixed)
+        if not same or list(found) != list(self.given):
+            raise NotRecorded("rounds have trees of different kinds")
+        memory = {x.untyped_storage().data_ptr() for x in self.given.values()}
+        for name, x in found.items():
+            if x.shape != self.given[name].shape:
+                raise NotRecorded(f"{name} of one round has another shape than that of the next")
+            if x.untyped_storage().data_ptr() in memory:  # another's place may be written first
+                found[name] = x.clone()
+        _copy_all(list(self.given.values()), list(found.values()))
+        self.done = done
+
+    def serves(self, parts: Parts, feedback: Feedback, progress: Progress) -> bool:
+        """Whether the round after ``feedback`` is like the recorded one; then what it reads is in
+        the graph's memory now.
+        """
+        given = feedback.tensors()
+        now = _state(parts, progress)
+        if list(given) != list(self.given) or len(now) != len(self.slots):
+            return False
+        if _forms(given.values()) != _forms(self.given.values()):
+            return False
+        moved = [(a, b) for a, b in zip(self.slots, now, strict=True) if a.tensor is not b.tensor]
+        if any(a.name != b.name or b.fixed for a, b in moved):
+            return False
+        if _forms(a.tensor for a, _ in moved) != _forms(b.tensor for _, b in moved):
+            return False
+        for there, slot in moved:
+            there.tensor.copy_(slot.tensor)
+            slot.holder[slot.key] = there.tensor
+        new = [name for name, x in given.items() if x is not self.given[name]]
+        _copy_all([self.given[name] for name in new], [given[name] for name in new])
+        self.slots = [b._replace(tensor=a.tensor) for a, b in zip(self.slots, now, strict=True)]
+        return True
+
+    def play(self, uniforms: Uniforms) -> Feedback:
+        """The round; its feedback is overwritten by the next one's."""
+        self.numbers.copy_(uniforms.draw(self.numbers.shape[1]))
+        self.replay()
+        return self.done.held(self.given)
+
+
+def _state(parts: Parts, progress: Progress) -> list[Slot]:
+    target, drafter, _ = parts
+    named = {"target": target, "drafter": drafter, "progress": progress}
+    return [slot for name, part in named.items() for slot in slots_of(part, name)]
+
+
+class GraphRound:
+    """Plays rounds as :func:`specmm.decode.one_round` does, each as one graph, of which the host
+    launches one ahead.
+
+    The rounds after a prefill are played as they are until two are alike. Runs share the graph's
+    memory, a progress's tokens and counts, too: what is to outlast the next run must be copied.
+    What no graph can be made of is played as it is, with a warning unless it is to be ``quiet``.
+    """
+
+    ahead = True
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.recorded: RecordedRound | None = None
+        self.failed = False
+        self.tries = 0
+        self.last: object = None  # the form of the round before
+        self.uniforms = 0  # that a row took in it
+
+    def __call__(
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+    ) -> Feedback:
+        """See :func:`specmm.decode.one_round`."""
+        if feedback.result is None:
+            self.tries, self.last = 0, None
+            return self._as_it_is(parts, feedback, progress, uniforms, clock)
+        if self.failed:
+            count_uncompiled()
+            return self._as_it_is(parts, feedback, progress, uniforms, clock)
+        if feedback.fresh is None:
+            feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
+        with clock("verify"):
+            found = self.recorded
+            if found is None or not found.serves(parts, feedback, progress):
+                found = self._try_to_record(parts, feedback, progress, uniforms)
+            if found is not None:
+                self.recorded = found
+                self.tries = 0
+                return found.play(uniforms)
+        return self._as_it_is(parts, feedback, progress, uniforms, clock)
+
+    def _as_it_is(
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+    ) -> Feedback:
+        counted = CountedUniforms(uniforms)
+        done = one_round(parts, feedback, progress, counted, clock)
+        self.uniforms = counted.used
+        return done
+
+    def _try_to_record(
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms
+    ) -> RecordedRound | None:
+        """The round, recorded, if it is like the one before."""
+        given = feedback.tensors()
+        places = [(id(slot.tensor), slot.name) for slot in _state(parts, progress)]
+        form = places, list(given), _forms(given.values())
+        alike, self.last = form == self.last, form
+        self.tries += 1
+        why = "its rounds are not alike"
+        if alike:
+            numbers = uniforms.ahead(self.uniforms)
+            try:
+                return RecordedRound(parts, feedback, progress, numbers)
+            except (NotRecorded, RuntimeError) as error:
+                why = str(error).split("\n")[0]
+        self.failed = self.tries >= TRIES
+        if self.failed and not self.quiet:
+            warnings.warn(f"runs uncompiled, since it cannot be captured: {why}", stacklevel=5)
+        return None
+
+
+class Graph:
+    """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
+
+    Where nothing is captured it is just called. Results are copies. ``pool`` is another's memory.
+    The first ``fixed`` tensors are not written to by anybody: the same ones are copied once.
+    """
+
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None, fixed: int = 0
+    ) -> None:
+        self.function = function
+        self.pool = pool
+        self.fixed = fixed
+        self.given: list[weakref.ref[Tensor]] = []  # those that were copied
+        self.inputs: list[Tensor] = []
+        self.replay: Callable[[], None] | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes of the memory into which what is given is copied."""
+        return sum(x.nbytes for x in self.inputs)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The function's results for ``inputs``."""
+        if not captures(inputs[0].device):
+            return self.function(*inputs)
+        if self.replay is None:
+            self.inputs = [x.clone() for x in inputs]
+            self.function(*self.inputs)  # what is made once is made
+            self.replay = record_on_gpu(self._run, self.pool)
+        there = [given() for given in self.given]
+        new = [i for i, x in enumerate(inputs) if not (i < len(there) and there[i] is x)]
+        _copy_all([self.inputs[i] for i in new], [inputs[i] for i in new])
+        self.given = [weakref.ref(x) for x in inputs[: self.fixed]]
+        self.replay()
+        return tuple(x.clone() for x in self.outputs)
+
+    def _run(self) -> None:
+        self.outputs = self.function(*self.inputs)
+
+
+class Graphs:
+    """``function`` of tensors alone, as a :class:`Graph` for each form of them."""
+
+    def __init__(
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None, fixed: int = 0
+    ) -> None:
+        self.make = functools.partial(Graph, function, pool, fixed)
+        self.by_form: dict[tuple[Any, ...], Graph] = {}
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The function's results for ``inputs``."""
+        form = tuple((x.shape, x.dtype) for x in inputs)
+        if form not in self.by_form:
+            self.by_form[form] = self.make()
+        return self.by_form[form](*inputs)
+
+
+def captures(device: torch.device) -> bool:
+    """Whether programs on ``device`` are captured graphs."""
+    return device.type == "cuda"
+
+
+def prepare_programs(device: torch.device) -> None:
+    """What must be before there are programs on ``device``; raises ``ValueError`` as
+    :func:`specmm.compiled.prepare_compiler` does.
+    """
+    if not captures(device):
+        prepare_compiler(device)
+
+
+def round_program(device: torch.device = CPU) -> Play:
+    """What plays rounds as programs on ``device``."""
+    return GraphRound() if captures(device) else CompiledRound(device)

@@ -1,0 +1,59 @@
+"""What a run's rounds read and change, declared by whoever holds it.
+
+A class that takes part in rounds (a target, a drafter, what they are made of, a run's progress)
+names in ``state`` the attributes with its tensors: tensors, lists or dicts of them, or objects with
+state of their own. A round writes to these in place, and makes whatever else it needs anew. So a
+CUDA graph of a round knows its memory (:mod:`specmm.graphs`), and a new run's tensors can be copied
+into it. Other tensors have views of those that are named in ``fixed``, too, which must therefore
+stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Slot(NamedTuple):
+    """The place of a ``tensor``: ``holder[key]``, of a dict (also an object's attributes) or list;
+    ``name`` is how it is reached.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    tensor: Tensor
+    fixed: bool
+
+
+def slots_of(owner: object, name: str) -> list[Slot]:
+    """All that ``owner``, called ``name``, declares, in order; what two objects share is there
+    once.
+    """
+    return list(_slots(owner, name, set()))
+
+
+def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
+    kind = type(owner)
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    fixed = getattr(kind, "fixed", ())
+    for key in getattr(kind, "state", ()):
+        held = vars(owner).get(key)
+        yield from _found(vars(owner), key, held, f"{name}.{key}", seen, key in fixed)
+
+
+def _found(
+    holder: Any, key: Any, held: object, name: str, seen: set[int], fixed: bool
+) -> Iterator[Slot]:
+    """What lies at ``holder[key]``."""
+    if isinstance(held, Tensor):
+        yield Slot(name, holder, key, held, fixed)
+    elif isinstance(held, list | dict):
+        for k in range(len(held)) if isinstance(held, list) else held:
+            yield from _found(held, k, held[k], f"{name}[{k!r}]", seen, fixed)
+    elif held is not None:
+        yield from _slots(held, name, seen)
