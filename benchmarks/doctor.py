@@ -22,11 +22,25 @@ from torch import nn
 
 from benchmarks.common import RESULTS, Out, Row, environment, write_results
 from specmm.decode import EndTokens, decode
+from specmm.diffusion_drafters.block_drafters import DrawnTreeDrafter
+from specmm.diffusion_drafters.models.dflash import DFlash
+from specmm.diffusion_drafters.models.dflash_config import Reach
+from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafting import KINDS, load_drafter, row_uniforms
-from specmm.recipes import doctor
-from specmm.recipes.doctor import NAMES, Evidence, Reading, final_norm
+from specmm.hf.target import VLMTarget
+from specmm.recipes import doctor, following
+from specmm.recipes.following import (
+    BlockReading,
+    Evidence,
+    HeadReading,
+    Reading,
+    evidence,
+    final_norm,
+    reading_of,
+)
+from specmm.recipes.misreadings import NAMES, repaired, swapped
 from specmm.recipes.settings import load_frozen
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
@@ -34,6 +48,22 @@ from specmm.verify import Recursive
 
 def spoils(reading: Reading, head: Any, seen: Evidence) -> Iterator[tuple[str, Reading]]:
     """Ways of reading ``head`` wrongly, each by the name of the change that undoes it."""
+    yield from _of_states(reading, seen)
+    if isinstance(reading, BlockReading):
+        yield from _of_block(reading)
+        return
+    assert isinstance(reading, HeadReading)
+    yield "no window", replace(reading, window=16)
+    if bool(seen.image.any()) and not reading.network.parts:
+        yield "positions with pictures", replace(reading, skips=True)
+    found = _of_eagle3 if isinstance(head, Eagle3Head) else _of_msd
+    for name, made in found(head, seen):
+        yield name, replace(reading, network=made.bound(seen.target))
+    if not isinstance(head, Eagle3Head):
+        yield "pictures apart", replace(reading, as_text=True)
+
+
+def _of_states(reading: Reading, seen: Evidence) -> Iterator[tuple[str, Reading]]:
     if layers := reading.layers:
         for by in (1, -1):
             moved = tuple(i + by for i in layers)
@@ -46,26 +76,30 @@ def spoils(reading: Reading, head: Any, seen: Evidence) -> Iterator[tuple[str, R
         yield "states before the norm", replace(reading, normed=True)
     yield "state of the next token", replace(reading, late=1)
     yield "state of the former token", replace(reading, late=-1)
-    yield "no window", replace(reading, window=16)
     if reading.ids is not None:
         most = seen.probs.shape[-1] - 1
         yield "ids - 1", replace(reading, ids=(reading.ids + 1).clamp(max=most))
-    if bool(seen.image.any()) and not reading.network.parts:
-        yield "positions with pictures", replace(reading, skips=True)
-    found = _of_eagle3 if isinstance(head, Eagle3Head) else _of_msd
-    for name, made in found(head, seen):
-        yield name, replace(reading, network=made.bound(seen.target))
-    if not isinstance(head, Eagle3Head):
-        yield "pictures apart", replace(reading, as_text=True)
 
 
-def _of_eagle3(head: Eagle3Head, seen: Evidence) -> Iterator[tuple[str, Eagle3Head]]:
-    config, sizes = head.config, head.config.sizes
-    for flag in ("norm_output", "norm_before_residual"):
-        value = getattr(config, flag)
-        yield f"{flag} {value}".lower(), _with(head, **{flag: not value})
-    if config.picture_embeddings and bool(seen.image.any()):
-        yield "picture_embeddings true", _with(head, picture_embeddings=False)
+def _of_block(reading: BlockReading) -> Iterator[tuple[str, Reading]]:
+    model, sizes = reading.network, reading.network.config.sizes
+    yield "no window", replace(reading, reaches=(Reach(15),) * len(model.layers))
+    causal = (Reach(causal=True),) * len(model.layers)
+    yield "blocks that see all of themselves", replace(reading, reaches=causal)
+    yield f"blocks of {reading.size}", replace(reading, size=reading.size * 2)
+    yield f"mask token {reading.mask}", replace(reading, mask=reading.mask - 1)
+    yield f"sample_from_anchor {reading.anchor}".lower(), replace(reading, anchor=True)
+    for name, made in _misturned(model, sizes):
+        yield name, replace(reading, network=made)
+    for inverse in (False, True):
+        made = copy.deepcopy(model)
+        for layer in made.layers:
+            repaired(layer.self_attn, inverse)
+        yield NAMES["rotary pairs", not inverse], replace(reading, network=made)
+
+
+def _misturned(head: Any, sizes: Any) -> Iterator[tuple[str, Any]]:
+    """``head`` with other rotary positions than its own ``sizes`` say."""
     ropes = {
         f"rope_theta {sizes.rope_parameters['rope_theta']:g}": {"rope_theta": 1e6},
         "unscaled positions": {"rope_type": "linear", "factor": 8.0},
@@ -76,6 +110,16 @@ def _of_eagle3(head: Eagle3Head, seen: Evidence) -> Iterator[tuple[str, Eagle3He
         made = _with(head, sizes=other)
         made.turns = type(head.turns)(other)
         yield name, made
+
+
+def _of_eagle3(head: Eagle3Head, seen: Evidence) -> Iterator[tuple[str, Eagle3Head]]:
+    config, sizes = head.config, head.config.sizes
+    for flag in ("norm_output", "norm_before_residual"):
+        value = getattr(config, flag)
+        yield f"{flag} {value}".lower(), _with(head, **{flag: not value})
+    if config.picture_embeddings and bool(seen.image.any()):
+        yield "picture_embeddings true", _with(head, picture_embeddings=False)
+    yield from _misturned(head, sizes)
     if not config.own_embeddings:
         made = _with(head, own_embeddings=True)
         count = int(config.sizes.vocab_size)
@@ -84,14 +128,14 @@ def _of_eagle3(head: Eagle3Head, seen: Evidence) -> Iterator[tuple[str, Eagle3He
         yield "the target's embeddings", made
     for inverse in (False, True):
         made = copy.deepcopy(head)
-        doctor.repaired(made.layers[0].self_attn, int(sizes.head_dim), inverse)
+        repaired(made.layers[0].self_attn, inverse)
         yield NAMES["rotary pairs", not inverse], made
     made = copy.deepcopy(head)
-    doctor.swapped(made.layers[0].self_attn)
+    swapped(made.layers[0].self_attn)
     yield NAMES["halves", False], made
 
 
-def _with(head: Eagle3Head, **changes: Any) -> Eagle3Head:
+def _with(head: Any, **changes: Any) -> Any:
     made = copy.copy(head)
     made._modules = dict(head._modules)
     made.config = replace(head.config, **changes)
@@ -114,14 +158,22 @@ def _of_msd(head: Any, seen: Evidence) -> Iterator[tuple[str, Any]]:
     for inverse in (False, True):
         made = copy.deepcopy(head)
         for layer in made.layers:
-            doctor.repaired(layer.self_attn, config.head_dim, inverse)
+            repaired(layer.self_attn, inverse)
         yield NAMES["rotary pairs", not inverse], made
+
+
+def drafter_of(head: Any, target: VLMTarget, shape: TreeShape) -> Any:
+    """What drafts trees of ``shape`` with a ``head`` of any kind."""
+    if isinstance(head, DFlash):
+        return DrawnTreeDrafter(DFlashSource(head, target), target, shape)
+    return FeatureDrafter(head, target, shape)
 
 
 @torch.inference_mode()
 def decoded(head: Any, seen: Evidence, prompt: Any, ends: list[int]) -> float:
     """Tokens a round of greedy chains by our own decoding."""
-    drafter = FeatureDrafter(head, seen.target, TreeShape.chain(doctor.DEPTH, seen.tokens.device))
+    depth = min(following.DEPTH, reading_of(head, seen.target).longest or following.DEPTH)
+    drafter = drafter_of(head, seen.target, TreeShape.chain(depth, seen.tokens.device))
     stop, length = EndTokens(ends, seen.tokens.device), prompt.max_new_tokens
     rounds = decode(
         seen.target, drafter, Recursive(), prompt, length, row_uniforms(prompt), stop=stop
@@ -142,17 +194,17 @@ def main(
         target = load_frozen(folder, "cpu", "float32")
         with TemporaryDirectory() as place:
             chats = data or [] if doctor.sees(folder) else []
-            prompt, ends = doctor.asked(folder, target, chats, questions, Path(place), 0)
-        seen = doctor.evidence(target.model, prompt, ends)
+            asked = doctor.asked(folder, target, chats, questions, Path(place), 0)
+        seen = evidence(target.model, asked.prompt, asked.ends)
         for kind in doctor.METHODS:
             beside = folder / "drafters" / KINDS[kind].place
             if not (beside / "config.json").is_file():
                 continue
             head = load_drafter(kind, beside, target.model)
-            reading = Reading.of(head, seen.target)
+            reading = reading_of(head, seen.target)
             own = doctor.diagnose(seen, reading)
             facts = {"model": folder.name, "head": kind}
-            took = decoded(head, seen, prompt, list(ends))
+            took = decoded(head, seen, asked.prompt, list(asked.ends))
             forecast = {"forecast": round(own.own.tau, 3), "decoded": round(took, 3)}
             best = own.best[0].named if own.best else ""
             rows.append(facts | {"spoilt": "", "named": best} | forecast)

@@ -222,7 +222,10 @@ class DFlashSource:
         masks = feedback.token.new_full((len(feedback.token), config.block - 1), config.mask)
         ids = torch.cat([feedback.token[:, None], masks], dim=1)
         first = 0 if config.anchor else 1
-        states = self.model.draft(self.embed(ids))[:, first : block + first]
+        return self.places(self.model.draft(self.embed(ids))[:, first : block + first])
+
+    def places(self, states: Tensor) -> Tensor:
+        """What drafts are made of [..., S], of the ``states`` [..., C] that predict them."""
         if self.model.recurrent is not None:
             return self.model.recurrent.places(states)
         head = self.model.markov_head

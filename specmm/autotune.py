@@ -121,13 +121,16 @@ class Plan:
 
 
 def plan(
-    costs: Costs, rank_acceptance: Acceptance, candidates: Sequence[TreeShape], margin: float = 0.05
+    costs: Costs,
+    rank_acceptance: Acceptance | Callable[[TreeShape], float],
+    candidates: Sequence[TreeShape],
+    margin: float = 0.05,
 ) -> Plan:
     """The candidate that should be fastest, or plain decoding if none exceeds 1 + ``margin``.
 
     Of those within ``NOISE`` of the largest expected speedup it is the one with the fewest nodes:
     measured again, any of them might come first. Of equals it is the earlier. ``rank_acceptance``
-    [K] or [D, K] is that of :mod:`specmm.shape.sequoia`.
+    [K] or [D, K] is that of :mod:`specmm.shape.sequoia`, or gives the tokens a round of a tree.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
@@ -144,8 +147,10 @@ def plan(
     return replace(best, candidates=all_of)
 
 
-def _expected(costs: Costs, rank_acceptance: Acceptance, shape: TreeShape) -> Plan:
-    tau = float(expected_tau(shape, rank_acceptance).mean())
+def _expected(
+    costs: Costs, worth: Acceptance | Callable[[TreeShape], float], shape: TreeShape
+) -> Plan:
+    tau = worth(shape) if callable(worth) else float(expected_tau(shape, worth).mean())
     speedup = tau * costs.step / costs.round(shape.size, shape.depth)
     size = f"{shape.size} nodes, depth {shape.depth}"
     reason = f"{size}: tau {tau:.2f}, {speedup:.2f}x plain decoding expected"

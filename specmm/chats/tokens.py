@@ -73,11 +73,20 @@ class ChatReader:
         self.room = room
         self.limit = min(room - 1, max_length or room)
         self.cut = cut
-        self.thinking = thinking
         self.widths: dict[Any, int] = {}  # tokens that pictures of such sizes add
         self.template = wording.template_of(reader) if self.sees else reader.chat_template
-        known = [name for name in THINKING if name in str(self.template)]
-        self.given = {} if thinking is None else dict.fromkeys(known, thinking)
+        self.tell(thinking)
+
+    def tell(self, thinking: bool | None) -> None:
+        """Have the template write with ``thinking``, without (False), or as it does by itself."""
+        self.thinking = thinking
+        vars(self).pop("_opening", None)
+        self.given = {} if thinking is None else dict.fromkeys(self.thinking_known, thinking)
+
+    @property
+    def thinking_known(self) -> list[str]:
+        """What the template calls the setting, if it knows it."""
+        return [name for name in THINKING if name in str(self.template)]
 
     def begin(self) -> None:
         """Raise ``ValueError`` for a tokenizer or a template that chats cannot be read by."""

@@ -113,13 +113,30 @@ def bench(
 
 def plan(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="A folder, a pocket model (see specmm zoo) or a hub id; or two published sizes of "
-            "VAR, as d30,d16: no weights are needed."
+            "VAR, as d30,d16: no weights are needed. None with --trace."
         ),
-    ],
-    prompt: Prompt = [],  # noqa: B006  typer copies it
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", help="What specmm doctor --trace wrote: no model is run; give --costs."
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Seconds of rounds of the machine that is planned for: what specmm plan --json "
+            "printed there, or the same as stated."
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str],
+        typer.Option(help="With --trace, also this one, as 4,2,1 or 'branching(2, 2)'; several."),
+    ] = [],  # noqa: B006  typer copies it
+    prompt: Prompt = [],  # noqa: B006
     question: Question = [],  # noqa: B006
     image: Pictures = [],  # noqa: B006
     drafter: Drafter = None,
@@ -154,12 +171,19 @@ def plan(
     model of code draws. Texts and questions given are planned for together, as a batch.
     """
     from specmm.runs.benches import asked_of, kind_of
-    from specmm.runs.plans import plan_language, plan_model, plan_published
+    from specmm.runs.plans import plan_language, plan_model, plan_published, plan_traced
     from specmm.runs.run import Place
 
     size = given(height=height, width=width)
     written = given(max_new_tokens=max_new_tokens, temperature=temperature)
     asking = dict(question=question, image=image)
+    if trace is not None:
+        refuse("traces, of which no model is run", model=model, prompt=prompt, **asking, **size)
+        refuse("traces, of which no model is run", **written, drafter=drafter, cfg=cfg, tv=tv)
+        return _shown(plan_traced(trace, costs, batch, tree), as_json)
+    refuse("--trace FILE", costs=costs, tree=tree)
+    if model is None:
+        raise ValueError("a plan needs a model, or --trace FILE of one, got neither")
     with stdout_reserved():
         pair = PAIR.fullmatch(model)
         place = Place.named("cpu" if pair and device == "auto" else device, dtype)
@@ -180,6 +204,11 @@ def plan(
             refuse(f"texts and answers of {model}", **pictures)
             asked = asked_of(model, kind, prompt, question, image, size)
             made = plan_language(model, asked, place, drafter, **written)
+    _shown(made, as_json)
+
+
+def _shown(made: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
+    """Print a plan."""
     found, lines = made
     if as_json:
         emit(found)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specmm.cli.options import Json, Threads
-from specmm.cli.output import emit, stdout_reserved, table
+from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.files import writable
 
 if TYPE_CHECKING:
     from specmm.recipes.doctor import Diagnosis
@@ -25,6 +27,11 @@ Data = Annotated[
 ]
 Questions = Annotated[int, typer.Option(min=1, help="That the target answers.")]
 Seed = Annotated[int, typer.Option(min=0)]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option("--trace", help="Write here what is kept of its drafts, for specmm plan --trace."),
+]
+Temperature = Annotated[float, typer.Option(min=0, help="Of the answers that are traced.")]
 
 
 def doctor(
@@ -33,14 +40,24 @@ def doctor(
     data: Data = None,
     questions: Questions = 16,
     seed: Seed = 0,
+    trace: TraceFile = None,
+    temperature: Temperature = 0.0,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Say why few of a drafter's drafts are kept: how it is read wrongly, or where it is weak."""
-    from specmm.recipes.doctor import doctor as examined
+    from specmm.recipes.doctor import examined
 
+    if trace is None and temperature:
+        raise ValueError(f"temperature is for --trace FILE, got {temperature} without it")
+    if trace is not None:
+        writable(trace.parent, "--trace")
     with stdout_reserved():
-        found, place = examined(model, drafter, data or (), questions, seed)
+        case = examined(model, drafter, data or (), questions, seed)
+        if trace is not None:
+            case.trace(temperature).save(trace)
+            say(f"{trace} written, for specmm plan --trace {trace} --costs FILE")
+        found, place = case.diagnosis(), str(case.place)
     if as_json:
         return emit(_facts(found, place))
     for line in _lines(found, place):
@@ -62,6 +79,9 @@ def _facts(found: Diagnosis, place: str) -> dict[str, object]:
         "by_kind": own.parts(),
         "change": None if best is None else best[0].named,
         "changes": changes,
+        "asked": [
+            {"how": how, "tau": other.tau, "sampled": other.sampled} for how, other in found.asked
+        ],
     }
 
 
@@ -76,6 +96,12 @@ def _lines(found: Diagnosis, place: str) -> Iterator[str]:
     for change, other in found.changes[:SHOWN]:
         rows.append((change.named, f"{other.tau:.2f}", f"{other.sampled:.2f}"))
     yield table(rows)
+    if found.asked:
+        rows = [("asked otherwise", "tokens a round", "at T = 1")]
+        rows += [(how, f"{one.tau:.2f}", f"{one.sampled:.2f}") for how, one in found.asked]
+        yield table(rows)
+    if (better := found.better_asked) is not None:
+        yield f"It keeps more of answers to questions {better[0]}: it may have learnt from such."
     if best is not None:
         yield f"Read it with {best[0].named}: {best[0].hint}."
         return

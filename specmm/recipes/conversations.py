@@ -55,12 +55,13 @@ class Opening:
 class Conversations:
     """``rows`` gives at most so many chats to learn from (None: all), ``draw`` the one of a number
     among those with something to see or among the others; there are the ``sorts``. ``read`` makes
-    a batch of them, as ``reader`` does of chats; ``prompts`` gives questions that were held out.
+    a batch of them, as ``reader`` does of chats; ``prompts`` gives so many questions that were held
+    out, as another reader reads them edited, if these are given.
     """
 
     rows: Callable[[int | None], Sequence[Any]]
     draw: Callable[[int, bool], Any]
-    prompts: Callable[[int], VLMPrompt]
+    prompts: Callable[..., VLMPrompt]
     reader: ChatReader
     read: Read
     sorts: Sequence[bool] = (False, True)
@@ -160,14 +161,16 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
         chosen = order(len(learnt), 0)[: count or len(learnt)]
         return Some(chats, [learnt[i] for i in sorted(chosen)])
 
-    def prompts(count: int) -> VLMPrompt:
+    def prompts(
+        count: int, other: ChatReader = reader, edit: Callable[[Chat], Chat] = lambda chat: chat
+    ) -> VLMPrompt:
         fitting = (chat for i in asked if reader.has_room(chat := chats[i], LONGEST))
         if not (some := list(islice(fitting, count))):
             raise ValueError(
                 f"data must hold questions that leave room for answers of {LONGEST} tokens, got "
                 f"none among the {len(asked)} that were held out"
             )
-        return reader.prompts(some, LONGEST)
+        return other.prompts([edit(chat) for chat in some], LONGEST)
 
     sorts = [sort for sort, own in by_sort.items() if own]
     return Conversations(rows, draw, prompts, reader, reader.read, sorts)

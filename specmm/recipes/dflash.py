@@ -10,6 +10,7 @@ width.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +26,7 @@ from specmm.diffusion_drafters.models.dflash import (
     load_dflash,
     save_dflash,
 )
-from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
+from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.drafters.files import check_target
 from specmm.hf.target import VLMTarget
 from specmm.recipes.recipe import Count, Found, Recipe, Size
@@ -204,7 +205,7 @@ def block_loss(
     drawn = Anchors(drawn.places.to(device) + 1, size)  # an anchor needs a context
     ids = torch.full((rows, anchors, size), model.config.mask, device=device)
     ids[..., 0] = data.tokens.gather(1, drawn.places)
-    states = _forward(model, data.context, target.embed(ids.flatten(1)), drawn)
+    states = blocks_after(model, data.context, target.embed(ids.flatten(1)), drawn)
     states = states[:, :, 1:]  # [B, A, K - 1, C]
     # The target's distribution of a token comes from its state one place before.
     places = drawn.after(size - 1).flatten(1)
@@ -218,16 +219,24 @@ def block_loss(
     return probs_loss(states, wanted.view_as(states), weights, head, pairs)
 
 
-def _forward(model: DFlash, context: Tensor, embeddings: Tensor, drawn: Anchors) -> Tensor:
-    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C]."""
+def blocks_after(
+    model: DFlash,
+    context: Tensor,
+    embeddings: Tensor,
+    drawn: Anchors,
+    reaches: Sequence[Reach] = (),
+) -> Tensor:
+    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C], of
+    which each layer sees what ``reaches`` say (none: everything).
+    """
     length = context.shape[1]
     place = torch.arange(length, device=context.device)[None]
     prefix = _Prefix(context_keys(model, context, place))
     turns = model.turns(embeddings, drawn.after(drawn.size).flatten(1))
-    bias = drawn.bias(length, -1)
+    seen = {reach: drawn.reached(length, reach) for reach in {Reach(), *reaches}}
     x = embeddings
-    for layer in model.layers:
-        mask = bias.to(x.dtype)
+    for layer, reach in zip(model.layers, reaches or [Reach()] * len(model.layers), strict=True):
+        mask = seen[reach].to(x.dtype)
         x = layer(x, attention_mask=mask, position_embeddings=turns, **{CACHE: prefix})
     return model.norm(x).unflatten(1, (-1, drawn.size))
 

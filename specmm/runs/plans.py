@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +12,15 @@ import torch
 from specmm import methods
 from specmm.autotune import WIDEST, AcceptanceCounter, Candidate, Plan, planned
 from specmm.choose.threads import in_use, settled
+from specmm.choose.traces import Trace, costs_of
 from specmm.decode import decode
 from specmm.hardware import LARGE, choose_dtype
 from specmm.hf.drafting import row_uniforms
 from specmm.outside import DraftRequest, make_drafter, of_others
 from specmm.randomness import Uniforms
-from specmm.runs.run import Kind, Place, label, open_model, place_of, planning_bar
+from specmm.runs.run import Kind, Place, label, open_model, place_of, planning_bar, tree_of
 from specmm.shape.sequoia import best_tree
-from specmm.shape.trees import spine
+from specmm.shape.trees import spine, static_tree
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 
@@ -169,6 +171,38 @@ def plan_published(
     with planning_bar():
         made = plan_of_sizes(*pair, batch, sampling, dtype)
     return _by_n(title, batch, dtype, made)
+
+
+def plan_traced(file: Path, costs: Path | None, batch: int | None, trees: Sequence[str]) -> Planned:
+    """The tree that should be fastest for the drafter of the trace in ``file``, where rounds of
+    ``batch`` rows (None: each that is there) take what ``costs`` say; the tokens a round of
+    ``trees``, too.
+
+    Raises ``ValueError`` for files that are none, and for a batch that the costs do not tell of.
+    """
+    trace = Trace.load(file)
+    found: dict[str, Any] = {"trace": str(file), **trace.facts, "plans": []}
+    kept = [sum(row) for row in trace.table()]
+    found |= {"kept_by_depth": kept, "kept_by_context": trace.by_context(), "trees": {}}
+    lines = [f"{file}, {', '.join(f'{name} {value}' for name, value in trace.facts.items())}"]
+    lines.append(f"kept by depth  {' '.join(f'{share:.0%}' for share in kept)}")
+    contexts = [f"{share:.0%} after at most {most}" for most, share in trace.by_context().items()]
+    lines.append(f"first drafts   {', '.join(contexts)} tokens")
+    for name in trees:
+        tau = trace.tau(static_tree(tree_of(name)))
+        found["trees"][name] = tau
+        lines.append(f"tree {name}: tau {tau:.2f}")
+    if costs is None and not trees:
+        raise ValueError("a trace is planned for a machine: give --costs FILE, or --tree")
+    known = {} if costs is None else costs_of(costs)
+    if batch is not None and costs is not None and batch not in known:
+        said = ", ".join(map(str, known))
+        raise ValueError(f"batch must be one that {costs} tells of ({said}), got {batch}")
+    for rows in known if batch is None else known.keys() & {batch}:
+        made = trace.plan(known[rows])
+        found["plans"].append({"batch": rows, **_record(made)})
+        lines += [f"{rows} at a time:", *(f"  {line}" for line in _lines(made))]
+    return found, lines
 
 
 def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:

@@ -224,10 +224,10 @@ def _value(key: str, text: str, kind: Any) -> object:
             raise ValueError(f"{key} must be {wanted}, got {text!r}") from None
     if int in get_args(kind) and text.isdigit():
         return int(text)
-    return _tree(text)
+    return tree_of(text)
 
 
-def _tree(text: str) -> methods.TreeName:
+def tree_of(text: str) -> methods.TreeName:
     """A tree's name, or numbers "3,2,1" (brackets allowed)."""
     try:
         numbers = ast.literal_eval(text if "," in text else f"({text},)")

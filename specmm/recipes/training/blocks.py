@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specmm.block_memory import BlockMemory
+from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.training import Losses
 
 ANCHORS = 16  # blocks a row
@@ -67,6 +68,20 @@ class Anchors:
         allowed = torch.cat([text, own], dim=-1)
         bias = torch.zeros(allowed.shape, device=device)
         return bias.masked_fill_(~allowed, float("-inf"))[:, None]
+
+    def reached(self, length: int, reach: Reach) -> Tensor:
+        """As :meth:`bias` of the text before the anchors, closed for what is out of ``reach``."""
+        place = self.after(self.size).flatten(1)  # [B, N]
+        text = torch.arange(length, device=place.device).expand(len(place), -1)
+        keys = torch.cat([text, place], 1)[:, None]  # [B, 1, L + N]
+        block = torch.arange(keys.shape[-1], device=place.device) >= length
+        unseen = block & (keys > place[..., None]) & reach.causal
+        if reach.past is not None:
+            first = place if reach.moving else self.places.repeat_interleave(self.size, 1)
+            unseen = unseen | (~block & (keys < first[..., None] - reach.past))
+            away = (keys - place[..., None]).abs() > reach.past
+            unseen = unseen | (block & away & reach.moving)
+        return self.bias(length, -1).masked_fill_(unseen[:, None], float("-inf"))
 
 
 def probs_loss(

@@ -1,0 +1,202 @@
+"""What a target keeps of a drafter's drafts, as a file: trees, batches and machines are planned
+for without running either.
+
+After every token of some answers, the chance that the draft of each rank at each depth is the one
+kept, given that those above it are the answer's own. The answers were the target's; of them the
+file has how long they are and how much text was before them. Given an answer, rounds depend on one
+another only by where they begin: the tokens a round of any tree of fixed shape follow exactly
+(:meth:`Trace.tau`), where a table by depth gives them roughly.
+
+Shape letters: R roots, D levels, K ranks, B answers, N nodes, L roots of the longest answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specmm.autotune import Costs, Plan, plan
+from specmm.checkpoints import save_readable
+from specmm.shape.sequoia import best_tree
+from specmm.tree import TreeShape
+
+FORMAT = "specmm trace"
+VERSION = 1
+SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # nodes of the trees that are compared, with the root
+TABLES = ("draft", "verify")
+ROUNDED = 1e-2  # by which chances in half precision may exceed 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Chances ``kept`` [R, D, K], the ``roots`` [B] of each answer and its ``contexts`` [B], the
+    tokens before it. ``facts`` say whose drafts these are and how they were drawn.
+    """
+
+    kept: Tensor
+    roots: Tensor
+    contexts: Tensor
+    facts: Mapping[str, Any]
+
+    def tau(self, shape: TreeShape) -> float:
+        """Tokens a round of trees of ``shape``, one answer at a time.
+
+        Raises ``ValueError`` for trees that are deeper or wider than what was traced.
+        """
+        _, depth, width = self.kept.shape
+        if shape.depth > depth or shape.width > width:
+            raise ValueError(
+                f"tree must have at most {depth} levels and {width} children a node, as traced, "
+                f"got {shape.depth} and {shape.width}"
+            )
+        reached = [torch.ones(len(self.kept))]  # of each node, by root
+        parents, ranks = shape.parents[0].tolist(), shape.ranks[0].tolist()
+        levels = shape.depths[0].tolist()
+        for node in range(1, shape.size):
+            chance = self.kept[:, levels[node] - 1, ranks[node]]
+            reached.append(reached[parents[node]] * chance.float())
+        at_least = torch.zeros(len(self.kept), shape.depth + 1)
+        at_least.index_add_(1, shape.depths[0].cpu(), torch.stack(reached, 1))
+        ends = at_least - F.pad(at_least[:, 1:], (0, 1))  # the chance of so many drafts [R, D + 1]
+        rounds = self._begun(ends)
+        return int(self.roots.sum()) / float(rounds)
+
+    def _begun(self, ends: Tensor) -> Tensor:
+        """How many rounds begin in all answers, which ``ends`` [R, D + 1] move on."""
+        each = ends.split(self.roots.tolist())
+        longest = int(self.roots.max())
+        moves = torch.stack([F.pad(one, (0, 0, 0, longest - len(one))) for one in each])
+        begun = torch.zeros(len(each), longest + ends.shape[1] + 1)  # [B, …] by root
+        begun[:, 0] = 1
+        for root in range(longest):
+            after = slice(root + 1, root + 1 + ends.shape[1])
+            begun[:, after] += begun[:, root, None] * moves[:, root]
+        there = torch.arange(begun.shape[1]) < self.roots[:, None]
+        return begun[there].sum()
+
+    def table(self) -> list[list[float]]:
+        """How often the draft of each rank is the one kept, of the times that those above it are
+        [D, K].
+        """
+        kept = self.kept.float()
+        reached = F.pad(kept.sum(-1).cumprod(1)[:, :-1], (1, 0), value=1.0)  # [R, D]
+        shares = (reached[..., None] * kept).sum(0) / reached.sum(0).clamp(min=1e-9)[:, None]
+        found: list[list[float]] = (shares / shares.sum(-1, keepdim=True).clamp(min=1)).tolist()
+        return found
+
+    def by_context(self) -> dict[int, float]:
+        """The share of first drafts of the likeliest rank that are kept, by the tokens before the
+        answer: at most so many.
+        """
+        each = self.kept[:, 0, 0].float().split(self.roots.tolist())
+        bounds = self.contexts.float().quantile(torch.tensor([1 / 3, 2 / 3, 1.0])).ceil().int()
+        found, least = {}, -1
+        for most in dict.fromkeys(bounds.tolist()):
+            pairs = zip(each, self.contexts.tolist(), strict=True)
+            if some := [one for one, context in pairs if least < context <= most]:
+                found[most] = float(torch.cat(some).mean())
+            least = most
+        return found
+
+    def plan(self, costs: Costs, margin: float = 0.05) -> Plan:
+        """The tree that should be fastest where rounds take ``costs``, or plain decoding."""
+        table = self.table()
+        shapes = [best_tree(table, nodes, len(table))[0] for nodes in SIZES]
+        return plan(costs, self.tau, list({one.size: one for one in shapes}.values()), margin)
+
+    def save(self, file: Path) -> None:
+        """Write it as safetensors."""
+        tensors = {"kept": self.kept.half().cpu().contiguous()}
+        tensors |= {"roots": self.roots.int().cpu(), "contexts": self.contexts.int().cpu()}
+        told = {"format": FORMAT, "version": str(VERSION), "facts": json.dumps(dict(self.facts))}
+        save_readable(tensors, file, told)
+
+    @classmethod
+    def load(cls, file: Path) -> Trace:
+        """The trace in ``file``.
+
+        Raises ``FileNotFoundError``, and ``ValueError`` for what is none, or of another version.
+        """
+        if not file.is_file():
+            raise FileNotFoundError(f"there must be a trace at {file}, got no file")
+        try:
+            with safe_open(file, "pt") as opened:
+                told = opened.metadata() or {}
+                names = list(opened.keys())
+                tensors = {name: opened.get_tensor(name) for name in names}
+            if told.get("format") != FORMAT:
+                raise ValueError("other tensors")
+            if told.get("version") != str(VERSION):
+                raise ValueError(f"one of version {told.get('version')}")
+            found = cls(**tensors, facts=json.loads(told["facts"]))
+            found._check()
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{file} must be a trace of version {VERSION}, as specmm doctor --trace writes it, "
+                f"got {_said(error)}"
+            ) from error
+        return found
+
+    def _check(self) -> None:
+        """Raise ``ValueError`` for chances and counts that cannot be."""
+        kept, roots = self.kept, self.roots
+        if (
+            kept.ndim != 3
+            or 0 in kept.shape
+            or roots.ndim != 1
+            or roots.shape != self.contexts.shape
+        ):
+            raise ValueError(f"tensors of shapes {[list(kept.shape), list(roots.shape)]}")
+        if int(roots.min()) < 0 or int(roots.sum()) != len(kept):
+            raise ValueError(f"{len(kept)} roots, where its answers have {int(roots.sum())}")
+        chances = kept.float()
+        if not bool((chances >= 0).all() & (chances.sum(-1) <= 1 + ROUNDED).all()):
+            raise ValueError("chances that are none")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
+        return str(error)
+    return "a file that is damaged" if isinstance(error, SafetensorError) else "one that is damaged"
+
+
+def costs_of(file: Path) -> dict[int, Costs]:
+    """Seconds of rounds by batch size, from JSON as ``specmm plan --json`` prints it on the machine
+    that is planned for, or as it is stated: one or a list of ``{"batch": 1, "step": …, "host": …,
+    "draft": {levels: …}, "verify": {nodes: …}}``.
+
+    Raises ``FileNotFoundError``, and ``ValueError`` for what is none of these.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(f"there must be costs at {file}, got no file")
+    found: dict[int, Costs] = {}
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        for record in read if isinstance(read, list) else [read]:
+            own = next((one for one in _records(record) if "step" in one), None)
+            if own is not None:
+                draft, verify = ({int(k): float(v) for k, v in own[n].items()} for n in TABLES)
+                made = Costs(draft, verify, float(own["step"]), float(own.get("host", 0.0)))
+                found[int(record.get("batch", 1))] = made
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} must hold seconds of draft, verify and step as specmm plan --json prints "
+            f"them, got {error}"
+        ) from error
+    if not found:
+        raise ValueError(f"{file} must hold the costs of a plan, got none")
+    return found
+
+
+def _records(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where a plan's record may have its costs."""
+    plans = [one.get("costs") or {} for one in record.get("plans", ())]
+    return [record, record.get("costs") or {}, *plans]
