@@ -83,9 +83,10 @@ def _of_states(reading: Reading, seen: Evidence) -> Iterator[tuple[str, Reading]
 
 def _of_block(reading: BlockReading) -> Iterator[tuple[str, Reading]]:
     model, sizes = reading.network, reading.network.config.sizes
-    yield "no window", replace(reading, reaches=(Reach(15),) * len(model.layers))
-    causal = (Reach(causal=True),) * len(model.layers)
-    yield "blocks that see all of themselves", replace(reading, reaches=causal)
+    if not reading.reaches:
+        yield "no window", replace(reading, reaches=(Reach(15),) * len(model.layers))
+        causal = (Reach(causal=True),) * len(model.layers)
+        yield "blocks that see all of themselves", replace(reading, reaches=causal)
     yield f"blocks of {reading.size}", replace(reading, size=reading.size * 2)
     yield f"mask token {reading.mask}", replace(reading, mask=reading.mask - 1)
     yield f"sample_from_anchor {reading.anchor}".lower(), replace(reading, anchor=True)

@@ -73,7 +73,7 @@ def test_trees_beyond_what_was_traced_are_refused():
 
 
 def test_chances_are_those_of_the_rule():
-    """Rank by rank, and given the token: frequencies of the real code, broken twin included."""
+    """Rank by rank, and given the token: frequencies of the real code."""
     count, ranks = 40_000, 3
     torch.manual_seed(0)
     p, q = torch.tensor([0.4, 0.3, 0.2, 0.1, 0.0]), torch.tensor([0.1, 0.2, 0.3, 0.1, 0.3])

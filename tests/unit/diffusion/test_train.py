@@ -134,7 +134,7 @@ def test_a_block_drafter_drafts_what_it_is_trained_on(target, tokens, place):
     anchors = Anchors(torch.tensor([[3, place], [place, 5]]), K + 1)
     ids = torch.full((2, 2, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = dflash._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[
+    states = dflash.blocks_after(drafter, context, target.embed(ids.flatten(1)), anchors)[
         [0, 1], [1, 0], 1:
     ]
     torch.testing.assert_close(
@@ -164,7 +164,7 @@ def test_pairs_memory_and_few_tokens_draft_what_they_are_trained_on(target, toke
     anchors = Anchors(torch.full((2, 1), place), K + 1)
     ids = torch.full((2, 1, K + 1), MASK)
     ids[..., 0] = tokens.gather(1, anchors.places)
-    states = dflash._forward(drafter, context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
+    states = dflash.blocks_after(drafter, context, target.embed(ids.flatten(1)), anchors)[:, :, 1:]
     if recurrent:
         states = dflash.along(
             drafter.recurrent, states, target.embed(tokens[:, None, place : place + K])

@@ -5,14 +5,17 @@ the change of its name, and what it says and refuses.
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from benchmarks.doctor import decoded, spoils
 from specmm import zoo as pocket
 from specmm.diffusion_drafters.models.dflash import DFlash
+from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.hf.prompt import VLMPrompt
 from specmm.recipes import doctor, misreadings
 from specmm.recipes.dflash import build_block
@@ -31,13 +34,16 @@ HEADS = {
 }
 
 
-@pytest.fixture(
-    params=[
-        *((m, k) for m, kinds in HEADS.items() for k in kinds),
-        ("llava", "msd"),
-        ("llava", "block"),
-    ]
-)
+REACHES = {
+    "block": (),
+    "windows": (Reach(3), Reach(2, causal=True)),
+    "from the anchor": (Reach(4, moving=False), Reach(causal=True)),
+}
+CASES = [(model, kind) for model, kinds in HEADS.items() for kind in kinds]
+CASES += [("llava", kind) for kind in ("msd", *REACHES)]
+
+
+@pytest.fixture(params=CASES, ids=str)
 def case(request, zoo):
     """What a tiny model answered to texts with pictures, and a random head of it."""
     name, kind = request.param
@@ -50,9 +56,9 @@ def case(request, zoo):
     if kind == "msd":
         torch.manual_seed(1)
         head = shaken(MSDHead(msd_config(seen.target)))
-    elif kind == "block":
+    elif kind in REACHES:
         made = build_block(seen.target, 2, 5, 3, read=1, markov=4).config
-        head = shaken(DFlash(replace(made, layers=(0, 1), normed=False)))
+        head = shaken(DFlash(replace(made, layers=(0, 1), normed=False, reaches=REACHES[kind])))
     else:
         head = head_for(seen.target, **HEADS[name][kind])
     return head.eval(), seen, prompt
@@ -116,10 +122,11 @@ def test_what_it_says_of_a_drafter(tmp_path, monkeypatch):
 
 def test_what_it_refuses(tmp_path):
     assert "data must be given of chats that show pictures" in refused("doctor", "pocket/llava")
-    assert "must have one drafter of eagle3, msd, block beside it, got none" in refused(
-        "doctor", "pocket/smollm2"
-    )
-    deer = str(pocket.POCKET / "coder" / "drafters" / "deer")
+    coder, alone = pocket.POCKET / "coder", tmp_path / "model"
+    shutil.copytree(coder, alone, ignore=shutil.ignore_patterns("drafters"))
+    said = refused("doctor", str(alone))
+    assert "must have one drafter of eagle3, msd, block beside it, got none" in said
+    deer = str(coder / "drafters" / "deer")
     said = refused("doctor", "pocket/coder", "--drafter", deer)
     assert "read the target's states (eagle3, msd, block), got" in said and "method deer" in said
     assert "temperature is for --trace" in refused("doctor", "pocket/coder", "--temperature", "1")
@@ -132,3 +139,50 @@ def test_a_weak_drafter_is_named_weak(case):
     assert found.changes == sorted(found.changes, key=lambda pair: -pair[1].sampled)
     best = found.best
     assert best is None or best[1].sampled > doctor.WORTH * found.own.sampled
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+def test_questions_are_asked_otherwise(tmp_path, monkeypatch):
+    """With and without system prompt and thinking, where the template knows them."""
+    folder = shutil.copytree(pocket.POCKET / "coder", tmp_path / "model")
+    words = AutoTokenizer.from_pretrained(folder)
+    words.chat_template = TEMPLATE
+    words.save_pretrained(folder)
+    told = {"role": "system", "content": "Write Python."}
+    rows = [
+        [told, {"role": "user", "content": f"add {i}"}, {"role": "assistant", "content": "x + 1"}]
+        for i in range(6)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    found = doctor.examined(str(folder), None, [str(file)], 2).questions
+    own, others = found.prompt, dict(found.others())
+    without, system, thinking = others.values()
+    assert list(others) == [
+        "without a system prompt",
+        "with the system prompt 'You are a helpful assistant.'",
+        "with thinking",
+    ]
+    texts = [words.decode(prompt.rows()[0]) for prompt in (own, without, system, thinking)]
+    asked = texts[0].removeprefix("system:Write Python.<|end|>")
+    assert asked.startswith("user:add") and texts[1] == asked
+    assert texts[2] == f"system:{doctor.SYSTEM}<|end|>{asked}"
+    assert texts[3] == f"{texts[0]}<think>"
+    monkeypatch.setattr(misreadings, "changes", lambda *_: [])
+    monkeypatch.setattr(doctor, "changes", lambda *_: [])
+    words = ["doctor", str(folder), "--data", str(file), "--questions", "2"]
+    facts = as_json(*words)
+    assert [one["how"] for one in facts["asked"]] == list(others)
+    assert "asked otherwise" in succeed(*words).stdout
+
+
+def test_a_better_way_to_ask_is_told():
+    kept = [SimpleNamespace(sampled=value) for value in (2.0, 2.02, 2.5)]
+    asked = [("a", kept[1]), ("b", kept[2])]
+    assert doctor.Diagnosis(kept[0], [], asked).better_asked == asked[1]
+    assert doctor.Diagnosis(kept[0], [], asked[:1]).better_asked is None
