@@ -165,7 +165,12 @@ FORMATS: tuple[DrafterFormat, ...] = (
     DrafterFormat("speculators MTP layers", _named("mtp"), ("mtp",)),
     DrafterFormat("speculators EAGLE-1 head", _named("eagle")),
     DrafterFormat("another speculators drafter", lambda folder: SPECULATORS in folder.facts),
-    DrafterFormat("MTP layers, fine-tuned here", lambda folder: _type(folder) == "mtp", ("mtp",)),
+    DrafterFormat(
+        "MTP layers, fine-tuned here",
+        lambda folder: _type(folder) == "mtp",
+        ("mtp",),
+        exports={"checkpoint": "specmm.hf.drafters.mtp_export:to_checkpoint"},
+    ),
     DrafterFormat("DEER drafter", lambda folder: _type(folder) == "deer", ("deer",)),
     DrafterFormat(
         "EAGLE-3 head as of SafeAILab or SpecForge",

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from specmm import TextPipeline
@@ -18,9 +19,10 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.features import RolledMtp
 from specmm.recipes.recipe import train
+from specmm.runs.export import export
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
-from tests.tiny.mtp_models import save
+from tests.tiny.mtp_models import KINDS, save
 
 PROMPT = [9, 20, 31, 12, 25, 8, 17]
 DRAFTS = 3
@@ -115,3 +117,41 @@ def test_a_model_without_layers_is_refused_before_it_answers(text_folder, tmp_pa
     monkeypatch.setattr("specmm.recipes.source.Source.lessons", None)
     with pytest.raises(ValueError, match="config that names none"):
         train("mtp", model=tmp_path / "model", out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [(k, 1 + (k == "deepseek")) for k in KINDS if k != "step3p7"]
+)
+def test_fine_tuned_layers_are_exported_as_the_checkpoint_has_them(model_of, tmp_path, name, count):
+    folder, model = model_of(name, count)
+    layers = layers_of(model)
+    with torch.no_grad():
+        for key, weight in layers.model.layers.named_parameters():
+            if name != "ernie" or "post_norm" not in key:  # the decoder's own there
+                weight.add_(torch.randn_like(weight))
+    save_layers(layers, tmp_path / "tuned", model)
+    made = export(str(tmp_path / "tuned"), "checkpoint", tmp_path / "out", str(folder))
+    assert f"as the checkpoint of {name} has them" in made["note"]
+    before = load_file(folder / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() < before.keys() and all(after[k].shape == before[k].shape for k in after)
+    assert all(not torch.equal(after[k], before[k]) for k in after if "norm" in k)
+    again = load_layers(tmp_path / "out", model)
+    tuned = load_layers(tmp_path / "tuned", model)
+    for key, wanted in tuned.model.layers.state_dict().items():
+        torch.testing.assert_close(again.model.layers.state_dict()[key], wanted, rtol=0, atol=0)
+    save_file({**before, **after}, folder / "model.safetensors", {"format": "pt"})
+    whole = layers_of(load_model(type(model), folder, dtype=torch.float32))
+    for key, wanted in tuned.model.layers.state_dict().items():
+        torch.testing.assert_close(whole.model.layers.state_dict()[key], wanted, rtol=0, atol=0)
+
+
+def test_what_the_checkpoint_has_no_place_for_is_not_exported(model_of, tmp_path):
+    folder, model = model_of("ernie", 1)
+    layers = layers_of(model)
+    with torch.no_grad():
+        layers.model.layers[0].post_norm.weight.add_(1)
+    save_layers(layers, tmp_path / "tuned", model)
+    with pytest.raises(ValueError, match=r"cannot be written .*: layers.0.post_norm.weight would"):
+        export(str(tmp_path / "tuned"), "checkpoint", tmp_path / "out", str(folder))
+    assert not (tmp_path / "out").exists()

@@ -200,11 +200,7 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
     config = folder / "config.json"  # not there for a hub's name, which transformers resolves
     if config.is_file() and read_json(config).get("model_type") == TUNED:
         return _load_tuned(folder, target)
-    main = copy.copy(target)  # with a config of its own, all the rest shared
-    main.config = told_layers(target.config, folder)
-    main.config.name_or_path = str(folder)
-    main.config.dtype = target.dtype
-    main._keys_to_ignore_on_load_unexpected = _names(main)
+    main = named_layers(target, folder)
     try:
         model: Any = class_of(main).from_pretrained(main)
     except (OSError, RuntimeError, ValueError) as error:
@@ -217,6 +213,18 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
     return _ready(model, target)
 
 
+def named_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """``target`` as transformers' ``MtpModel`` reads its layers from ``folder``: with a config of
+    its own, which tells how many there are, and the names of their weights; all the rest shared.
+    """
+    main = copy.copy(target)
+    main.config = told_layers(target.config, folder)
+    main.config.name_or_path = str(folder)
+    main.config.dtype = target.dtype
+    main._keys_to_ignore_on_load_unexpected = _names(main)
+    return main
+
+
 def save_layers(layers: MtpLayers, folder: Path, target: PreTrainedModel) -> None:
     """Write fine-tuned ``layers`` of ``target`` under their names in transformers' ``MtpModel``."""
     facts = {
@@ -225,10 +233,10 @@ def save_layers(layers: MtpLayers, folder: Path, target: PreTrainedModel) -> Non
         "num_mtp_layers": layers.count,
         "target_fingerprint": fingerprint(embeddings_of(target)),
     }
-    write_checkpoint(_own(layers.model), facts, folder, torch.bfloat16)
+    write_checkpoint(own_weights(layers.model), facts, folder, torch.bfloat16)
 
 
-def _own(model: Any) -> dict[str, Tensor]:
+def own_weights(model: Any) -> dict[str, Tensor]:
     """The weights of ``model`` that are not the target's."""
     state = model.state_dict()
     return {k: x for k, x in state.items() if k.split(".")[0] in ("layers", "shared_post_norm")}
@@ -242,7 +250,7 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
     count = main.config.get_text_config(decoder=True).num_mtp_layers
     model: Any = class_of(main)(main, count)
     state = read_checkpoint(folder)
-    shared = {k: x for k, x in model.state_dict().items() if k not in _own(model)}
+    shared = {k: x for k, x in model.state_dict().items() if k not in own_weights(model)}
     load_strict(model, {**shared, **state}, source=folder)
     return _ready(model, target)
 

@@ -1,0 +1,98 @@
+"""Fine-tuned MTP layers under the names of their target's own checkpoint, where vLLM and SGLang
+look for them.
+
+What transformers' conversions do on reading (renaming, stacking experts, splitting) they cannot
+undo for these layers. So the checkpoint is read once with the number of each entry in its place:
+where a number is found is where its entry goes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from specmm.checkpoints import State, save_readable, some_names
+from specmm.hf.drafters.files import read_state
+from specmm.hf.drafters.mtp_layers import load_layers, named_layers, own_weights
+from specmm.hf.drafters.mtp_layouts import class_of
+
+CONFIGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
+    """Write the layers in ``folder``, fine-tuned for ``target``, to ``out``, and what to know.
+
+    Raises ``ValueError`` where they are not read back from there as they are.
+    """
+    place = Path(target.config.name_or_path)
+    tuned = own_weights(load_layers(folder, target).model)
+    main = named_layers(target, place)
+    pattern: Any = class_of(main).get_mtp_weights_regex(main)
+    given = {name: x for name, x in read_state(place).items() if pattern.search(name)}
+    written = _placed(tuned, _numbered(given, target, place), given)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in CONFIGS:
+        if (place / name).is_file():
+            shutil.copyfile(place / name, out / name)
+    save_readable(written, out / "model.safetensors", {"format": "pt"})
+    again = own_weights(load_layers(out, target).model)
+    if wrong := [k for k, x in tuned.items() if not torch.equal(again[k].to(x.dtype), x)]:
+        shutil.rmtree(out)
+        raise ValueError(
+            f"MTP layers of {place} cannot be written as its checkpoint has them: "
+            f"{some_names(wrong)} would be others; use drafter={folder}"
+        )
+    return (
+        f"{some_names(sorted(written))}, as the checkpoint of {place.name} has them: where an "
+        f"engine reads that, {out / 'model.safetensors'} takes their place"
+    )
+
+
+def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
+    """Of each weight of the layers as they are read, the numbers of its entries among all of those
+    ``given``, counted by :func:`_order`.
+    """
+    numbers: State = {}
+    begin = 0
+    for name in _order(given):
+        size = given[name].numel()
+        own = torch.arange(begin, begin + size, dtype=torch.float64)
+        numbers[name] = own.view(given[name].shape)
+        begin += size
+    with TemporaryDirectory() as made:
+        there = Path(made)
+        save_file(numbers, there / "model.safetensors", {"format": "pt"})
+        shutil.copyfile(place / "config.json", there / "config.json")
+        main = named_layers(target, there)
+        main.config.dtype = torch.float64
+        found = own_weights(class_of(main).from_pretrained(main))
+    # what is not of the checkpoint has other entries than numbers that all differ
+    return {k: x for k, x in found.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
+
+
+def _order(given: State) -> list[str]:
+    """The names of what is ``given``, small ones first: some stay in float32, which holds small
+    numbers alone.
+    """
+    return sorted(given, key=lambda name: (given[name].numel(), name))
+
+
+def _placed(tuned: State, numbers: State, given: State) -> State:
+    """What is ``given`` with the ``tuned`` weights in the places of their ``numbers``."""
+    dtypes = {x.dtype for x in tuned.values()}
+    flat = torch.cat([given[name].flatten().to(max(dtypes, key=_bits)) for name in _order(given)])
+    for name, places in numbers.items():
+        flat[places.long().flatten()] = tuned[name].flatten().to(flat)
+    sizes = [given[name].numel() for name in _order(given)]
+    parts = zip(_order(given), flat.split(sizes), strict=True)
+    return {name: x.view(given[name].shape).to(given[name].dtype).clone() for name, x in parts}
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
