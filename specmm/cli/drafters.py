@@ -22,7 +22,9 @@ Folder = Annotated[
 Target = Annotated[
     str | None, typer.Option("--target", help="A model, to say whether the drafter fits it.")
 ]
-Format = Annotated[str, typer.Option("--format", help="speculators, eagle or specforge.")]
+Format = Annotated[
+    str, typer.Option("--format", help="speculators, eagle, specforge or checkpoint.")
+]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write; it must not be there.")]
 ExportTarget = Annotated[
     str | None,

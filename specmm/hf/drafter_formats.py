@@ -194,9 +194,7 @@ FORMATS: tuple[DrafterFormat, ...] = (
         ("block",),
         exports={"speculators": f"{BLOCKS}:to_speculators", "specforge": f"{BLOCKS}:to_specforge"},
     ),
-    DrafterFormat(
-        "MSD head", _is_msd, ("msd",), exports={"speculators": "specmm.vlm.export:to_speculators"}
-    ),
+    DrafterFormat("MSD head", _is_msd, ("msd",), exports={"eagle": "specmm.vlm.export:to_eagle"}),
     DrafterFormat(
         "diffusion language model", _is_diffusion, ("diffuspec", "specdiff", "deer"), own=False
     ),

@@ -292,7 +292,7 @@ def test_what_servers_read_of_a_config_is_there(tmp_path):
         ("specforge", {"tokens": (1, 2)}, "no field for a vocabulary of the drafter's own"),
         ("specforge", {"markov": 2}, "no field for a table of pairs"),
         ("eagle", {}, "has no form as eagle"),
-        ("gguf", {}, "format must be one of eagle, specforge, speculators, got 'gguf'"),
+        ("gguf", {}, "format must be one of checkpoint, eagle, specforge, speculators, got"),
     ],
 )
 def test_what_a_layout_cannot_describe(layout, options, message, tmp_path):

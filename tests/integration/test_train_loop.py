@@ -5,9 +5,12 @@ states that take no memory, and drafters that are measured while they learn.
 import json
 import math
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -230,3 +233,44 @@ def llava(folder):
     return shutil.copytree(
         zoo.POCKET / "llava", folder / "llava", ignore=ignore
     ), folder / "a.jsonl"
+
+
+@pytest.mark.slow
+def test_ten_kills_change_nothing(model, texts, tmp_path):
+    """At ten random moments, while data are read or in the midst of a step or a checkpoint: losses
+    and weights are those of an undisturbed run, bit for bit.
+    """
+    words = [f"{name}={value}" for name, value in OPTIONS.items()]
+    words += [f"text={texts[0]}", "steps=700", "lr=1e-3", "save_every=0", "measure_every=100"]
+    code = "from specmm.cli import main; main()"
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def started(out):
+        command = [sys.executable, "-c", code, "train", "eagle3", model, "--set", *words]
+        return subprocess.Popen(
+            [*command, f"out={out}"], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    assert started(tmp_path / "whole").wait() == 0
+    wanted = weights(model)
+    moments = random.Random(50)
+    kept = tmp_path / "killed" / "checkpoint.pt"
+    begun = []  # the steps at which runs went on
+    for number in range(10):
+        before = kept.stat().st_mtime_ns if kept.exists() else 0
+        process = started(kept.parent)
+        if number % 4:  # others are killed before their first step, or where that takes long
+            while not kept.exists() or kept.stat().st_mtime_ns == before:
+                time.sleep(0.01)
+                assert process.poll() is None
+        time.sleep(moments.uniform(0, 1))
+        assert process.poll() is None, "it has ended before it was killed"
+        process.send_signal(signal.SIGTERM if number % 2 else signal.SIGKILL)
+        process.wait()
+        begun += [torch.load(kept, weights_only=True)["step"]] if kept.exists() else []
+    assert started(kept.parent).wait() == 0
+    assert len(set(begun)) >= 5 and begun == sorted(begun) and 0 < begun[0] < begun[-1] < 700
+    found = weights(model)
+    assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
+    curves = [(tmp_path / name / "loss.csv").read_text() for name in ("whole", "killed")]
+    assert curves[0] == curves[1] and len(curves[0].splitlines()) > 35

@@ -1,73 +1,50 @@
-"""Export to speculators folders, and what the format cannot say."""
+"""Export of MSD heads as EAGLE-1 heads, and what that format cannot say."""
 
 import json
-from types import SimpleNamespace
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from specmm.vlm.export import to_speculators
-from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
+from specmm import zoo as pocket
+from specmm.checkpoints import fingerprint
+from specmm.vlm.export import to_eagle
+from specmm.vlm.loading import load_model
+from specmm.vlm.msd import MSDConfig, MSDHead, drafted_embeddings, load_msd, save_msd
+from tests.commands import as_json, refused
 
-SIZES = dict(
-    vocab_size=20,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+LLAVA = pocket.POCKET / "llava"
 
 
-class LlavaForConditionalGeneration:
-    """A target with the embeddings of ``head``, and ``rows`` of an output head."""
+def test_an_exported_head_is_read_back_as_it_is(tmp_path):
+    """Under EAGLE-1's names and sizes, with the target's embeddings."""
+    out, own = tmp_path / "out", LLAVA / "drafters" / "msd"
+    made = as_json("export", str(own), "--format", "eagle", "--out", str(out))
+    assert "which SGLang serves; vLLM leaves out the bias of fc; for text prompts" in made["note"]
+    embeddings = drafted_embeddings(load_model(LLAVA))
+    before, after = load_msd(own, embeddings), load_msd(out)
+    assert after.config == before.config
+    for name, weight in before.state_dict().items():
+        assert torch.equal(after.state_dict()[name], weight)
+    names = load_file(out / "model.safetensors").keys()
+    assert {"embed_tokens.weight", "fc.weight", "fc.bias", "layers.0.mlp.up_proj.weight"} <= names
+    assert "layers.0.input_layernorm.weight" not in names
+    facts = json.loads((out / "config.json").read_text())
+    assert facts["architectures"] == ["LlamaForCausalLMEagle"] and facts["model_type"] == "llama"
+    assert facts["target_fingerprint"] == fingerprint(embeddings)
+    assert facts["rope_parameters"]["rope_theta"] == before.config.rope_theta
 
-    config = SimpleNamespace(name_or_path="some/llava")
-    device = torch.device("cpu")
 
-    def __init__(self, head, rows=20):
-        self.output = SimpleNamespace(weight=torch.randn(rows, 16))
-        self.get_output_embeddings = lambda: self.output
-        self.get_input_embeddings = lambda: head.embed_tokens
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_weights_are_written_under_the_formats_names(tmp_path, bias):
-    torch.manual_seed(0)
-    head = MSDHead(MSDConfig(**SIZES, bias=bias))
-    target = LlavaForConditionalGeneration(head)
+def test_what_the_formats_cannot_say_is_refused(tmp_path):
+    target = load_model(LLAVA)
+    table = drafted_embeddings(target)
+    sizes = dict(vocab_size=len(table), hidden_size=table.shape[1], intermediate_size=24)
+    head = MSDHead(MSDConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, qwen=True))
+    head.embed_tokens.weight.data = table.clone()
     save_msd(head, tmp_path / "head")
-    assert "text prompts" in to_speculators(tmp_path / "head", target, tmp_path / "out")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert {"embed_tokens.weight", "transformer.mlp.up_proj.weight"} <= found.keys()
-    assert torch.equal(found.pop("lm_head.weight"), target.output.weight)
-    theirs = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
-    for name, weight in head.state_dict().items():
-        for old, new in theirs.items():
-            name = name.replace(old, new)
-        assert torch.equal(found.pop(name), weight)
-    assert not found
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    inner = config["speculators_config"]
-    assert config["speculators_model_type"] == inner["algorithm"] == "eagle"
-    assert inner["verifier"] == {
-        "name_or_path": "some/llava",
-        "architectures": ["LlavaForConditionalGeneration"],
-    }
-    assert inner["proposal_methods"] == [{"proposal_type": "greedy", "speculative_tokens": 5}]
-    assert config["transformer_layer_config"]["hidden_size"] == 16
-    assert config["fusion_bias"] == bias
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 2}, "have 1 layer, got 2"),
-        ({"qwen": True}, "no first norm, got a Qwen2-VL head"),
-    ],
-)
-def test_what_the_format_cannot_say_is_refused(tmp_path, changes, message):
-    head = MSDHead(MSDConfig(**(SIZES | changes)))
-    save_msd(head, tmp_path / "head")
-    with pytest.raises(ValueError, match=message):
-        to_speculators(tmp_path / "head", LlavaForConditionalGeneration(head), tmp_path / "out")
+    with pytest.raises(ValueError, match="no norm before their first layer, got a Qwen2-VL head"):
+        to_eagle(tmp_path / "head", target, tmp_path / "out")
+    place = shutil.copytree(LLAVA, tmp_path / "model") / "drafters" / "msd"
+    said = refused("export", str(place), "--format", "speculators", "--out", str(tmp_path / "out"))
+    assert "MSD head has no form as speculators" in said and "it can be written as eagle" in said
