@@ -186,8 +186,9 @@ class Table:
         lines = [[_cell(key, row.get(key)) for _, key in self.columns] for row in rows]
         where = found["environment"]
         commit = where.get("git", where.get("commit", "?"))
+        machine = where.get("gpu") or where["machine"]
         told = (
-            f"`benchmarks/results/{self.file}.csv`: {where['machine']}, {where['cores']} cores, "
+            f"`benchmarks/results/{self.file}.csv`: {machine}, {where['cores']} cores, "
             f"load {where.get('load', 0):.0f}, {where['date'][:10]}, commit `{commit}`."
         )
         return markdown([title for title, _ in self.columns], lines) + f"\n\n{told}"
@@ -259,12 +260,22 @@ STRUCTURED = tuple(
     )
 )
 DOCTOR = tuple((x, x) for x in ("model", "head", "spoilt", "named", "forecast", "decoded", "found"))
+GPU_TRAINING = (
+    ("model", "model"),
+    ("rows a step", "batch"),
+    ("rows a second", "rows_s"),
+    ("the target's share", "target_share"),
+    ("peak, GiB", "peak_gib"),
+    ("GiB after 20 steps", "gib_at_20"),
+    ("after 200", "gib_at_end"),
+)
 WAYS = ("chosen", "one", "two")  # seconds by so many threads
 THREADS = tuple((x, x) for x in ("busy programs", "call", *WAYS, "over the best"))
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
     "doctor": Table("doctor", DOCTOR),
+    "gpu-training": Table("gpu/training", GPU_TRAINING),
     "structured": Table("structured", STRUCTURED),
     "threads": Table("threads", THREADS),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),

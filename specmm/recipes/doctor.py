@@ -172,7 +172,7 @@ def asked(
     """``count`` questions that are not trained on, for the ``target`` in ``folder``."""
     if data:
         source = Data(Places(list(data), conversations), 0.5, None, "skip", None)
-        opened = source.opened(folder, lambda: target, out, seed)
+        opened = source.opened(folder, lambda: target, out, seed, unanswered=True)
         others = lambda: _otherwise(opened, count)  # noqa: E731
         return Questions(opened.prompts(count), opened.reader.stops, others)
     words = load_tokenizer(weights_folder(folder))
