@@ -24,7 +24,7 @@ NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 LESS = {
     "4_a_drafter_from_nothing": {"560": "24", "steps=420": "steps=8", "scenes=10": "scenes=1"},
     "5_fid_done_right": {"64": "16"},
-    "7_a_drafter_from_chats": {"240": "30", "steps=30": "steps=4", "range(9)": "range(2)"},
+    "7_a_drafter_from_chats": {"120": "30", "steps=150": "steps=4", "range(9)": "range(2)"},
     # Ray itself is for test_batch_ray.py
     "6_a_job_on_ray": {r", \"--engine\", \"ray\", \"--workers\", \"1\"": ""},
 }
