@@ -30,7 +30,7 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
 
     Raises ``ValueError`` where they are not read back from there as they are.
     """
-    place = Path(target.config.name_or_path)
+    place = Path(str(target.config.name_or_path))
     tuned = own_weights(load_layers(folder, target).model)
     main = named_layers(target, place)
     pattern: Any = class_of(main).get_mtp_weights_regex(main)
