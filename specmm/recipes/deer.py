@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
+from specmm.recipes.losses import ONE_PASS, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
@@ -49,6 +50,7 @@ def deer(
     """Train a DEER drafter: its own layers between the target's embedding and head; the result is
     drafters/deer.
     """
+    check_loss(training.loss, ONE_PASS)
     begun = training.begun(model, "deer", recipe)
     target, end = begun.target, begun.tokenizer.eos_token_id
     drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)
@@ -60,7 +62,8 @@ def deer(
     def loss(seen: Seen, i: int) -> Losses:
         filling = i < first_stage * run.steps * run.accumulate
         seed = training.seed * 1_000_003 + i
-        return deer_loss(drafter, target, seen.with_room(block), ANCHORS, filling, alpha, seed)
+        seen = seen.with_room(block)
+        return deer_loss(drafter, target, seen, ANCHORS, filling, alpha, seed, training.loss)
 
     learn(Own(drafter.model), loss, begun.seen(lessons, ()).batch, run)
     return begun.end(lambda: save_deer(drafter, begun.place), run)
@@ -127,9 +130,10 @@ def deer_loss(
     filling: bool,
     alpha: float,
     seed: int,
+    loss: str = "kl",
 ) -> Losses:
-    """Loss of the rows' blocks and of the first drafts of all their positions, on tokens that are
-    learnt; ``filling`` is stage 1.
+    """The ``loss`` of the rows' blocks and of the first drafts of all their positions, on tokens
+    that are learnt; ``filling`` is stage 1.
     """
     tokens = data.tokens
     masks = drafter.block - 1
@@ -148,12 +152,12 @@ def deer_loss(
     wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
     counted = data.mask
     weights = weights.to(device) * counted.gather(1, index[..., 0]).view(places.shape)
-    found = probs_loss(blocks, wanted.view_as(blocks), weights, target.head)
+    found = probs_loss(blocks, wanted.view_as(blocks), weights, target.head, loss=loss)
     even = counted[:, None].float()
-    first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head)
+    first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head, loss=loss)
     part = 1 / drafter.block
-    loss = part * first["loss"] + (1 - part) * found["loss"]
-    return {**found, "loss": loss, "first": first["first"]}
+    both = part * first["loss"] + (1 - part) * found["loss"]
+    return {**found, "loss": both, "first": first["first"]}
 
 
 def _hide(

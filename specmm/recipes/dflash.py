@@ -29,18 +29,11 @@ from specmm.diffusion_drafters.models.dflash import (
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.drafters.files import check_target
 from specmm.hf.target import VLMTarget
+from specmm.recipes.losses import ONE_PASS, Head, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
-from specmm.recipes.training.blocks import (
-    ANCHORS,
-    Anchors,
-    Head,
-    along,
-    fading,
-    probs_loss,
-    silence,
-)
+from specmm.recipes.training.blocks import ANCHORS, Anchors, along, fading, probs_loss, silence
 from specmm.recipes.training.seen import Seen, learn
 from specmm.recipes.training.small_qwen import compile_layers
 from specmm.training import Losses, seeded
@@ -72,6 +65,7 @@ def dflash(
     With ``start`` it begins with another drafter's weights, sizes and tokens; ``recurrent`` then
     adds a memory.
     """
+    check_loss(training.loss, ONE_PASS)
     begun = training.begun(model, "block", recipe)
     target = begun.target
     if start is not None:
@@ -96,7 +90,7 @@ def dflash(
     def loss(seen: Seen, i: int) -> Losses:
         seen = seen.with_room(drafter.config.block)
         seed = training.seed * 1_000_003 + i
-        return block_loss(drafter, target, head, seen, ANCHORS, fade, seed)
+        return block_loss(drafter, target, head, seen, ANCHORS, fade, seed, training.loss)
 
     learn(drafter, loss, draw, run)
     embeddings: Any = target.model.get_input_embeddings().weight
@@ -193,10 +187,17 @@ def with_memory(before: DFlash, size: int) -> DFlash:
 
 
 def block_loss(
-    model: DFlash, target: VLMTarget, head: Head, data: Seen, anchors: int, fade: float, seed: int
+    model: DFlash,
+    target: VLMTarget,
+    head: Head,
+    data: Seen,
+    anchors: int,
+    fade: float,
+    seed: int,
+    loss: str = "kl",
 ) -> Losses:
-    """Loss of the rows' blocks on tokens that are learnt; ``head`` gives logits of the drafter's
-    tokens only.
+    """The ``loss`` of the rows' blocks on tokens that are learnt; ``head`` gives logits of the
+    drafter's tokens only.
     """
     rows = len(data.tokens)
     device = data.tokens.device
@@ -216,7 +217,7 @@ def block_loss(
     pairs = None if model.markov is None else model.pairs(before)
     counted = data.mask.gather(1, places).view(states.shape[:3])
     weights = fading(size - 1, fade).to(device) * counted
-    return probs_loss(states, wanted.view_as(states), weights, head, pairs)
+    return probs_loss(states, wanted.view_as(states), weights, head, pairs, loss)
 
 
 def blocks_after(

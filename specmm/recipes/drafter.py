@@ -38,6 +38,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.losses import ONE_PASS, Head, check_loss, compared
 from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
 from specmm.recipes.settings import facts_of
 from specmm.recipes.source import key_of
@@ -69,6 +70,7 @@ def drafter(
     temperature: Annotated[float, 0.01],
     noise: Amount,
     lr: float | None,
+    loss: str,
     drawn: Size,
     only_drawn: bool,
     cfg: float | None,
@@ -80,11 +82,12 @@ def drafter(
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
+    check_loss(loss, ONE_PASS)
     place, result = drafter_folders(model, kind, replace)
     folder = writable(out or Path("runs") / kind)
     facts = facts_of(recipe)
     check_same(folder, facts)
-    options: dict[str, Any] = dict(batch=batch, seed=seed)
+    options: dict[str, Any] = dict(batch=batch, seed=seed, loss=loss)
     if kind != "block" and (start is not None or only_drawn):
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
@@ -286,6 +289,7 @@ def train_block(
     temperature: float = 1.0,
     seed: int = 0,
     start: BlockHead | None = None,
+    loss: str = "kl",
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M].
 
@@ -305,7 +309,7 @@ def train_block(
     @torch.compile
     def loss_of(classes: Tensor, pictures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
         seen = seen_by(target, classes, pictures, config.aux_layers)
-        return block_loss(drafter, seen, target.output, at, temperature)
+        return block_loss(drafter, seen, target.output, at, temperature, loss, overlap_weight)
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
@@ -316,9 +320,8 @@ def train_block(
         rows, mirrored, dropped, at = map(share, (rows, mirrored, dropped, at))
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
-            cross_entropy, overlap = loss_of(classes, tokens[rows, mirrored], at)
-        loss = cross_entropy + overlap_weight * (1 - overlap.mean())
-        return {"loss": loss, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap.detach())}}
+            found, overlap = loss_of(classes, tokens[rows, mirrored], at)
+        return {"loss": found, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap)}}
 
     fit(drafter, step, run, weight_decay=0.01)
     return drafter
@@ -385,16 +388,17 @@ def _narrowed(head: BlockHead, inner: int) -> dict[str, Tensor]:
 def block_loss(
     drafter: BlockHead,
     seen: Seen,
-    output: Callable[[Tensor], Tensor],
+    output: Head,
     at: Tensor,
     temperature: float = 1.0,
+    loss: str = "kl",
+    overlap_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Soft cross-entropy and mean overlap Σ min(p, q) by level [K] for anchors ``at`` [B, A] of
-    pictures that the target has ``seen``.
+    """The ``loss`` + ``overlap_weight`` · total variation, and the mean overlap Σ min(p, q) by
+    level [K], for anchors ``at`` [B, A] of pictures that the target has ``seen``.
 
     They compare the drafter's distribution of a level, given the true token before it, with the
-    target's there, both at ``temperature``. The overlap is 1 less the total variation, which is
-    what acceptance loses. ``output`` gives logits [B, N, V] of states [B, N, C].
+    target's there, both at ``temperature``. ``output`` gives logits [B, N, V] of states [B, N, C].
 
     At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
     … a + K drafted.
@@ -413,13 +417,13 @@ def block_loss(
     bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
     states = drafter(x, cells, bias, queries=wanted[0].numel())
     previous = seen.tokens.gather(1, wanted.flatten(1) - 1)
-    drafted = output(drafter.read(states, previous)).float() / temperature
-    drafted = drafted.log_softmax(-1)  # [B, A·K, V]
-    probs = (seen.logits.float() / temperature).softmax(-1)
-    probs = probs.gather(1, wanted.flatten(1)[..., None].expand_as(drafted))
-    overlap = torch.minimum(probs, drafted.exp()).sum(-1).unflatten(1, (-1, levels))
-    cross_entropy = -(probs * drafted).sum(-1).mean()
-    return cross_entropy, overlap.mean((0, 1))
+    drafted = output(drafter.read(states, previous)).float() / temperature  # [B, A·K, V]
+    places = wanted.flatten(1)[..., None].expand_as(drafted)
+    logits = seen.logits.gather(1, places).float() / temperature
+    found, overlap = compared(loss, logits, drafted)
+    if overlap_weight:
+        found = found + overlap_weight * compared("tv", logits, drafted)[0]
+    return found.mean(), overlap.unflatten(1, (-1, levels)).mean((0, 1))
 
 
 def measure_taus(target: DrawingTarget, prompt: Any, seeds: Sequence[int]) -> dict[str, float]:
@@ -449,7 +453,7 @@ def measure_acceptance(
     return counter.table()
 
 
-PROBS_WEIGHT = 0.1  # of EAGLE's cross-entropy beside its SmoothL1
+PROBS_WEIGHT = 0.1  # of EAGLE's loss of distributions beside its SmoothL1
 
 
 def train_eagle(
@@ -464,6 +468,7 @@ def train_eagle(
     ffn_dim: int | None = None,
     seed: int = 0,
     compiled: bool = True,
+    loss: str = "kl",
 ) -> EagleHead:
     """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M].
 
@@ -482,7 +487,7 @@ def train_eagle(
     length = target.config.block_size
 
     def loss_of(classes: Tensor, pictures: Tensor, shift: Tensor) -> Losses:
-        return eagle_loss(head, seen_by(target, classes, pictures, ()), target.output, shift)
+        return eagle_loss(head, seen_by(target, classes, pictures, ()), target.output, shift, loss)
 
     made = torch.compile(loss_of) if compiled else loss_of
 
@@ -502,24 +507,17 @@ def train_eagle(
 
 
 def eagle_loss(
-    head: EagleHead, seen: Seen, output: Callable[[Tensor], Tensor], shift: Tensor
+    head: EagleHead, seen: Seen, output: Head, shift: Tensor, loss: str = "kl"
 ) -> Losses:
-    """Loss and its parts (SmoothL1 of the states, soft cross-entropy) for pictures that the target
-    has ``seen``, with ``shift`` [B, T - 1, C] added to the hidden states read.
+    """Loss and its parts (SmoothL1 of the states, the ``loss`` of the distributions) for pictures
+    that the target has ``seen``, with ``shift`` [B, T - 1, C] added to the hidden states read.
 
     ``output`` gives logits [B, N, V] of states [B, N, C]. ``overlap`` is the mean of Σ min(p, q):
     how likely a single draft is accepted.
     """
     hidden = seen.hidden
-    probs = seen.logits[:, 1:].float().softmax(-1)  # [B, T - 1, V]
     predicted = head(seen.embedded[:, :-1], hidden[:, :-1] + shift)
-    drafted = output(predicted).float().log_softmax(-1)
+    found, overlap = compared(loss, seen.logits[:, 1:], output(predicted))
     regression = F.smooth_l1_loss(predicted.float(), hidden[:, 1:].float())
-    cross_entropy = -(probs * drafted).sum(-1).mean()
-    overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
-    return {
-        "loss": regression + PROBS_WEIGHT * cross_entropy,
-        "smooth_l1": regression,
-        "cross_entropy": cross_entropy,
-        "overlap": overlap,
-    }
+    total = regression + PROBS_WEIGHT * found.mean()
+    return {"loss": total, "smooth_l1": regression, loss: found.mean(), "overlap": overlap.mean()}

@@ -29,6 +29,7 @@ from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.families import cache_name
 from specmm.hf.pretrained import load_config
 from specmm.hf.target import VLMTarget
+from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted, sees, served
 from specmm.recipes.source import Source
@@ -37,7 +38,6 @@ from specmm.training import Losses, seeded
 
 CLIP = 0.5  # of gradients
 DECAY = 0.8  # a step of the rollout counts this share of the one before
-Head = Callable[[Tensor], Tensor]  # the target's, for the drafter's tokens: [..., C] to [..., v]
 
 
 def eagle3(
@@ -54,6 +54,7 @@ def eagle3(
     recipe: Recipe,
 ) -> Found:
     """Train an EAGLE-3 head; the result is MODEL/drafters/eagle3."""
+    _check_slots(training.loss, slots)
     begun = training.begun(model, "eagle3", recipe)
     if picture_slots and not sees(begun.folder):
         raise ValueError(f"picture_slots must be 0 for a model without pictures, got {model}")
@@ -64,7 +65,8 @@ def eagle3(
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw = begun.seen(lessons, head.config.layers).batch
     output = target.family.logits_of(head.ids)
-    learn(head, _loss(RolledEagle3(head), output, rollout, slots), draw, run, clip=CLIP)
+    loss = _loss(RolledEagle3(head), output, rollout, slots, training.loss)
+    learn(head, loss, draw, run, clip=CLIP)
 
     def save() -> None:
         with served(head, target.dtype):
@@ -78,6 +80,7 @@ def mtp(
     *, model: str, source: Source, training: Targeted, rollout: Count, slots: Size, recipe: Recipe
 ) -> Found:
     """Fine-tune the MTP layers of a model's checkpoint; the result is MODEL/drafters/mtp."""
+    _check_slots(training.loss, slots)
     begun = training.begun(model, "mtp", recipe)
     told_layers(load_config(begun.folder), begun.folder)  # or the target would answer first
     lessons = source.lessons(begun)
@@ -87,24 +90,37 @@ def mtp(
     measure = begun.tau("mtp", layers, rolled.network, lessons.prompt, lessons.ends)
     run = begun.run(lessons.rows, lessons.key, measure=measure)
     draw, output = begun.seen(lessons, ()).batch, target.family.logits
-    learn(rolled.network, _loss(rolled, output, rollout, slots), draw, run, clip=CLIP)
+    loss = _loss(rolled, output, rollout, slots, training.loss)
+    learn(rolled.network, loss, draw, run, clip=CLIP)
     return begun.end(lambda: save_layers(layers, begun.place, target.model), run)
 
 
-def _loss(rolled: Rolled, output: Head, rollout: int, slots: int) -> Callable[[Seen, int], Losses]:
+def _check_slots(loss: str, slots: int) -> None:
+    """Raise ``ValueError`` for a ``loss`` that needs the drafts of all places."""
+    if slots and loss == GRIFFIN:
+        raise ValueError(f"slots must be 0 with loss {loss}, which follows drafts, got {slots}")
+
+
+def _loss(
+    rolled: Rolled, output: Head, rollout: int, slots: int, loss: str
+) -> Callable[[Seen, int], Losses]:
     """That of what was seen in a step. At most so many ``slots`` count in it (0: all), drawn at
     random: a large vocabulary costs more than the layers.
     """
 
     def found(seen: Seen, step: int) -> Losses:
         mask = some_of(seen.mask, slots, step) if slots else seen.mask
-        return rollout_loss(rolled, output, dataclasses.replace(seen, mask=mask), rollout)
+        seen = dataclasses.replace(seen, mask=mask)
+        return rollout_loss(rolled, output, seen, rollout, loss=loss)
 
     return found
 
 
 class Rolled(Protocol):
-    """A network that is trained."""
+    """A network that is trained; its tokens are the target's ``ids`` [v] (None: all)."""
+
+    @property
+    def ids(self) -> Tensor | None: ...
 
     def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
         """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
@@ -119,7 +135,7 @@ class Rolled(Protocol):
         """
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [M, v] of predicted ``states`` [M, C]."""
+        """Logits [..., v] of predicted ``states`` [..., C]."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,10 @@ class RolledEagle3:
     """An EAGLE-3 ``head`` as it is trained; see :class:`Rolled`."""
 
     head: Eagle3Head
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.head.ids
 
     def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
         """Those of text and the few that are left of a picture, if the head reads no more."""
@@ -155,6 +175,8 @@ class RolledMtp:
     ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers that attend a
     window.
     """
+
+    ids = None
 
     def __init__(self, layers: MtpLayers, target: VLMTarget, rollout: int) -> None:
         if 1 < layers.count < rollout:
@@ -252,30 +274,28 @@ def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
 
 
 def rollout_loss(
-    rolled: Rolled, output: Head, seen: Seen, rollout: int, decay: float = DECAY
+    rolled: Rolled, output: Head, seen: Seen, rollout: int, decay: float = DECAY, loss: str = "kl"
 ) -> Losses:
-    """Cross-entropy with the target's distributions over the drafter's tokens, over all steps.
+    """The ``loss`` between the target's distributions over the drafter's tokens and the drafts of
+    all steps.
 
     Beside it the overlaps Σ min(p, q) of the first and of the last step, with which a draft there
     is accepted.
     """
-    with torch.no_grad():
-        probs = output(seen.hidden.roll(-1, 1)[seen.mask]).float().softmax(-1)  # [M, v]
     past = DynamicCache()
     embeddings, hidden, mask = rolled.begin(seen)
-    count = seen.mask.sum()
-    found = []
+    drafted = []
     for k in range(rollout):
         states = rolled.advance(k, embeddings, hidden, past)
-        drafted = rolled.logits(states[mask]).float().log_softmax(-1)
-        terms = -(probs * drafted), torch.minimum(probs, drafted.detach().exp())
-        found.append(tuple(each.sum() / count.clamp(min=1) for each in terms))
+        drafted.append(states[mask])
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
-    weights = [decay**k for k in range(rollout)]
-    losses = [w * surprise for w, (surprise, _) in zip(weights, found, strict=True)]
-    loss = torch.stack(losses).sum() / sum(weights)
-    overlaps = {"overlap": found[0][1], "overlap_last": found[-1][1]}
-    return {"loss": loss, **overlaps, "count": count}
+    places = Places(seen.mask, seen.tokens.roll(-2, 1), rolled.ids)
+    wanted = seen.hidden.roll(-1, 1)[seen.mask]
+    found = of_drafts(loss, output, rolled.logits, wanted, torch.stack(drafted, 1), places)
+    losses, overlaps = found
+    weights = decay ** torch.arange(rollout, device=losses.device)
+    overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
+    return {"loss": losses @ weights / weights.sum(), **overlap, "count": seen.mask.sum()}
 
 
 def rollout_bias(length: int, step: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from specmm.hf.drafters.features import acceptance_of, next_positions
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
+from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted, served
 from specmm.recipes.source import Data, key_of
@@ -59,6 +60,7 @@ def msd(
     run = begun.run(rows, key_of(chat.said for chat in rows), measure=measure)
     options: dict[str, Any] = dict(noise=noise, probs_weight=probs_weight, passes=passes)
     options |= dict(batch=training.batch, seed=training.seed, ramp=ramp, read=opened.read)
+    options |= dict(loss=training.loss)
     train_msd(target, head, opened.draw, run, sorts=opened.sorts, **options)
 
     def save() -> None:
@@ -69,7 +71,7 @@ def msd(
     return begun.end(save, run)
 
 
-PROBS_WEIGHT = 0.1  # of the cross-entropy beside the SmoothL1
+PROBS_WEIGHT = 0.1  # of the distributions' loss beside the SmoothL1
 MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten
 EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
 BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
@@ -101,7 +103,8 @@ class Slots:
     """What a head is trained on.
 
     ``embeddings`` [B, L, C] and ``image`` [B, L] are of the next positions, ``hidden`` [B, L, C]
-    is read, ``wanted`` [B, L, C] predicted, and ``mask`` [B, L] tells which slots count.
+    is read, ``wanted`` [B, L, C] predicted for the ``tokens`` [B, L] after these, and ``mask`` [B,
+    L] tells which slots count.
     """
 
     embeddings: Tensor
@@ -109,6 +112,7 @@ class Slots:
     hidden: Tensor
     wanted: Tensor
     mask: Tensor
+    tokens: Tensor
 
 
 def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
@@ -152,6 +156,7 @@ def train_msd(
     autocast: bool = True,
     read: Read = collate,
     sorts: Sequence[bool] = (False, True),
+    loss: str = "kl",
 ) -> None:
     """Train a ``head`` in place on what ``source`` gives, of the ``sorts`` that it has, and
     ``read`` makes batches of.
@@ -159,7 +164,7 @@ def train_msd(
     With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many batches and stays there, in
     place of the release's two stages, which leave few steps to pictures alone. The noise on the
     states of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is that of the
-    cross-entropy: the release's suits states of thousands of channels, small targets need more; for
+    ``loss``: the release's suits states of thousands of channels, small targets need more; for
     ``passes`` see ``msd_loss``.
     """
     target.model.requires_grad_(False)
@@ -178,7 +183,7 @@ def train_msd(
         examples = [source(*drawn) for drawn in share(numbered[i * batch : (i + 1) * batch])]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
             slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
-            return msd_loss(head, target.head, slots, probs_weight, passes)
+            return msd_loss(head, target.head, slots, probs_weight, passes, loss)
 
     fit(head, step, run, betas=BETAS, clip=CLIP, weight_decay=DECAY)
     head.eval()
@@ -274,45 +279,41 @@ def read_slots(
             "examples must hold answers after their first token, got none in a batch of "
             f"{len(examples)}"
         )
-    return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask)
+    tokens = prompt.input_ids.to(target.device).roll(-2, 1)
+    return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask, tokens)
 
 
 def msd_loss(
     head: MSDHead,
-    output: Callable[[Tensor], Tensor],
+    output: Head,
     slots: Slots,
     probs_weight: float = PROBS_WEIGHT,
     passes: int = 1,
+    loss: str = "kl",
 ) -> Losses:
-    """SmoothL1 + ``probs_weight`` · soft cross-entropy, mean of ``passes``; and its parts.
+    """SmoothL1 + ``probs_weight`` · the ``loss`` of distributions, mean of ``passes``; and its
+    parts.
 
     ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q), with which a single draft
     is accepted. From the second pass on the head reads its own states on answers, as it does when
     it drafts (as in EAGLE-3, arXiv 2503.01840); ``overlap`` is the first pass's, ``overlap_last``
     the last's.
     """
-    wanted = slots.wanted[slots.mask].float()  # [M, C]
-    with torch.no_grad():
-        probs = output(wanted).float().softmax(-1)  # [M, V]
     # Slots that read a state which an answer's slot before them predicts.
-    own = F.pad(slots.mask[:, :-1], (1, 0))[..., None]
+    own = F.pad(slots.mask[:, :-1], (1, 0))
     hidden = slots.hidden
-    found = []
+    drafted = []
     for _ in range(passes):
         states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
-        found.append(_pass_losses(states[slots.mask].float(), wanted, probs, output))
-        hidden = torch.where(own, F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden), hidden)
-    regression, cross_entropy = (torch.stack([f[i] for f in found]).mean() for i in (0, 1))
-    loss = regression + probs_weight * cross_entropy
-    overlaps = {"overlap": found[0][2], "overlap_last": found[-1][2]}
-    parts = {"smooth_l1": regression, "cross_entropy": cross_entropy, **overlaps}
-    return {"loss": loss, **parts, "count": slots.mask.sum()}
-
-
-def _pass_losses(
-    predicted: Tensor, wanted: Tensor, probs: Tensor, output: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """SmoothL1, cross-entropy and overlap of ``predicted`` states [M, C]."""
-    drafted = output(predicted).float().log_softmax(-1)
-    overlap = torch.minimum(probs, drafted.detach().exp()).sum(-1).mean()
-    return F.smooth_l1_loss(predicted, wanted), -(probs * drafted).sum(-1).mean(), overlap
+        drafted.append(states[slots.mask].float())
+        before = F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden)
+        hidden = torch.where(own[..., None], before, hidden)
+    wanted = slots.wanted[slots.mask].float()  # [M, C]
+    places = Places(slots.mask, slots.tokens, fresh=~own)
+    states = torch.stack(drafted, 1)  # [M, passes, C]
+    losses, overlaps = of_drafts(loss, output, output, wanted, states, places)
+    regression = F.smooth_l1_loss(states, wanted[:, None].expand_as(states))
+    total = regression + probs_weight * losses.mean()
+    overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
+    parts = {"smooth_l1": regression, loss: losses.mean(), **overlap}
+    return {"loss": total, **parts, "count": slots.mask.sum()}

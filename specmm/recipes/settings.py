@@ -28,6 +28,7 @@ from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weigh
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.recipes.losses import check_loss
 from specmm.recipes.recipe import Amount, Count, Found, Places, Recipe, Seed, Size, beside
 from specmm.recipes.training.seen import SeenRows
 from specmm.text.pipeline import TextPipeline
@@ -87,12 +88,16 @@ class Training:
 class Targeted(Training):
     """A training on what a target thinks, which is loaded as it is served, and measured with it."""
 
+    loss: str
     epochs: Amount | None
     scenes: Count
     measure_every: Size
     keep: Amount
     dtype: str | None
     device_map: str | None
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss)
 
     def load(self, folder: Path) -> VLMTarget:
         """The model in ``folder``, which is learnt from, in its dtype and on its device."""

@@ -9,7 +9,6 @@ blocks, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 
 from specmm.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.dflash_config import Reach
+from specmm.recipes.losses import Head, compared
 from specmm.training import Losses
 
 ANCHORS = 16  # blocks a row
-Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
 
 
 @dataclass(frozen=True)
@@ -85,9 +84,14 @@ class Anchors:
 
 
 def probs_loss(
-    states: Tensor, wanted: Tensor, weights: Tensor, output: Head, pairs: Tensor | None = None
+    states: Tensor,
+    wanted: Tensor,
+    weights: Tensor,
+    output: Head,
+    pairs: Tensor | None = None,
+    loss: str = "kl",
 ) -> Losses:
-    """Cross-entropy (nats) between the target's distributions and the drafter's.
+    """The ``loss`` between the target's distributions and the drafter's.
 
     ``states`` [B, A, K, C] are the drafter's, ``wanted`` [B, A, K, C] the target's, and ``output``
     is the head. ``weights`` [K] or [B, A, K] say how much each position counts; ``pairs`` [B, A, K,
@@ -95,16 +99,14 @@ def probs_loss(
     min(p, q) at the block's ends, with which a draft there is accepted.
     """
     with torch.no_grad():
-        probs = output(wanted).float().softmax(-1)  # [B, A, K, V]
-    logits = output(states).float()
-    drafted = (logits if pairs is None else logits + pairs).log_softmax(-1)
-    surprise = -(probs * drafted).sum(-1)  # [B, A, K]
-    weights = weights.expand_as(surprise)
-    with torch.no_grad():
-        overlap = torch.minimum(probs, drafted.exp()).sum(-1).mean((0, 1))
+        target = output(wanted)  # [B, A, K, V]
+    logits = output(states)
+    found, overlaps = compared(loss, target, logits if pairs is None else logits.float() + pairs)
+    weights = weights.expand_as(found)
+    overlap = overlaps.mean((0, 1))
     count = weights.sum()
-    loss = (surprise * weights).sum() / count.clamp(min=1e-6)
-    return {"loss": loss, "first": overlap[0], "last": overlap[-1], "count": count}
+    mean = (found * weights).sum() / count.clamp(min=1e-6)
+    return {"loss": mean, "first": overlap[0], "last": overlap[-1], "count": count}
 
 
 def fading(count: int, length: float) -> Tensor:
