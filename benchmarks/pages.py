@@ -269,6 +269,10 @@ GPU_TRAINING = (
     ("GiB after 20 steps", "gib_at_20"),
     ("after 200", "gib_at_end"),
 )
+TAUS = ("τ greedy", "τ at T = 1")
+DEPTHS = ("depth 1", "depth 2", "depth 3", "depth 4")
+LOSSES = tuple((x, x) for x in ("model", "training", "loss", "steps", *TAUS, *DEPTHS))
+TRAINING = tuple((x, x) for x in ("training", "learning rate", "steps", "rows a second", *TAUS))
 WAYS = ("chosen", "one", "two")  # seconds by so many threads
 THREADS = tuple((x, x) for x in ("busy programs", "call", *WAYS, "over the best"))
 TABLES = {
@@ -276,6 +280,8 @@ TABLES = {
     "startup": Table("startup", STARTUP),
     "doctor": Table("doctor", DOCTOR),
     "gpu-training": Table("gpu/training", GPU_TRAINING),
+    "losses": Table("losses", LOSSES),
+    "training": Table("training", TRAINING),
     "structured": Table("structured", STRUCTURED),
     "threads": Table("threads", THREADS),
     "llamagen": Table("speed", LLAMAGEN, lambda row: row["method"] != "sjd"),

@@ -27,6 +27,9 @@ Data = Annotated[
     list[str] | None,
     typer.Option("--data", metavar="FILE", help="What it learns from; more of them may follow."),
 ]
+Loss = Annotated[
+    str | None, typer.Option(help="What it minimises: kl, tv, lk-alpha, lk-lambda, hass, griffin.")
+]
 OutFolder = Annotated[
     Path | None,
     typer.Option(help="Folder of checkpoint, loss curve and result, the recipe's if not given."),
@@ -40,6 +43,7 @@ def train(
     words: Words = None,
     given: Set = None,
     data: Data = None,
+    loss: Loss = None,
     out: OutFolder = None,
     show: Show = False,
     threads: Threads = None,
@@ -55,7 +59,8 @@ def train(
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
     recipe = load(name)
-    named = [*(f"data={place}" for place in data or []), *([f"out={out}"] if out else [])]
+    named = [f"data={place}" for place in data or []]
+    named += [f"{key}={value}" for key, value in (("loss", loss), ("out", out)) if value]
     settings = _pairs([*(given or []), *map(_setting, rest), *named])
     with stdout_reserved():
         found = recipe.having(settings).run()

@@ -37,6 +37,7 @@ from specmm.recipes.training.seen import Seen, learn
 from specmm.training import Losses, seeded
 
 CLIP = 0.5  # of gradients
+RATE = 2.0  # over its width, a head's learning rate: 5e-4 at 4,096, too little for small ones
 DECAY = 0.8  # a step of the rollout counts this share of the one before
 
 
@@ -62,7 +63,8 @@ def eagle3(
     target = begun.target
     head = build_eagle3(target, layers, inner, lessons.vocabulary(vocabulary), picture_slots)
     measure = begun.tau("eagle3", head, head, lessons.prompt, lessons.ends)
-    run = begun.run(lessons.rows, lessons.key, measure=measure)
+    options: dict[str, Any] = {} if training.lr is not None else {"lr": head_rate(head)}
+    run = begun.run(lessons.rows, lessons.key, measure=measure, **options)
     draw = begun.seen(lessons, head.config.layers).batch
     output = target.family.logits_of(head.ids)
     loss = _loss(RolledEagle3(head), output, rollout, slots, training.loss)
@@ -74,6 +76,11 @@ def eagle3(
         save_eagle3(head, begun.place, target.model)
 
     return begun.end(save, run)
+
+
+def head_rate(head: Eagle3Head) -> float:
+    """The learning rate of a ``head`` where none is given."""
+    return RATE / int(head.config.sizes.hidden_size)
 
 
 def mtp(

@@ -39,6 +39,7 @@ from specmm.vlm.pipeline import VQAPipeline
 # settings that may be others when a run goes on
 APART = {"out", "replace", "steps", "epochs", "save_every", "measure_every", "tracker"}
 APART |= {"keep", "device", "device_map"}
+WARMUP = 100  # steps, where a training has ten times as many
 LONG = 60  # characters of a setting that are shown
 
 
@@ -48,8 +49,8 @@ class Training:
 
     steps: Count
     batch: Count
-    lr: Amount
-    warmup: Size
+    lr: Amount | None
+    warmup: Size | None
     accumulate: Count
     seed: Seed
     replace: bool
@@ -77,11 +78,13 @@ class Training:
         return found
 
     def run(self, facts: Mapping[str, object], **more: Any) -> Run:
-        """The loop, made of ``facts``."""
-        options: dict[str, Any] = dict(warmup=self.warmup, accumulate=self.accumulate)
+        """The loop, made of ``facts``; ``more`` are what it has in place of what is set here."""
+        options: dict[str, Any] = dict(lr=self.lr, accumulate=self.accumulate, steps=self.steps)
         options |= dict(save_every=self.save_every, tracker=self.tracker, batch=self.batch)
-        options |= dict(made_of=facts, steps=self.steps)
-        return Run(self.out, lr=self.lr, **options | more)
+        options |= more
+        short = min(WARMUP, options["steps"] // 10)
+        options["warmup"] = short if self.warmup is None else self.warmup
+        return Run(self.out, made_of=facts, **options)
 
 
 @dataclass(frozen=True)

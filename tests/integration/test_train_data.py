@@ -56,7 +56,7 @@ def begun(model, out):
     """A training of an EAGLE-3 head in ``out``."""
     training = Targeted(
         steps=2, batch=2, lr=1e-3, warmup=1, accumulate=1, seed=0, replace=True, out=out,
-        save_every=100, tracker="", device=None, epochs=None, scenes=4, measure_every=0, keep=1,
+        save_every=100, tracker="", device=None, loss="kl", epochs=None, scenes=4, measure_every=0, keep=1,
         dtype=None, device_map=None,
     )  # fmt: skip
     return training.begun(str(model), "eagle3", recipes.Recipe("eagle3", "", {}))
