@@ -28,7 +28,7 @@ BEST = 10  # of the target's tokens count more (HASS, GRIFFIN)
 ALIGNED = 3  # a drafted token is among so many of the drafter's best (GRIFFIN)
 LEAST = -1e4  # of log probabilities, so that those of impossible tokens have products
 GRIFFIN = "griffin"
-ROOM = 2**26  # logits of the drafter that are there at once: 256 MiB
+ROOM = 2**24  # logits of the drafter that are there at once, a few times 64 MiB
 Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
 
 

@@ -189,13 +189,15 @@ def test_training_losses_and_gradients():
         t["batch.hidden_states"],
         t["batch.target"],
         t["batch.loss_mask"].bool(),
+        torch.zeros(2, 25, dtype=torch.long),
     )
     losses = msd_loss(head, lambda x: x @ t["lm_head.weight"].T, slots)
-    found = {"loss": "loss_fp32", "smooth_l1": "vloss_fp32", "cross_entropy": "ploss"}
-    for ours, theirs in found.items():
-        torch.testing.assert_close(
-            losses[ours].detach()[None], t[f"train.{theirs}"], rtol=1e-5, atol=1e-5
-        )
+    log_probs = (slots.wanted[slots.mask] @ t["lm_head.weight"].T).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()  # cross-entropy has it, KL has not
+    found = {"loss_fp32": losses["loss"] + 0.1 * entropy, "vloss_fp32": losses["smooth_l1"]}
+    for theirs, ours in (found | {"ploss": losses["kl"] + entropy}).items():
+        close = dict(rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.detach()[None], t[f"train.{theirs}"], **close)
     losses["loss"].backward()
     weights = dict(head.named_parameters())
     for name, gradient in under(t, "grad.").items():

@@ -3,6 +3,7 @@ target, and kept by all that made it.
 """
 
 import base64
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -56,10 +57,17 @@ def begun(model, out):
     """A training of an EAGLE-3 head in ``out``."""
     training = Targeted(
         steps=2, batch=2, lr=1e-3, warmup=1, accumulate=1, seed=0, replace=True, out=out,
-        save_every=100, tracker="", device=None, loss="kl", epochs=None, scenes=4, measure_every=0, keep=1,
-        dtype=None, device_map=None,
+        save_every=100, tracker="", device=None, loss="kl", epochs=None, scenes=4, measure_every=0,
+        keep=1, dtype=None, device_map=None,
     )  # fmt: skip
     return training.begun(str(model), "eagle3", recipes.Recipe("eagle3", "", {}))
+
+
+def test_a_warm_up_is_short_where_none_is_given(talker, tmp_path):
+    training = begun(talker, tmp_path / "run").training
+    assert training.run({}).warmup == 1
+    free = dataclasses.replace(training, warmup=None)
+    assert [free.run({}, steps=n).warmup for n in (9, 240, 5000)] == [0, 24, 100]
 
 
 def jsonl(file, rows):

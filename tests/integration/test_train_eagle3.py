@@ -17,7 +17,8 @@ from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.features import RolledEagle3, build_eagle3, rollout_loss, some_of
+from specmm.recipes.features import RolledEagle3, build_eagle3, head_rate, rollout_loss, some_of
+from specmm.recipes.losses import compared
 from specmm.recipes.recipe import train
 from specmm.recipes.training.seen import Seen
 from specmm.training import seeded
@@ -109,6 +110,22 @@ def test_the_loss_is_least_where_drafts_are_the_targets(head):
     assert worse["loss"] > found["loss"] and worse["overlap"] < 1
 
 
+def test_griffin_learns_on_paths_that_drafting_takes(head):
+    """With tokens that the head cannot draft, first steps alone; with those it drafts, all."""
+    given, options = seen(head), dict(loss="griffin", decay=0.5)
+    first = rollout_loss(RolledEagle3(head), head.logits, given, 1, **options)["loss"]
+    whole = rollout_loss(RolledEagle3(head), head.logits, given, 2, **options)["loss"]
+    torch.testing.assert_close(whole, first / 1.5)
+    states = rolled(head, given, 2)
+    drafted = head.ids[head.logits(states[0]).argmax(-1)]  # slot p's is token p + 2
+    followed = replace(given, tokens=drafted.roll(2, 1))
+    whole = rollout_loss(RolledEagle3(head), head.logits, followed, 2, **options)["loss"]
+    later = replace(given, mask=given.mask & (torch.arange(LENGTH) > 0))
+    target = head.logits(given.hidden.roll(-1, 1)[later.mask])
+    second = compared("griffin", target, head.logits(states[1][later.mask]))[0].mean()
+    torch.testing.assert_close(whole, (first + 0.5 * second) / 1.5)
+
+
 def test_places_that_count_are_drawn():
     mask = torch.zeros(3, 10, dtype=torch.bool)
     mask[:, 2:8] = True
@@ -129,6 +146,7 @@ def test_the_recipe_of_text(tmp_path):
     )
     folder = model / "drafters" / "eagle3"
     assert found["outputs"] == [str(folder)]
+    assert head_rate(load_eagle3(folder)) == 2 / 128
     assert read_acceptance(folder).keys() == {0.0, 1.0}
     assert load_eagle3(folder).config.tokens == 12
     pipe = TextPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)

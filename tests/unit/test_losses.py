@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specmm.recipes import losses
-from specmm.recipes.losses import LOSSES, Places, check_loss, compared, of_drafts
+from specmm.recipes.losses import LOSSES, Places, compared, of_drafts
+from specmm.recipes.recipe import train
 from specmm.training import seeded
 
 M, V = 6, 23
@@ -102,6 +103,21 @@ def test_parts_of_the_places_give_what_all_at_once_do(name, monkeypatch):
         torch.testing.assert_close(one, other)
 
 
+def test_parts_keep_no_logits(monkeypatch):
+    """Nothing as large as the logits waits for the gradient."""
+    kept = []
+
+    def keep(x):
+        kept.append(x.numel())
+        return x
+
+    for room, waits in ((10**9, True), (3 * V, False)):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            drafts("lk-lambda", room, monkeypatch)
+        assert (max(kept) >= M * 3 * V) is waits and (max(kept) < M * 3 * 9) is not waits
+
+
 def test_griffin_counts_what_drafting_reaches():
     """A place counts in a step where the tokens of its path so far were among the three best."""
     mask = torch.tensor([[False, True, True, True, True, True, False]])
@@ -119,8 +135,13 @@ def test_griffin_counts_what_drafting_reaches():
     assert first.T.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
 
 
-def test_a_loss_that_does_not_exist_is_one_sentence():
-    with pytest.raises(ValueError, match="unknown loss 'mse'; choose from: griffin, hass, kl"):
-        check_loss("mse")
-    with pytest.raises(ValueError, match="unknown loss 'griffin'"):
-        check_loss("griffin", losses.ONE_PASS)
+@pytest.mark.parametrize("kind", ["eagle3", "msd", "dflash", "deer", "drafter"])
+def test_a_loss_that_does_not_exist_ends_a_training_at_once(kind):
+    with pytest.raises(ValueError, match=r"^unknown loss 'mse'; choose from: [^.]*tv$"):
+        train(kind, model="nowhere", loss="mse")
+    if kind in ("dflash", "deer", "drafter"):
+        with pytest.raises(ValueError, match=r"^unknown loss 'griffin'; choose from: hass, kl"):
+            train(kind, model="nowhere", loss="griffin")
+    if kind == "eagle3":
+        with pytest.raises(ValueError, match=r"^slots must be 0 with loss griffin.* got 9$"):
+            train(kind, model="nowhere", loss="griffin", slots=9)

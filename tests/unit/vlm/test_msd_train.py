@@ -11,6 +11,7 @@ import torch
 
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from specmm.recipes.losses import compared
 from specmm.recipes.msd import (
     Example,
     build_msd,
@@ -55,7 +56,7 @@ def test_the_loss_falls_and_a_killed_run_goes_on(target, tmp_path):
     options = dict(batch=4, lr=3e-3, autocast=False)
     whole = trained(target, source, tmp_path / "whole", steps=61, **options)
     curve = [line.split(",") for line in (tmp_path / "whole" / "loss.csv").read_text().splitlines()]
-    assert curve[0] == ["step", "loss", "smooth_l1", "cross_entropy", "overlap", "overlap_last"]
+    assert curve[0] == ["step", "loss", "smooth_l1", "kl", "overlap", "overlap_last"]
     assert float(curve[-1][1]) < 0.8 * float(curve[1][1])
     killed = 0
 
@@ -198,6 +199,31 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
     with pytest.raises(ValueError, match="exists, give --set replace=true"):
         recipe.train("msd", **options)
+
+
+def test_griffin_leaves_out_what_follows_no_draft(target):
+    """From the second pass on, but for first tokens of answers, which follow the prompt."""
+    slots = read_slots(target, [source(0, True), source(1, False)])
+    first = slots.mask & ~torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))
+
+    class Wrong:
+        def prompt_slots(self, embeddings, hidden, image):
+            return hidden
+
+        def __call__(self, x):
+            return -slots.wanted
+
+    options = dict(probs_weight=1.0, passes=2, loss="griffin")
+    best = target.head(-slots.wanted).argmax(-1)
+    worst = target.head(-slots.wanted).argmin(-1)
+    found = {
+        name: msd_loss(Wrong(), target.head, replace(slots, tokens=tokens), **options)["griffin"]
+        for name, tokens in (("best", best), ("worst", worst))
+    }
+    logits = target.head(slots.wanted), target.head(-slots.wanted)
+    each = compared("griffin", *logits)[0]
+    torch.testing.assert_close(found["best"], each[slots.mask].mean())
+    torch.testing.assert_close(found["worst"], (each[slots.mask].mean() + each[first].mean()) / 2)
 
 
 def test_later_passes_read_the_head_s_own_states_on_answers(target):
