@@ -29,6 +29,7 @@ from specmm.diffusion_drafters.models.dflash import (
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.drafters.files import check_target
 from specmm.hf.target import VLMTarget
+from specmm.recipes.features import layer_sizes, spread
 from specmm.recipes.losses import ONE_PASS, Head, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted
@@ -118,13 +119,12 @@ def build_block(
     whose layers have no known name.
     """
     chosen = layers_read(target, read)
-    sizes = _sizes(target, layers, block, inner)
+    room = int(target.family.config.max_position_embeddings) + block
+    sizes = layer_sizes(Qwen3Config, target, layers, inner, max_position_embeddings=room)
     with seeded(0):
         count = 0 if ids is None else len(ids)
         model = DFlash(DFlashConfig(sizes, block, mask, chosen, count, markov, recurrent))
-        for weight in model.parameters():
-            if weight.ndim > 1:
-                torch.nn.init.normal_(weight, 0, sizes.initializer_range)
+        spread(model, sizes)
         if model.markov is not None:
             model.markov.before.weight.data.normal_(0, sizes.initializer_range)
             model.markov.after.weight.data.zero_()  # it adds nothing yet
@@ -133,25 +133,6 @@ def build_block(
     if ids is not None:
         model.set_ids(ids.sort().values)
     return model.to(target.device)
-
-
-def _sizes(target: VLMTarget, layers: int, block: int, inner: int) -> Any:
-    config = target.family.config
-    kind: Any = Qwen3Config
-    return kind(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=inner or target.family.inner,
-        num_hidden_layers=layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-        head_dim=target.family.head_dim,
-        max_position_embeddings=config.max_position_embeddings + block,
-        rms_norm_eps=1e-6,
-        initializer_range=0.04 if config.hidden_size < 512 else 0.02,
-        attn_implementation="sdpa",
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    )
 
 
 def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:

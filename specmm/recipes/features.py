@@ -236,15 +236,13 @@ def build_eagle3(
     all places). Its vocabulary begins with the target's rows.
     """
     chosen = layers_read(len(target.family.layers))
-    sizes = _sizes(target, layers, inner)
+    sizes = layer_sizes(LlamaConfig, target, layers, inner)
     vocabulary = int(sizes.vocab_size)
     with seeded(0):
         tokens = vocabulary if ids is None else len(ids)
         options: dict[str, Any] = dict(picture_embeddings=True, picture_slots=picture_slots)
         head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, **options))
-        for weight in head.parameters():
-            if weight.ndim > 1:
-                torch.nn.init.normal_(weight, 0, 0.04 if sizes.hidden_size < 512 else 0.02)
+        spread(head, sizes)
     if ids is not None:
         head.set_ids(ids.cpu())
     rows = target.family.head.weight.detach()
@@ -252,11 +250,13 @@ def build_eagle3(
     return head.to(target.device)
 
 
-def _sizes(target: VLMTarget, layers: int, inner: int) -> Any:
+def layer_sizes(kind: Any, target: VLMTarget, layers: int, inner: int, **more: Any) -> Any:
+    """A config of a ``kind`` for ``layers`` of a drafter, as wide as the ``target``'s and ``inner``
+    wide within (0: as the target's); ``more`` are other sizes.
+    """
     config = target.family.config
     heads = config.num_attention_heads
-    kind: Any = LlamaConfig
-    return kind(
+    found: dict[str, Any] = dict(
         vocab_size=target.family.vocabulary,
         hidden_size=config.hidden_size,
         intermediate_size=inner or target.family.inner,
@@ -266,9 +266,18 @@ def _sizes(target: VLMTarget, layers: int, inner: int) -> Any:
         head_dim=target.family.head_dim,
         max_position_embeddings=config.max_position_embeddings,
         rms_norm_eps=1e-6,
+        initializer_range=0.04 if config.hidden_size < 512 else 0.02,
         attn_implementation="sdpa",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
+    return kind(**found | more)
+
+
+def spread(network: nn.Module, sizes: Any) -> None:
+    """Give the matrices of an untrained ``network`` random weights as its ``sizes`` say."""
+    for weight in network.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, 0, sizes.initializer_range)
 
 
 def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
