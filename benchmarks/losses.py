@@ -32,7 +32,7 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.conversations import Opening
 from specmm.recipes.drafter import picture_tokens, train_block
-from specmm.recipes.features import RolledEagle3, build_eagle3, rollout_loss
+from specmm.recipes.features import CLIP, RolledEagle3, build_eagle3, head_rate, rollout_loss
 from specmm.recipes.losses import LOSSES, ONE_PASS
 from specmm.recipes.msd import build_msd, train_msd
 from specmm.recipes.recipe import Places
@@ -47,7 +47,8 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.zoo import POCKET
 
-WARMUP = 20
+WARMUP = 12
+PICTURES = 24  # that a block drafter helps to draw
 Trained = Callable[[float], Stats]  # what a trained drafter's decoding did at a temperature
 
 
@@ -68,7 +69,8 @@ def coder(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
         def loss(seen: Seen, _: int, name: str = name, head: Any = head) -> Losses:
             return rollout_loss(RolledEagle3(head), output, seen, 4, loss=name)
 
-        learn(head, loss, data.seen, Run(folder / name, steps, 4e-3, WARMUP), clip=0.5)
+        run = Run(folder / name, steps, head_rate(head), WARMUP)
+        learn(head, loss, data.seen, run, clip=CLIP)
         yield name, lambda t, head=head: drafted(target.model, head, prompt, pipe.ends(), t)
 
 
@@ -108,8 +110,8 @@ def llamagen(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
             guided = Guidance(settings.cfg, settings.cfg_interval)
             judge = LlamaGenTarget(target, guided, Processor(temperature))
             drafter = BlockDrafter(head.eval(), judge, TreeShape.chain(4))
-            prompt = Prompt(torch.arange(HELD) % target.config.num_classes)
-            uniforms = Uniforms.from_seeds(range(HELD))
+            prompt = Prompt(torch.arange(PICTURES) % target.config.num_classes)
+            uniforms = Uniforms.from_seeds(range(PICTURES))
             *_, end = decode(judge, drafter, Recursive(), prompt, judge.length, uniforms)
             return end.stats
 
@@ -127,7 +129,7 @@ def depths(stats: Stats, count: int = 4) -> Row:
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=20)] = 160,
+    steps: Annotated[int, typer.Option(min=20)] = 120,
     models: Annotated[str, typer.Option(help="With commas between.")] = ",".join(MODELS),
     out: Out = RESULTS,
 ) -> None:
