@@ -311,7 +311,8 @@ def rollout_loss(
     losses, overlaps = found
     weights = decay ** torch.arange(rollout, device=losses.device)
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
-    return {"loss": losses @ weights / weights.sum(), **overlap, "count": seen.mask.sum()}
+    mean = (losses * weights).sum() / weights.sum()  # a product of matrices would be in bfloat16
+    return {"loss": mean, **overlap, "count": seen.mask.sum()}
 
 
 def rollout_bias(length: int, step: int) -> Tensor:

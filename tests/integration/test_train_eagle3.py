@@ -104,6 +104,10 @@ def test_the_loss_is_least_where_drafts_are_the_targets(head):
     wanted = replace(given, hidden=states.roll(1, 1))
     found = rollout_loss(RolledEagle3(head), head.logits, wanted, 1)
     torch.testing.assert_close(found["loss"], torch.tensor(0.0))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert (
+            rollout_loss(RolledEagle3(head), head.logits, given, 2)["loss"].dtype is torch.float32
+        )
     torch.testing.assert_close(found["overlap"], torch.tensor(1.0))
     with torch.no_grad():
         worse = rollout_loss(RolledEagle3(head), lambda x: head.logits(x).flip(-1), wanted, 1)

@@ -59,7 +59,7 @@ def test_a_run_goes_on_only_as_what_it_was(model, texts, tmp_path):
     train("eagle3", text=texts[0], steps=2, **given)
     before = weights(model)
     for changes, said in (
-        ({"lr": 1e-4, "seed": 7, "rollout": 1}, "lr was 0.001, is 0.0001; .*rollout was 2, is 1"),
+        ({"lr": 1e-4, "seed": 7, "rollout": 1}, "lr was None, is 0.0001; .*rollout was 2, is 1"),
         ({"text": texts[1]}, "text was .*a.txt.*, is .*b.txt"),
         ({"max_length": 40}, "max_length was None, is 40"),
     ):
