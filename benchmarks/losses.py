@@ -9,6 +9,7 @@ rate. Then they draft chains of five (of the picture's: four) for what was held 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,7 +53,7 @@ PICTURES = 24  # that a block drafter helps to draw
 Trained = Callable[[float], Stats]  # what a trained drafter's decoding did at a temperature
 
 
-def coder(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
+def coder(folder: Path, steps: int, losses: list[str]) -> Iterator[tuple[str, Trained]]:
     """EAGLE-3 heads of 1,024 tokens, on rows of Python."""
     target = load_frozen(POCKET / "coder", dtype="float32")
     pipe = TextPipeline.from_pretrained(POCKET / "coder", torch_dtype=torch.float32)
@@ -63,7 +64,7 @@ def coder(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
     data = Data(target, rows, build_eagle3(target, 1, 0, ids).config.layers)
     prompt = VLMPrompt(padded(held.tolist()), ANSWER)
     output = target.family.logits_of(ids.sort().values)
-    for name in LOSSES:
+    for name in losses:
         head = build_eagle3(target, 1, 0, ids)
 
         def loss(seen: Seen, _: int, name: str = name, head: Any = head) -> Losses:
@@ -74,7 +75,7 @@ def coder(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
         yield name, lambda t, head=head: drafted(target.model, head, prompt, pipe.ends(), t)
 
 
-def llava(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
+def llava(folder: Path, steps: int, losses: list[str]) -> Iterator[tuple[str, Trained]]:
     """MSD heads, on questions about scenes of emoji."""
     target = load_frozen(POCKET / "llava", dtype="float32")
     chats = Chats(Places([str(EMOJI)], scene_conversations), 0.1, None, "skip", None)
@@ -83,14 +84,14 @@ def llava(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
     prompt = opened.prompts(HELD)
     options: dict[str, Any] = dict(noise=0.05, probs_weight=1.0, passes=2, ramp=steps // 2)
     options |= dict(read=opened.read, sorts=opened.sorts)
-    for name in LOSSES:
+    for name in losses:
         head = build_msd(target)
         run = Run(folder / name, steps, 2e-3, WARMUP)
         train_msd(target, head, opened.draw, run, loss=name, **options)
         yield name, lambda t, head=head: drafted(target.model, head, prompt, reader.stops, t)
 
 
-def llamagen(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
+def llamagen(folder: Path, steps: int, losses: list[str]) -> Iterator[tuple[str, Trained]]:
     """Block drafters, on emoji; of ``overlap_weight`` 0, for it would add total variation."""
     place = POCKET / "llamagen"
     target, vq = load_gpt(place / "transformer"), load_vq(place / "vq")
@@ -99,7 +100,7 @@ def llamagen(folder: Path, steps: int) -> Iterator[tuple[str, Trained]]:
     pictures = emoji_pictures(str(EMOJI), settings.classes, target.config.num_classes, side)
     tokens = picture_tokens(vq, pictures.images, folder)
     config = BlockConfig(4, 2, target.config, (4, 9, 14))
-    for name in ONE_PASS:
+    for name in losses:
         run = Run(folder / name, steps, 2e-3, WARMUP)
         options: dict[str, Any] = dict(overlap_weight=0.0, dropout=0.3, loss=name)
         head = train_block(
@@ -131,20 +132,26 @@ def depths(stats: Stats, count: int = 4) -> Row:
 def main(
     steps: Annotated[int, typer.Option(min=20)] = 120,
     models: Annotated[str, typer.Option(help="With commas between.")] = ",".join(MODELS),
+    losses: Annotated[str, typer.Option(help="With commas between.")] = ",".join(LOSSES),
     out: Out = RESULTS,
 ) -> None:
-    """Train with each loss, and draft."""
+    """Train with each loss, and draft; rows of others stay."""
+    file = out / "losses.json"
+    before = json.loads(file.read_text())["rows"] if file.exists() else []
     found: list[Row] = []
     for model in models.split(","):
         kind, train = MODELS[model]
+        names = [name for name in losses.split(",") if kind != "drafter" or name in ONE_PASS]
         with TemporaryDirectory() as folder:
-            for name, used in train(Path(folder), steps):
+            for name, used in train(Path(folder), steps, names):
                 greedy, drawn = used(0.0), used(1.0)
                 taus = {"τ greedy": round(greedy.tau, 3), "τ at T = 1": round(drawn.tau, 3)}
                 row: Row = {"model": model, "training": kind, "loss": name, "steps": steps}
                 found.append(row | taus | depths(drawn))
                 print(found[-1], flush=True)
-    write_results(out, "losses", found, environment())
+    anew = {(row["model"], row["loss"]): row for row in found}
+    rows = [anew.pop((row["model"], row["loss"]), row) for row in before]
+    write_results(out, "losses", [*rows, *anew.values()], environment())
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ def of_drafts(
         found = [checkpoint(find, *part, use_reentrant=False) for part in parts]
         losses, overlaps, best = (torch.cat(each) for each in zip(*found, strict=True))
     counted = places.counted(best) if loss == GRIFFIN else torch.ones_like(losses)
-    mean = (losses * counted).sum(0) / counted.sum(0).clamp(min=1)
-    return mean, overlaps.sum(0) / max(1, len(overlaps))
+    # GRIFFIN's release divides by those that count: noise, where few do, and not the same in parts
+    return (losses * counted).sum(0) / max(1, len(losses)), overlaps.sum(0) / max(1, len(losses))
 
 
 @dataclass(frozen=True)
