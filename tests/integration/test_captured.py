@@ -204,6 +204,13 @@ def test_runs_that_cannot_be_captured_spoil_no_later_ones(coder, taped, monkeypa
     assert asked(coder, True, 0) == plain and taped.records == 1
 
 
+def test_runs_too_short_for_a_graph_are_no_failures(coder, taped, strict):
+    for _ in range(9):
+        coder("x = 1\n", method="ar", compiled=True, max_new_tokens=2)
+    assert asked(coder, True, 0, method="ar") == asked(coder, False, 0, method="ar")
+    assert taped.records == 1
+
+
 def test_methods_in_turn_have_graphs_of_their_own(coder, taped, strict):
     for call in range(3):
         for method in ("ar", "block"):

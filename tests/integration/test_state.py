@@ -10,18 +10,21 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.pocket import squares
 from specmm import methods
-from specmm.cache import Cache, TreeBiases
+from specmm.cache import TreeBias, TreeBiases
 from specmm.decode import one_round
+from specmm.drafter import Feedback
 from specmm.graphs import _state
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.tree import TreeShape
+from specmm.target import TargetOutput
+from specmm.tree import DraftTree, TreeShape
+from specmm.verify.rule import VerifyResult
 from specmm.vlm.pipeline import VQAPipeline
 from tests.integration.conftest import tiny_pipeline
 from tests.integration.test_compiled import OPTIONS, draw
 
 WARM = 3  # rounds, in which what lasts is made
-LASTING = (Cache, TreeBiases, TreeShape)  # beside their state: masks, of which what counts is
-# written before it is read, and tables of a shape
+# masks, of which what counts is written before it is read, and tables of a shape
+LASTING = (TreeBias, TreeBiases, TreeShape)
 
 
 def reached(*owners):
@@ -31,13 +34,13 @@ def reached(*owners):
         name, value = left.pop()
         if isinstance(value, Tensor):
             found[name] = value
-        elif id(value) not in seen and not isinstance(value, (type, str)):
+        elif id(value) not in seen and not isinstance(value, (type, str, *LASTING)):
             seen.add(id(value))
             if isinstance(value, (list, tuple)):
                 left += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
             elif isinstance(value, dict):
                 left += [(f"{name}[{k}]", x) for k, x in value.items()]
-            elif type(value).__module__.startswith("specmm.") and not isinstance(value, LASTING):
+            elif type(value).__module__.startswith("specmm."):
                 parts = vars(nn.Module()).keys() if isinstance(value, nn.Module) else ()
                 left += [(f"{name}.{k}", x) for k, x in vars(value).items() if k not in parts]
     return found
@@ -155,3 +158,16 @@ def test_a_drafter_that_puts_others_in_their_place_is_found_out(watched, monkeyp
     method, cfg, top_k = OPTIONS["sjd"]
     draw(tiny_pipeline(tokens=36), dataclasses.replace(method, init="left"), cfg, False, top_k)
     assert "drafter.root" in watched.wrong
+
+
+def test_a_tree_in_other_memory_has_tables_of_its_own():
+    tokens, ones = torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    tree = DraftTree(tokens, TreeShape(torch.tensor([[-1, 0, 0]]), 2, 2))
+    result = VerifyResult(tokens, ones, ones)
+    output = TargetOutput(torch.ones(1, 3, 4), torch.ones(1, 3, 2))
+    given = dict(fresh=ones > 1, accepted=ones, checks=torch.zeros(3))
+    feedback = Feedback(output, ones, tree, result, tokens, **given)
+    assert tree.shape.ranks.tolist() == [[0, 0, 1]]
+    found = feedback.held(feedback.tensors() | {"parents": torch.tensor([[-1, 0, 1]])})
+    assert found.drafted[0].shape.ranks.tolist() == [[0, 0, 0]]
+    assert tree.shape.ranks.tolist() == [[0, 0, 1]]

@@ -162,3 +162,17 @@ def test_plain_writes_show_what_is_there_so_far():
 def test_bf16_masks_are_bf16():
     cache = Cache(SIZE, torch.bfloat16)
     assert cache.tree_bias(TreeShape.chain(2).ancestors).dtype == torch.bfloat16
+
+
+def test_memory_is_used_again_for_the_same_alone():
+    first = Cache(SIZE, torch.float32)
+    first.arrays[0].fill_(float("nan"))
+    first.lengths += 2
+    first.hidden_prefix = torch.ones(6, 9, dtype=torch.bool)
+    again = Cache.again(first, SIZE, torch.float32)
+    assert again is first and not again.lengths.any() and again.hidden_prefix is None
+    assert all(not array.any() for array in again.arrays)
+    for size, dtype in ((SIZE, torch.float64), (MIXED, torch.float32)):
+        other = Cache.again(first, size, dtype)
+        assert other is not first and (other.size, other.dtype) == (size, dtype)
+    assert Cache.again(None, SIZE, torch.float32).size == SIZE
