@@ -1,6 +1,6 @@
 """The same drafter in this library and in transformers' own assisted generation, in one run.
 
-    python -m benchmarks.assisted --kinds "early exit,dflash" --models pocket/coder
+    python -m benchmarks.assisted --kinds dflash,mtp
 
 Contenders take turns on the same prompts with the same seeds. At batch 1 ours is compared with the
 fastest of transformers' settings, which draft up to a fixed number of tokens or until the drafter
@@ -14,13 +14,12 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from random import Random
 from typing import Annotated, Any
 
 import torch
 import transformers
 import typer
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import MtpModel
 
 from benchmarks.agreeing import with_assistant, with_mtp
@@ -38,15 +37,13 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.dflash_assistant import alone, as_assistant
-from benchmarks.text_speed import PROSE, Questions, ours, places, theirs
+from benchmarks.text_speed import Questions, ours, places, theirs
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
-from recipes.scenes.facts import fact
 from specmm import methods
 from specmm.hardware import named_dtype
 from specmm.hf.pretrained import find, load_tokenizer
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
-from specmm.vlm.pipeline import VQAPipeline
 
 NAME = "assisted"  # of the results
 BATCHES = (4, 8)
@@ -100,40 +97,20 @@ class Kind:
     models: tuple[str, ...]
 
 
-def counted(
-    options: Mapping[str, Any], assistant: PreTrainedModel | None = None, unsure: bool = True
-) -> list[Assisted]:
-    """Transformers' defaults with ``options``, and each number of ``TOKENS``.
-
-    With ``unsure`` these end where the drafter is less sure than transformers' default, too.
-    """
+def counted(options: Mapping[str, Any], assistant: PreTrainedModel) -> list[Assisted]:
+    """Transformers' defaults with ``options``, and each number of ``TOKENS``."""
     found = [Assisted(options, assistant=assistant)]
     for count in TOKENS:
-        fixed = {"num_assistant_tokens": count, "num_assistant_tokens_schedule": "constant"}
-        for bound in (0.0, 0.4) if unsure else (0.0,):
-            drafting = {**fixed, "assistant_confidence_threshold": bound}
-            found.append(Assisted(options, drafting, assistant))
+        drafting = {
+            "num_assistant_tokens": count,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        found.append(Assisted(options, drafting, assistant))
     return found
 
 
 # ---- kinds of drafters: an entry each
-
-
-EXITS = {"pocket/coder": 4, "pocket/smollm2": 28, "pocket/llava": 9}  # layers that draft
-
-
-def early_exit(model: str, dtype: torch.dtype | None) -> Contest:
-    """The target's first layers, of models that were not trained for it."""
-    layers = EXITS[model]
-    pipe = without_drafters(model, dtype)
-    return Contest(
-        f"exit={layers}",
-        pipe,
-        asking(model, pipe),
-        [*(methods.SelfDraft(exit=layers, length=n) for n in (1, 2, 6))],
-        counted({"assistant_early_exit": layers}),
-        [methods.Auto(), methods.SelfDraft(exit=layers, length=2)],
-    )
 
 
 def dflash(model: str, dtype: torch.dtype) -> Contest:
@@ -149,7 +126,7 @@ def dflash(model: str, dtype: torch.dtype) -> Contest:
     return Contest(
         f"block of {drafter.config.block}",
         pipe,
-        asking("pocket/coder", pipe),
+        code(pipe),
         [
             *(methods.Block(length=n) for n in lengths),
             *(methods.Block(tree=n) for n in (4, 6, 12)),
@@ -171,7 +148,7 @@ def mtp(model: str, dtype: torch.dtype) -> Contest:
     return Contest(
         "MTP",
         pipe,
-        asking("pocket/coder", pipe),
+        code(pipe),
         [*chains, methods.MTP(), small, methods.MTP(tree=(2, 2)), methods.MTP(tree=(2, 2, 1))],
         [Assisted({"use_mtp": True})],
         [methods.Auto(), *(methods.MTP(tree=f"chain({n})") for n in (1, 2, 3)), small],
@@ -186,15 +163,14 @@ def assistant(model: str, dtype: torch.dtype) -> Contest:
     return Contest(
         "assistant",
         pipe,
-        asking("pocket/coder", pipe),
+        code(pipe),
         [*chains, methods.Assistant(), methods.Assistant(tree=(2, 2, 1))],
-        counted({"assistant_model": drafter}, drafter, unsure=False),
+        counted({"assistant_model": drafter}, drafter),
         [methods.Auto(), chains[1], methods.Assistant(total=6, depth=2, top_k=2)],
     )
 
 
 KINDS: Mapping[str, Kind] = {
-    "early exit": Kind(early_exit, tuple(EXITS)),
     "dflash": Kind(dflash, ("pocket/coder",)),
     "mtp": Kind(mtp, ("random layers 1", "random layers 3")),
     "assistant": Kind(assistant, ("random Gemma 4",)),  # transformers 5.24 builds it
@@ -204,44 +180,16 @@ KINDS: Mapping[str, Kind] = {
 # ---- models and prompts
 
 
-def without_drafters(model: str, dtype: torch.dtype | None) -> TextPipeline:
-    """The text model, or the language model of a vision-language one, with no drafter beside it."""
-    if model != "pocket/llava":
-        whole = TextPipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
-        return TextPipeline(whole.model, whole.tokenizer, name=model)
-    seeing = VQAPipeline.from_pretrained(model, torch_dtype=dtype, device="cpu")
-    text = AutoModelForCausalLM.from_config(seeing.model.config.get_text_config(decoder=True))
-    setattr(text, text.base_model_prefix, seeing.model.get_decoder())
-    text.set_output_embeddings(seeing.model.get_output_embeddings())
-    text.generation_config = seeing.model.generation_config
-    return TextPipeline(text.eval(), seeing.tokenizer, name=model)
-
-
 def coder_tokenizer() -> PreTrainedTokenizerBase:
     """That of pocket/coder, which the random models share."""
     found: PreTrainedTokenizerBase = load_tokenizer(find("pocket/coder"))
     return found
 
 
-def asking(model: str, pipe: TextPipeline) -> Ask:
-    """Prompts of the kind that ``model`` was trained on: held-out code, prose, or short facts."""
-    if model == "pocket/coder":
-        texts = [text for text in read_files(True).values() if text.count("\n") > 30]
-        return lambda batch, seed: places(pipe, texts, batch, seed)
-    if model == "pocket/llava":
-        return facts
-    return prose
-
-
-def prose(batch: int, seed: int) -> Questions:
-    """Questions whose answers are some sentences."""
-    return Questions([PROSE[(seed + i) % len(PROSE)] for i in range(batch)], seed, chat=True)
-
-
-def facts(batch: int, seed: int) -> Questions:
-    """Questions of the kind that the scenes' models know the answers of."""
-    random = Random(f"facts {seed}")
-    return Questions([fact(random).question for _ in range(batch)], seed, chat=True)
+def code(pipe: TextPipeline) -> Ask:
+    """Beginnings of held-out code, which pocket/coder was trained on the like of."""
+    texts = [text for text in read_files(True).values() if text.count("\n") > 30]
+    return lambda batch, seed: places(pipe, texts, batch, seed)
 
 
 # ---- contenders

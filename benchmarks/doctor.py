@@ -40,7 +40,7 @@ from specmm.recipes.following import (
     final_norm,
     reading_of,
 )
-from specmm.recipes.misreadings import NAMES, repaired, swapped
+from specmm.recipes.misreadings import HALVES, PAIRS, altered, repaired, swapped
 from specmm.recipes.settings import load_frozen
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
@@ -93,10 +93,7 @@ def _of_block(reading: BlockReading) -> Iterator[tuple[str, Reading]]:
     for name, made in _misturned(model, sizes):
         yield name, replace(reading, network=made)
     for inverse in (False, True):
-        made = copy.deepcopy(model)
-        for layer in made.layers:
-            repaired(layer.self_attn, inverse)
-        yield NAMES["rotary pairs", not inverse], replace(reading, network=made)
+        yield PAIRS[not inverse], replace(reading, network=repaired(model, inverse))
 
 
 def _misturned(head: Any, sizes: Any) -> Iterator[tuple[str, Any]]:
@@ -108,7 +105,7 @@ def _misturned(head: Any, sizes: Any) -> Iterator[tuple[str, Any]]:
     for name, rope in ropes.items():
         other: Any = copy.deepcopy(sizes)
         other.rope_parameters = {**sizes.rope_parameters, **rope}
-        made = _with(head, sizes=other)
+        made = altered(head, sizes=other)
         made.turns = type(head.turns)(other)
         yield name, made
 
@@ -117,30 +114,17 @@ def _of_eagle3(head: Eagle3Head, seen: Evidence) -> Iterator[tuple[str, Eagle3He
     config, sizes = head.config, head.config.sizes
     for flag in ("norm_output", "norm_before_residual"):
         value = getattr(config, flag)
-        yield f"{flag} {value}".lower(), _with(head, **{flag: not value})
+        yield f"{flag} {value}".lower(), altered(head, **{flag: not value})
     if config.picture_embeddings and bool(seen.image.any()):
-        yield "picture_embeddings true", _with(head, picture_embeddings=False)
+        yield "picture_embeddings true", altered(head, picture_embeddings=False)
     yield from _misturned(head, sizes)
     if not config.own_embeddings:
-        made = _with(head, own_embeddings=True)
+        made = altered(head, own_embeddings=True)
         count = int(config.sizes.vocab_size)
         table = seen.target.embed(torch.arange(count, device=seen.tokens.device)).roll(7, 0)
         made.embed_tokens = nn.Embedding(*table.shape, _weight=table.clone())
         yield "the target's embeddings", made
-    for inverse in (False, True):
-        made = copy.deepcopy(head)
-        repaired(made.layers[0].self_attn, inverse)
-        yield NAMES["rotary pairs", not inverse], made
-    made = copy.deepcopy(head)
-    swapped(made.layers[0].self_attn)
-    yield NAMES["halves", False], made
-
-
-def _with(head: Any, **changes: Any) -> Any:
-    made = copy.copy(head)
-    made._modules = dict(head._modules)
-    made.config = replace(head.config, **changes)
-    return made
+    yield from _reordered(head)
 
 
 def _of_msd(head: Any, seen: Evidence) -> Iterator[tuple[str, Any]]:
@@ -153,14 +137,14 @@ def _of_msd(head: Any, seen: Evidence) -> Iterator[tuple[str, Any]]:
     made = copy.copy(head)
     made.frequencies = head.frequencies / 8
     yield "positions over 0.125", made
-    made = copy.deepcopy(head)
-    made.fc.weight.data = torch.cat(made.fc.weight.data.chunk(2, 1)[::-1], 1)
-    yield NAMES["halves", False], made
+    yield from _reordered(head)
+
+
+def _reordered(head: Any) -> Iterator[tuple[str, Any]]:
+    """``head`` with parts of its weights in another order."""
+    yield HALVES, swapped(head)
     for inverse in (False, True):
-        made = copy.deepcopy(head)
-        for layer in made.layers:
-            repaired(layer.self_attn, inverse)
-        yield NAMES["rotary pairs", not inverse], made
+        yield PAIRS[not inverse], repaired(head, inverse)
 
 
 def drafter_of(head: Any, target: VLMTarget, shape: TreeShape) -> Any:
@@ -173,7 +157,7 @@ def drafter_of(head: Any, target: VLMTarget, shape: TreeShape) -> Any:
 @torch.inference_mode()
 def decoded(head: Any, seen: Evidence, prompt: Any, ends: list[int]) -> float:
     """Tokens a round of greedy chains by our own decoding."""
-    depth = min(following.DEPTH, reading_of(head, seen.target).longest or following.DEPTH)
+    depth = min(following.DEPTH, getattr(head.config, "longest", following.DEPTH))
     drafter = drafter_of(head, seen.target, TreeShape.chain(depth, seen.tokens.device))
     stop, length = EndTokens(ends, seen.tokens.device), prompt.max_new_tokens
     rounds = decode(

@@ -11,7 +11,7 @@ from benchmarks.common import Row
 from benchmarks.language_bars import DESCRIBE, fastest, part
 
 FEATURES = ("msd", "eagle3")
-TEXT = ("block", "eagle3", "self", "deer", "mtp")
+TEXT = ("block", "eagle3", "deer", "mtp")
 OVER_THEIRS = 1.15  # times as fast as transformers' own assisted generation
 OVER_PLAIN = 0.97  # in batches
 DRAFTS = 1.05  # tokens a round of one that drafts at all

@@ -20,13 +20,11 @@ from specmm.target import Target, TargetOutput
 class DrawingTarget(Target, Protocol):
     """A target that draws pictures of ``length`` tokens.
 
-    ``layered`` names the class by which it runs without some of its layers ("module:class").
     ``prompted`` ones begin with token ids, which may be looked up. Rounds of ``static_shapes`` can
     be compiled.
     """
 
     processor: Processor
-    layered: ClassVar[str]
     prompted: ClassVar[bool]
     static_shapes: ClassVar[bool]
 

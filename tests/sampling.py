@@ -4,7 +4,6 @@ import torch
 from scipy.stats import chi2
 
 from specmm.randomness import Uniforms
-from specmm.tree import DraftTree
 
 
 class Stream(Uniforms):
@@ -44,16 +43,3 @@ def fits(probs, tokens):
     length = tokens.shape[1]
     size = round(len(probs) ** (1 / length))
     return p_value(probs, (tokens * size ** torch.arange(length).flip(0)).sum(1)) > 1e-3
-
-
-class WholeModelsProbs:
-    """A broken twin: drafts are recorded with the whole model's distributions."""
-
-    def __init__(self, inner):
-        self.inner, self.begin = inner, inner.begin
-        self.max_nodes, self.max_depth = inner.max_nodes, inner.max_depth
-
-    def propose(self, feedback, uniforms):
-        tree = self.inner.propose(feedback, uniforms)
-        probs = self.inner.target.target.score(tree).probs
-        return DraftTree(tree.tokens, tree.shape, torch.cat([probs[:, :1], probs[:, :-1]], 1))

@@ -21,13 +21,11 @@ from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kinds import check_whole
-from specmm.layered import Layered, skipped
 from specmm.methods.base import DRAFTERS as PLACES
 from specmm.methods.images import Init
 from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.processors import Processor
 from specmm.registry import named, parse_spec, unknown
-from specmm.self_drafting import SelfDrafter
 from specmm.shape.trees import make_tree, static_tree
 from specmm.verify import GreedyMatch, Rule, neighbour_table
 from specmm.verify.rule import RuleKind, RuleName, make_rule, rule_kind
@@ -230,16 +228,6 @@ def _chain(choice: methods.Choice, usual: int) -> int:
     return shape.depth
 
 
-def _self(
-    choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
-) -> Drafter:
-    """The target without some of its layers, on a chain."""
-    method = choice.method or methods.SelfDraft(length=_chain(choice, 4))
-    layered: Layered = named(target.layered)(target)
-    skip = skipped(layered.layers, method.exit, method.skip)
-    return SelfDrafter(layered, target.processor, skip, method.length, target.device)
-
-
 def _lookup(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
@@ -263,10 +251,4 @@ def _outside(
     return make_drafter(choice.drafter, target, DraftRequest(shape, sampled, siblings))
 
 
-DRAFTERS = {
-    "block": _block,
-    "eagle": _eagle,
-    "jacobi": _jacobi,
-    "prompt-lookup": _lookup,
-    "self": _self,
-}
+DRAFTERS = {"block": _block, "eagle": _eagle, "jacobi": _jacobi, "prompt-lookup": _lookup}

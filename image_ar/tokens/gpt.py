@@ -8,7 +8,7 @@ for classes, 120 for text).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -266,34 +266,23 @@ class Transformer(nn.Module):
         bias: Mask = None,
         memories: list[Memory] | None = None,
         aux_layers: Sequence[int] = (),
-        skip: Container[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings ``x`` [R, T, C] through the layers.
 
         Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is
         causal unless an additive ``bias`` [R or 1, 1, T, S] or a tree's mask says otherwise.
         Returns logits [R, T, V] and the hidden states after the final norm, followed by the inputs
-        of each of ``aux_layers``: [R, T, C · (1 + auxiliary layers)]. Layers of ``skip`` are left
-        out.
+        of each of ``aux_layers``: [R, T, C · (1 + auxiliary layers)].
         """
         factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
         auxiliary = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
                 auxiliary.append(x)
-            if i in skip:
-                continue
             x = layer(x, factors, bias, memories[i] if memories else None)
         hidden = self.norm(x)
         read = torch.cat([hidden, *auxiliary], dim=-1) if auxiliary else hidden
         return self.output(hidden), read
-
-    def states(self, x: Tensor, positions: Tensor, bias: Mask, memories: list[Memory]) -> Tensor:
-        """``x`` [R, T, C] after as many layers as there are ``memories``; see ``forward``."""
-        factors = self.rotary.at(positions)
-        for layer, memory in zip(self.layers, memories, strict=False):
-            x = layer(x, factors, bias, memory)
-        return x
 
     @property
     def dtype(self) -> torch.dtype:

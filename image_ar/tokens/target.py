@@ -7,10 +7,10 @@ nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,15 +40,6 @@ class Prompt:
         return Prompt(self.condition[some], None if self.mask is None else self.mask[some])
 
 
-class Known(NamedTuple):
-    """What is known of the tree to score: its ``states`` [R, N, C] after the first ``layers``,
-    whose keys and values are in the scratch slots.
-    """
-
-    layers: int
-    states: Tensor
-
-
 class LlamaGenTarget:
     """A :class:`Transformer` with a cache; one instance serves one batch at a time.
 
@@ -58,7 +49,6 @@ class LlamaGenTarget:
     state: ClassVar[tuple[str, ...]] = ("cache",)
     static_shapes: ClassVar[bool] = False
     prompted: ClassVar[bool] = False
-    layered: ClassVar[str] = "specmm.image_ar.tokens.drafters.early_exit:LayeredLlamaGen"
     allowed: ClassVar[None] = None  # every token may come everywhere
 
     def __init__(
@@ -71,7 +61,6 @@ class LlamaGenTarget:
         self.name = name
         self.aux_layers: tuple[int, ...] = ()
         self.steps = 0  # plain ones
-        self.known: Known | None = None
         self.cache: Cache
 
     def with_processor(self, processor: Processor) -> LlamaGenTarget:
@@ -132,7 +121,6 @@ class LlamaGenTarget:
         )
         self.cache = self._new_cache(size, rows.device)
         self.steps = 0  # plain ones
-        self.known = None
         if self.guidance.branches == 2:
             rows = torch.cat([rows, self.model.cls_embedding.unconditional(rows)])
         bias = self._hide_padding(prompt.mask, config.cls_token_num)
@@ -164,11 +152,7 @@ class LlamaGenTarget:
     def _scored(self, tree: DraftTree) -> TargetOutput:
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         positions = self.cache.lengths[:, None] + tree.shape.depths
-        mask = self.cache.tree_mask(tree.shape)
-        if self.known is None:
-            return self._score(tree.tokens, positions, mask)
-        done = range(self.known.layers)
-        return self._forward(self.known.states, self.branched(positions), mask, done)
+        return self._score(tree.tokens, positions, self.cache.tree_mask(tree.shape))
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
@@ -203,7 +187,10 @@ class LlamaGenTarget:
         self.cache.keep(result.path, result.kept)
 
     def _score(self, tokens: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
-        return self._forward(self.inputs(tokens), self.branched(positions), bias)
+        branches = self.guidance.branches
+        if len(positions) > 1:
+            positions = branched(positions, branches)
+        return self._forward(branched(self.embed(tokens), branches), positions, bias)
 
     def read_layers(self, layers: Sequence[int]) -> None:
         self.aux_layers = tuple(layers)
@@ -230,18 +217,8 @@ class LlamaGenTarget:
         shape = (batch, config.cls_token_num, config.caption_dim)
         return Prompt(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
-    def inputs(self, tokens: Tensor) -> Tensor:
-        """Embeddings [R, N, C] of ``tokens`` [B, N], in all branches."""
-        return branched(self.embed(tokens), self.guidance.branches)
-
-    def branched(self, positions: Tensor) -> Tensor:
-        """``positions`` [1 or B, N] in all branches, [1 or R, N]."""
-        return positions if len(positions) == 1 else branched(positions, self.guidance.branches)
-
-    def _forward(
-        self, x: Tensor, positions: Tensor, bias: Mask, skip: Container[int] = ()
-    ) -> TargetOutput:
-        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.aux_layers, skip)
+    def _forward(self, x: Tensor, positions: Tensor, bias: Mask) -> TargetOutput:
+        logits, hidden = self.model(x, positions, bias, self.cache.layers, self.aux_layers)
         guided = self.guide(logits.float(), positions)
         ends = extremes(guided)
         return TargetOutput(self.processor(guided), hidden, ends)

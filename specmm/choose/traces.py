@@ -31,7 +31,6 @@ from specmm.tree import TreeShape
 FORMAT = "specmm trace"
 VERSION = 1
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # nodes of the trees that are compared, with the root
-TABLES = ("draft", "verify")
 ROUNDED = 1e-2  # by which chances in half precision may exceed 1
 
 
@@ -58,19 +57,18 @@ class Trace:
                 f"got {shape.depth} and {shape.width}"
             )
         reached = [torch.ones(len(self.kept))]  # of each node, by root
-        parents, ranks = shape.parents[0].tolist(), shape.ranks[0].tolist()
-        levels = shape.depths[0].tolist()
-        for node in range(1, shape.size):
-            chance = self.kept[:, levels[node] - 1, ranks[node]]
-            reached.append(reached[parents[node]] * chance.float())
+        columns = (of[0, 1:].tolist() for of in (shape.parents, shape.depths, shape.ranks))
+        for parent, level, rank in zip(*columns, strict=True):
+            reached.append(reached[parent] * self.kept[:, level - 1, rank].float())
         at_least = torch.zeros(len(self.kept), shape.depth + 1)
         at_least.index_add_(1, shape.depths[0].cpu(), torch.stack(reached, 1))
-        ends = at_least - F.pad(at_least[:, 1:], (0, 1))  # the chance of so many drafts [R, D + 1]
-        rounds = self._begun(ends)
-        return int(self.roots.sum()) / float(rounds)
+        ends = at_least - F.pad(at_least[:, 1:], (0, 1))
+        return int(self.roots.sum()) / self._begun(ends)
 
-    def _begun(self, ends: Tensor) -> Tensor:
-        """How many rounds begin in all answers, which ``ends`` [R, D + 1] move on."""
+    def _begun(self, ends: Tensor) -> float:
+        """How many rounds begin in all answers, with chances ``ends`` [R, D + 1] of so many drafts
+        after each root.
+        """
         each = ends.split(self.roots.tolist())
         longest = int(self.roots.max())
         moves = torch.stack([F.pad(one, (0, 0, 0, longest - len(one))) for one in each])
@@ -80,7 +78,7 @@ class Trace:
             after = slice(root + 1, root + 1 + ends.shape[1])
             begun[:, after] += begun[:, root, None] * moves[:, root]
         there = torch.arange(begun.shape[1]) < self.roots[:, None]
-        return begun[there].sum()
+        return float(begun[there].sum())
 
     def table(self) -> list[list[float]]:
         """How often the draft of each rank is the one kept, of the times that those above it are
@@ -148,12 +146,8 @@ class Trace:
     def _check(self) -> None:
         """Raise ``ValueError`` for chances and counts that cannot be."""
         kept, roots = self.kept, self.roots
-        if (
-            kept.ndim != 3
-            or 0 in kept.shape
-            or roots.ndim != 1
-            or roots.shape != self.contexts.shape
-        ):
+        of_answers = roots.ndim == 1 and roots.shape == self.contexts.shape
+        if kept.ndim != 3 or 0 in kept.shape or not of_answers:
             raise ValueError(f"tensors of shapes {[list(kept.shape), list(roots.shape)]}")
         if int(roots.min()) < 0 or int(roots.sum()) != len(kept):
             raise ValueError(f"{len(kept)} roots, where its answers have {int(roots.sum())}")
@@ -181,9 +175,10 @@ def costs_of(file: Path) -> dict[int, Costs]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
         for record in read if isinstance(read, list) else [read]:
-            own = next((one for one in _records(record) if "step" in one), None)
-            if own is not None:
-                draft, verify = ({int(k): float(v) for k, v in own[n].items()} for n in TABLES)
+            if own := next((one for one in _records(record) if "step" in one), None):
+                draft, verify = (
+                    {int(k): float(v) for k, v in own[n].items()} for n in ("draft", "verify")
+                )
                 made = Costs(draft, verify, float(own["step"]), float(own.get("host", 0.0)))
                 found[int(record.get("batch", 1))] = made
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -40,7 +40,6 @@ DRAFTERS = "drafters"  # the folder beside a model
 VLM = "specmm.vlm"
 BLOCKS = "specmm.diffusion_drafters"
 FEATURES = "specmm.hf.drafters.features"
-OWN = "specmm.hf.drafters.early_exit"
 SMALL = "specmm.hf.drafters.small_model"
 
 
@@ -70,7 +69,6 @@ class DrafterKind:
 KINDS: Mapping[str, DrafterKind] = {
     "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
     "sjd": DrafterKind("specmm.hf.drafters.interleaved:make"),
-    "self": DrafterKind(f"{OWN}:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
     "vlm-draft": DrafterKind(

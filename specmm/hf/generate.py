@@ -61,12 +61,14 @@ from specmm.verify.claims import run_claim
 NOT_INPUTS = {*CACHES, "logits_to_keep", "use_cache", "cache_position"}
 NOT_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 PLAIN = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-OTHER_MODES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids")
+OTHER_MODES = (
+    *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
+    "assistant_early_exit",
+)
 INSTEAD = {  # of options that make generate decode otherwise
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
     "use_mtp": "give custom_generate(method='mtp')",
-    "assistant_early_exit": "give custom_generate(method='self')",
 } | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
 PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")  # in a prompt
 WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")

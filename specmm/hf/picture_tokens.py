@@ -120,7 +120,6 @@ class PictureTarget(VLMTarget):
     guidance: Guidance
     static_shapes: ClassVar[bool] = False
     prompted: ClassVar[bool] = True
-    layered: ClassVar[str] = "specmm.hf.drafters.early_exit:LayeredTarget"
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias
@@ -137,8 +137,6 @@ class VLMTarget:
         self.starting_row = False  # that of a row that begins anew
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
-        # what scores trees in place of ``states``: a part of the model, where the rest has run
-        self.rest: Callable[[Tensor, Tensor, Mask], Tensor] | None = None
         self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.each: dict[str, Any] = {}  # what the whole model takes with every token, [B, 1, ...]
         self.cache: Cache
@@ -257,7 +255,6 @@ class VLMTarget:
         self.prompt = prompt
         self.steps = 0  # plain ones
         self.spent = None
-        self.rest = None
         vars(self).pop("started", None)
         self.begins = prompt.begins.clone()  # [B], where answers begin
         size = CacheSize(
@@ -368,7 +365,7 @@ class VLMTarget:
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         with self._chain(tree):
-            states = (self.rest or self.states)(tree.tokens, positions, mask)
+            states = self.states(tree.tokens, positions, mask)
         return self._output(states, self._drafters_states(states), tree, positions)
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:

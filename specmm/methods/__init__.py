@@ -15,7 +15,6 @@ from specmm.methods.base import (
     Declared,
     Draft,
     Methods,
-    SelfDraft,
     Tree,
     TreeName,
     by_hand,
@@ -87,7 +86,6 @@ __all__ = [
     "PromptLookup",
     "ScaleSpeculative",
     "ScalesMethod",
-    "SelfDraft",
     "SpecDiff",
     "Speculative",
     "TextDraft",
@@ -107,19 +105,17 @@ __all__ = [
 ]
 
 Method: TypeAlias = (
-    AR | SJD | GSD | ZipAR | Speculative | Eagle | Lantern | LanternPP | SelfDraft | Draft | Auto
+    AR | SJD | GSD | ZipAR | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 )
 # of questions and of texts
 LanguageMethod: TypeAlias = (
-    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | SelfDraft | Draft | Auto
+    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | Draft | Auto
 )
 VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMethod
 TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod
 GenerateMethod: TypeAlias = AR | VLMDraft | MSD | TextMethod
 # models that draw picture tokens, of which none has a trained drafter
-TransformersImageMethod: TypeAlias = (
-    AR | SJD | GSD | ZipAR | SelfDraft | Draft | Auto | PromptLookup
-)
+TransformersImageMethod: TypeAlias = AR | SJD | GSD | ZipAR | Draft | Auto | PromptLookup
 ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 

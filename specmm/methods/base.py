@@ -33,7 +33,6 @@ DRAFTERS = {  # the class of each drafter that takes trees and rules, which is a
     "eagle": "specmm.image_ar.tokens.drafters.eagle:EagleDrafter",
     "jacobi": "specmm.image_ar.tokens.drafters.jacobi:JacobiDrafter",
     "prompt-lookup": "specmm.hf.drafters.prompt_lookup:PromptLookupDrafter",
-    "self": "specmm.self_drafting:SelfDrafter",
     "text-draft": SMALL,
     "vlm-draft": SMALL,
     "msd": FEATURES,
@@ -232,28 +231,6 @@ class Draft(Composed):
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
         return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
-
-
-@dataclass(frozen=True)
-class SelfDraft(Declared):
-    """The target drafts without some of its layers, on its own keys and values.
-
-    With ``exit`` its first layers draft (LayerSkip, arXiv 2404.16710), with ``skip`` all but these
-    (Draft & Verify, arXiv 2309.08168), without either the first half of them. Chains have
-    ``length`` drafts.
-    """
-
-    name: ClassVar[str] = "self"
-    here: ClassVar[str] = "0.94x plain decoding at best"
-    can_refill: ClassVar[bool] = True
-    exit: int = 0
-    skip: tuple[int, ...] = ()
-    length: int = 4
-
-    @property
-    def choice(self) -> Choice:
-        """Drafter, tree and rule, of image tokens."""
-        return Choice("self", None, "block", method=self)
 
 
 def _class_of(drafter: Own) -> Any:

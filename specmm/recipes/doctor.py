@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 from specmm import __version__
 from specmm.chats.forms import Chat
@@ -41,6 +41,7 @@ from specmm.recipes.source import PROMPT, Data
 from specmm.recipes.training.texts import text_stream, windows
 from specmm.text.pipeline import TextPipeline
 
+T = TypeVar("T")
 WORTH = 1.02  # times as many tokens a round: less is no reason to change anything
 METHODS = ("eagle3", "msd", "block")  # of drafters that read the target's states
 SYSTEM = "You are a helpful assistant."
@@ -60,16 +61,16 @@ class Diagnosis:
     @property
     def best(self) -> tuple[Change, Followed] | None:
         """The one change that is worth it; None where none is."""
-        return next((one for one in self.changes[:1] if self._worth(one[1])), None)
+        return self._worth(self.changes)
 
     @property
     def better_asked(self) -> tuple[str, Followed] | None:
         """How questions are asked of which it keeps most, if that is worth it."""
-        best = max(self.asked, key=lambda pair: pair[1].sampled, default=None)
-        return best if best is not None and self._worth(best[1]) else None
+        return self._worth(self.asked)
 
-    def _worth(self, other: Followed) -> bool:
-        return other.sampled > WORTH * self.own.sampled
+    def _worth(self, tried: Sequence[tuple[T, Followed]]) -> tuple[T, Followed] | None:
+        enough = [pair for pair in tried if pair[1].sampled > WORTH * self.own.sampled]
+        return max(enough, key=lambda pair: pair[1].sampled, default=None)
 
 
 def diagnose(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Diagnosis:
@@ -102,14 +103,13 @@ class Examined:
     def trace(self, temperature: float) -> Trace:
         """What is kept of its drafts at a ``temperature``."""
         seen = self._seen(self.questions.prompt, temperature)
-        module = getattr(self.network, "model", self.network)
         facts = {
             "specmm": __version__,
             "method": self.kind,
             "temperature": temperature,
             "rule": "recursive",
             "target": fingerprint(embeddings_of(self.target.model)),
-            "drafter": digest(module),
+            "drafter": digest(getattr(self.network, "model", self.network)),
         }
         return trace(seen, reading_of(self.network, seen.target), facts)
 
@@ -158,10 +158,9 @@ def _beside(folder: Path) -> Path:
     places = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
     found = [place for place in places if (place / "config.json").is_file()]
     if len(found) != 1:
-        said = ", ".join(place.name for place in found) or "none"
-        kinds = ", ".join(METHODS)
         raise ValueError(
-            f"{folder} must have one drafter of {kinds} beside it, got {said}; name it"
+            f"{folder} must have one drafter of {', '.join(METHODS)} beside it, got "
+            f"{', '.join(place.name for place in found) or 'none'}; name it"
         )
     return found[0]
 

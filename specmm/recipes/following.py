@@ -65,25 +65,28 @@ class Evidence:
     probs: Tensor
 
     @property
+    def place(self) -> Tensor:
+        """Of each slot, from 0, [1, L]."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
+
+    @property
     def roots(self) -> Tensor:
         """Slots [B, L] after which there is a draft of an answer: the next token is of one, and
         not its last.
         """
-        place = torch.arange(self.tokens.shape[1], device=self.tokens.device) + 1
-        after = place >= self.begin[:, None]
-        return after & (place < (self.begin + self.long - 1)[:, None])
+        following = self.place + 1
+        last = (self.begin + self.long - 1)[:, None]
+        return (following >= self.begin[:, None]) & (following < last)
 
     def chains(self, values: Tensor) -> Tensor:
         """``values`` [D, B, L, …] along the chain of each root [R, D, …]; 0 past its answer."""
         rows, slots = self.roots.nonzero(as_tuple=True)
         last = (self.begin + self.long - 3)[rows]  # the slot of an answer's last draft
-        found = []
-        for k, each in enumerate(values):
-            place = slots + k
-            kept = each[rows, place.clamp(max=each.shape[1] - 1)]
-            there = (place <= last).view(-1, *([1] * (kept.ndim - 1)))
-            found.append(kept * there)
-        return torch.stack(found, 1)
+        depth = torch.arange(len(values), device=slots.device)
+        place = slots[:, None] + depth  # [R, D]
+        kept = values[depth, rows[:, None], place.clamp(max=values.shape[2] - 1)]
+        there = place <= last[:, None]
+        return kept * there.view(*there.shape, *([1] * (kept.ndim - 2)))
 
 
 @torch.inference_mode()
@@ -136,14 +139,10 @@ class Reading:
     normed: bool | None = None
     late: int = 0
 
-    @property
-    def longest(self) -> int | None:
-        """The most drafts of a chain; None: any number."""
-        return None
-
     def drafted(self, seen: Evidence, depth: int) -> Iterator[Tensor]:
-        """Logits [B, L, v] of the drafts of each depth, at the slot of the token before the one
-        before them: those of root slot r at depth k stand at r + k.
+        """Logits [B, L, v] of the drafts of each depth, of as many as it has and at most ``depth``,
+        at the slot of the token before the one before them: those of root slot r at depth k stand
+        at r + k.
         """
         raise NotImplementedError
 
@@ -178,15 +177,13 @@ class HeadReading(Reading):
         """Positions of the slots [1, L], [B, L] or [3, B, L]."""
         if self.network.parts and seen.positions is not None:
             return seen.positions
-        place = torch.arange(seen.tokens.shape[1], device=seen.tokens.device)[None]
-        return (place - seen.image.cumsum(1)).clamp(min=0) if self.skips else place
+        return (seen.place - seen.image.cumsum(1)).clamp(min=0) if self.skips else seen.place
 
     def drafted(self, seen: Evidence, depth: int) -> Iterator[Tensor]:
         network = self.network
         length = seen.tokens.shape[1]
         following = self._read(seen).roll(-1, 1)
-        image = seen.image.roll(-1, 1)
-        image = torch.zeros_like(image) if self.as_text else image
+        image = seen.image.roll(-1, 1) & (not self.as_text)
         slots = [network.prompt_slots(following, self.states(seen), image)]
         places = self.places(seen)
         for step in range(depth):
@@ -199,10 +196,9 @@ class HeadReading(Reading):
 
     def _read(self, seen: Evidence) -> Tensor:
         """What is read of prompts and of their answers [B, L, C]."""
-        place = torch.arange(seen.tokens.shape[1], device=seen.tokens.device)
         said = self.network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
         asked = self.network.prompt_embeddings(seen.tokens, seen.embeddings)
-        return torch.where((place >= seen.begin[:, None])[..., None], said, asked)
+        return torch.where((seen.place >= seen.begin[:, None])[..., None], said, asked)
 
 
 @dataclass(frozen=True)
@@ -216,10 +212,6 @@ class BlockReading(Reading):
     mask: int = 0
     anchor: bool = False
     reaches: tuple[Reach, ...] = ()
-
-    @property
-    def longest(self) -> int:
-        return self.size - (not self.anchor)
 
     def drafted(self, seen: Evidence, depth: int) -> Iterator[Tensor]:
         source = DFlashSource(self._network(), seen.target)
@@ -317,8 +309,7 @@ class Followed:
 
     def parts(self) -> dict[str, float]:
         """How often the first draft is kept, by what it is of."""
-        place = torch.arange(self.token.shape[2], device=self.token.device).expand_as(self.token[0])
-        roots = self.seen.roots
+        place, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
         begins = place < self.seen.begin[:, None]  # the root is an answer's first token
         middle = place[roots].float().median()
         kinds = {
@@ -340,7 +331,7 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     ids = reading.ids
     own = probs if ids is None else probs[..., ids]
     tokens, overlaps = [], []
-    for logits in reading.drafted(seen, min(depth, reading.longest or depth)):
+    for logits in reading.drafted(seen, depth):
         best = logits.argmax(-1)
         tokens.append((best if ids is None else ids[best]) == wanted)
         overlaps.append(torch.minimum(own, logits.softmax(-1)).sum(-1))
@@ -360,7 +351,7 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
     probs = seen.probs.roll(-1, 1)[roots]  # [R, V]
     generator = torch.Generator(probs.device).manual_seed(0)
     kept = []
-    for logits in reading.drafted(seen, min(depth, reading.longest or depth)):
+    for logits in reading.drafted(seen, depth):
         own, following = logits[roots], given[roots]
         if seen.target.processor.greedy:
             found = vocabulary.to_target(largest(own, ranks)[1]) == following[:, None]

@@ -242,10 +242,10 @@ def measure(
 
 def usual(pipe: Pipeline) -> list[Any]:
     """The methods that a ``pipe`` of texts or answers has a drafter for, and prompt lookup; not
-    what drafts pictures within answers, since those asked for here are words, nor ``self``.
+    what drafts pictures within answers, since those asked for here are words.
     """
-    aside = (methods.AnswerSJD.name, methods.SelfDraft.name)
-    drafting = [name for name, kind in KINDS.items() if kind.make and name not in aside]
+    aside = methods.AnswerSJD.name
+    drafting = [name for name, kind in KINDS.items() if kind.make and name != aside]
     found = [name for name in drafting if name in pipe.registry and pipe.drafters.has(name)]
     return [methods.make(pipe.registry, name) for name in found]
 

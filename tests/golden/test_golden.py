@@ -22,7 +22,6 @@ SLOW = {  # variants of methods whose other calls `make test` makes
     *(f"text at 0.0: {name}" for name in ("specdiff", "deer, tree")),
     *(f"text at 0.0: block, {name}" for name in ("drawn tree", "recall")),
     *(name for name in CALLS if name.startswith(("lumina", "classes by 7", "mtp, greedy"))),
-    "glm_image: exit",
 }
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers as tf
 
 from specmm import ImagePipeline, TextPipeline, VQAPipeline, custom_generate, methods
 from specmm.decode import decode
@@ -34,7 +35,6 @@ from tests.noisy import noisy
 from tests.tiny import assistants, chameleon, mtp_models, picture_kinds, vlm_folders
 from tests.tiny.families import Zoo
 from tests.unit.vlm.test_eagle3 import head_for
-from tests.unit.vlm.test_self_drafts import deep_model
 
 CODE = ["def add(a, b):\n", "x", "    return a + b + a", "sub(a", "return"]
 WORDS = ["abc:", "d", "efgh?fe", "hello:", "no"]
@@ -67,9 +67,26 @@ def code() -> TextPipeline:
 
 @cache
 def deep() -> TextPipeline:
-    """A model whose first layers draft well."""
-    model = deep_model(dtype=torch.float64)
-    return TextPipeline(model, vlm_folders.tokenizer(), "self")
+    """A Llama whose layers say less and less."""
+    torch.manual_seed(3)
+    config = tf.LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+    )
+    model = tf.LlamaForCausalLM(config).eval().double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.3)
+        for layer in model.model.layers[1:]:
+            layer.mlp.down_proj.weight.mul_(0.25)
+            layer.self_attn.o_proj.weight.mul_(0.25)
+    model.generation_config.eos_token_id = None
+    return TextPipeline(model, vlm_folders.tokenizer())
 
 
 @cache
@@ -201,11 +218,7 @@ HEADS: dict[str, Any] = {"eagle3": {}, "p-eagle": {"mask": 3, "deep": 2}}
 MTP = {"deepseek": 3, "glm": 1, "mellum": 1, "mimo": 2, "qwen3.5 text": 1}
 STATES = [("qwen3_5", m) for m in ("ar", "prompt-lookup", "text-draft", "msd")]
 STATES += [("lfm2", "prompt-lookup"), ("lfm2", "msd"), ("jamba", "prompt-lookup")]
-DRAWING: dict[str, Any] = {
-    "ar": "ar",
-    "sjd": methods.SJD(window=4),
-    "exit": methods.SelfDraft(exit=1),
-}
+DRAWING: dict[str, Any] = {"ar": "ar", "sjd": methods.SJD(window=4)}
 OF_CLASSES: dict[str, Any] = DRAWING | {
     "a tree": methods.Speculative(tree=(2, 2, 1)),
     "eagle": methods.Eagle(top_k=4),
@@ -220,7 +233,6 @@ OF_CODE: dict[str, dict[str, Any]] = {
     "penalty": DRAWN | {"method": "block", "repetition_penalty": 1.3},
     "penalty, prompt-lookup": GREEDY | {"method": "prompt-lookup", "repetition_penalty": 1.3},
     "top k and p": DRAWN | {"method": "text-draft", "top_k": 20, "top_p": 0.9},
-    "exit": DRAWN | {"method": methods.SelfDraft(exit=1, length=3)},
 }
 
 
@@ -236,9 +248,6 @@ def texts() -> dict[str, Call]:
         sampled = methods.Eagle3(sampled=True, tree=(6, 2))
         found[f"{label}: drawn"] = partial(written, pipe, WORDS, method=sampled, **REFILLED)
         found[f"{label}: stream"] = partial(streamed, pipe, **GREEDY)
-    for label, way in {"exit": {"exit": 2}, "skip": {"skip": (2, 3)}}.items():
-        method = methods.SelfDraft(length=3, **way)
-        found[f"self: {label}"] = partial(written, deep, WORDS, method=method, **REFILLED)
     for name in ("ar", "block", "deer"):
         options = {"method": name, "temperature": 1.0, "seed": [3, 4]}
         found[f"stream: {name}"] = partial(streamed, code, **options)

@@ -167,8 +167,8 @@ def test_a_model_that_cannot_draw_is_refused_in_a_sentence(folder, tmp_path):
     refusal = refused(*common, "pocket/llava", "--max-new-tokens", COUNT)
     assert "needs a model that writes text and pictures in turn" in refusal
     assert "must be at least 18" in refused(*common, folder, "--max-new-tokens", 17)
-    said = "needs a method of ar, prompt-lookup, sjd, auto, got 'self'"
-    assert said in refused(*common, folder, "--method", "self", "--max-new-tokens", COUNT)
+    said = "needs a method of ar, prompt-lookup, sjd, auto, got 'block'"
+    assert said in refused(*common, folder, "--method", "block", "--max-new-tokens", COUNT)
     blind = shutil.copytree(folder, tmp_path / "blind", ignore=shutil.ignore_patterns("vq"))
     refusal = refused(*common, blind, "--max-new-tokens", COUNT)
     assert "has no decoder for pictures" in refusal

@@ -23,7 +23,7 @@ def test_bench_of_texts_compares_what_drafts_with_plain_decoding(text_folder):
     rows = as_json("bench", text_folder, *SHORT, "-p", "def add", "-p", "def sub(a")
     names = [row["method"] for row in rows]
     assert names[0] == "ar" and {"block", "deer", "text-draft", "prompt-lookup"} <= set(names[1:])
-    assert "verdict" not in names and "self" not in names
+    assert "verdict" not in names
     for row in rows:
         assert row["kind"] == "text" and row["certificate"]["kind"] == "exact"
         low, high = row["quartiles"]

@@ -264,7 +264,7 @@ def test_calls_leave_nothing_in_the_layers():
     gc.collect()
     gc.disable()
     try:
-        for name in ("block", "deer", "text-draft", "prompt-lookup", "self"):
+        for name in ("block", "deer", "text-draft", "prompt-lookup"):
             pipe(CODE, method=name, max_new_tokens=6)
             found = [x for x in pipe.model.modules() if x._forward_hooks]
             assert not found, name

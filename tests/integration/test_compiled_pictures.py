@@ -88,7 +88,7 @@ def test_drawn_tokens_are_those_of_eager_rounds(pipe_of, traced):
 
 
 def test_methods_whose_rounds_differ_are_refused(pipe_of):
-    for method in (methods.SelfDraft(), methods.ZipAR(), methods.PromptLookup()):
+    for method in (methods.ZipAR(), methods.PromptLookup()):
         with pytest.raises(ValueError, match=r"^compiled=True needs ar, sjd or a method with a"):
             pipe_of("janus")(PROMPTS, method=method, compiled=True)
 

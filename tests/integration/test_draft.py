@@ -120,7 +120,7 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
     listed = as_json("methods")
     assert listed["rules"]["k-seq"].startswith("exact")
     assert listed["rules"]["typical"].startswith("relaxed")
-    pictures = {"block", "eagle", "jacobi", "prompt-lookup", "self"}
+    pictures = {"block", "eagle", "jacobi", "prompt-lookup"}
     assert pictures == set(listed["drafters of image tokens"])
     assert listed["methods"]["text"]["draft"][0] == "as its rule"
     assert listed["methods"]["image tokens"]["lantern++"][0] == "bounded"

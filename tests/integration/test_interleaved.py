@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_said(pipe):
             pipe(None, "tree", **{"max_new_tokens": COUNT, "draw": True} | options)
 
     refused(f"max_new_tokens must be at least {T + 2} for answers with", max_new_tokens=T + 1)
-    refused("draw=True needs a method of ar, prompt-lookup, sjd, auto, got 'self'", method="self")
+    refused("draw=True needs a method of ar, prompt-lookup, sjd, auto, got 'block'", method="block")
     refused("method 'sjd' must be AnswerSJD here, got SJD", method=methods.SJD())
     refused("give draw=True to a model that writes", method="sjd", draw=False)
     ids = {"input_ids": torch.tensor([[1, BEGIN, PICTURE[0]]])}

@@ -151,13 +151,11 @@ def test_a_model_without_a_vocabulary(text_folder, tmp_path, kind):
         specmm.TextPipeline.from_pretrained(tmp_path)
 
 
-def test_a_model_of_one_layer_has_none_to_leave_out(text_pipe, make_qwen2):
+def test_a_model_of_one_layer_answers(text_pipe, make_qwen2):
     words = text_pipe.tokenizer
     pipe = specmm.TextPipeline(make_qwen2(len(words), 3, layers=1), words)
     plain = pipe(PROMPTS, max_new_tokens=40)
     assert pipe(PROMPTS, max_new_tokens=40, method="auto").texts == plain.texts
-    with pytest.raises(ValueError, match="'self' needs a model of two layers or more, got one"):
-        pipe(PROMPTS, method="self")
 
 
 def test_the_method_of_custom_generate_is_that_of_its_drafter(text_pipe, make_qwen2):

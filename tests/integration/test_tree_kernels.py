@@ -24,7 +24,7 @@ from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
-from specmm.methods import MSD, Eagle3, LanternPP, SelfDraft
+from specmm.methods import MSD, Eagle3, LanternPP
 from specmm.processors import Processor
 from specmm.recipes.features import build_eagle3
 from specmm.tree import DraftTree, TreeShape
@@ -156,12 +156,11 @@ SHORT = {  # shapes that are quick in the interpreter
     "zipar": methods.ZipAR(1),
     "eagle": methods.Eagle(total=4, depth=2, top_k=2),
     "lantern++": LanternPP(k=10),
-    "self": methods.SelfDraft(exit=1, length=2),
 }
 
 
-# one method of each kind of rounds: its own, a tree, the target's own layers, Jacobi's
-@pytest.mark.parametrize("name", ["ar", "zipar", "eagle", "lantern++", "self", "sjd"])
+# one method of each kind of rounds: its own, a tree, Jacobi's
+@pytest.mark.parametrize("name", ["ar", "zipar", "eagle", "lantern++", "sjd"])
 @pytest.mark.slow
 def test_image_tokens(picture_pipe, launches, no_dense_masks, name):
     method, generator = SHORT.get(name, name), torch.Generator().manual_seed(0)
@@ -186,10 +185,10 @@ def test_continuous_tokens(launches, name):
     assert launched(launches) == TABLE["continuous tokens", name]
 
 
-TEXTS = {"eagle3": Eagle3(total=4, depth=2, top_k=2), "self": SelfDraft(exit=1, length=2)}
+TEXTS = {"eagle3": Eagle3(total=4, depth=2, top_k=2)}
 
 
-@pytest.mark.parametrize("name", ["ar", "block", "deer", "eagle3", "self"])
+@pytest.mark.parametrize("name", ["ar", "block", "deer", "eagle3"])
 @pytest.mark.slow
 def test_texts(text_folder, launches, no_dense_masks, name):
     plain = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)

@@ -16,7 +16,7 @@ def test_ratios_are_to_the_fastest_of_theirs_and_to_plain_decoding():
     fast = runner(f"{assisted.ASSISTED} (default)", [3.0, 3.0, 6.0])
     slow = runner(f"{assisted.ASSISTED} (num_assistant_tokens=1)", [9.0, 9.0, 9.0])
     plain = runner("ar", [2.0, 2.0, 4.0])
-    ours = runner("self", [1.0, 2.0, 2.0])
+    ours = runner("mtp", [1.0, 2.0, 2.0])
     runners = [runner("transformers generate", [9.0] * 3), plain, ours, fast, slow]
     found = assisted.compared(ours, runners)
     assert found["over_theirs"] == 1.5 and found["over_plain"] == 1.0
@@ -25,10 +25,9 @@ def test_ratios_are_to_the_fastest_of_theirs_and_to_plain_decoding():
 
 
 def test_transformers_is_tried_by_default_and_with_each_number_of_tokens():
-    found = assisted.counted({"assistant_early_exit": 2})
+    found = assisted.counted({"assistant_model": None}, None)
     assert found[0].name == f"{assisted.ASSISTED} (default)"
-    assert len({one.name for one in found}) == len(found) == 1 + 2 * len(assisted.TOKENS)
-    assert len(assisted.counted({}, unsure=False)) == 1 + len(assisted.TOKENS)
+    assert len({one.name for one in found}) == len(found) == 1 + len(assisted.TOKENS)
 
 
 def test_settings_of_drafting_are_put_back():
@@ -45,7 +44,7 @@ def test_rows_of_other_parts_stay(tmp_path):
     def row(drafter, batch, ms):
         return {"drafter": drafter, "model": "m", "temperature": 0.0, "batch": batch, "ms": ms}
 
-    write_results(tmp_path, assisted.NAME, [row("mtp", 1, 5), row("early exit", 1, 5)], {})
-    found = assisted.merged(tmp_path, [row("early exit", 1, 7), row("early exit", 4, 8)])
-    wanted = [("mtp", 1, 5), ("early exit", 1, 7), ("early exit", 4, 8)]
+    write_results(tmp_path, assisted.NAME, [row("mtp", 1, 5), row("dflash", 1, 5)], {})
+    found = assisted.merged(tmp_path, [row("dflash", 1, 7), row("dflash", 4, 8)])
+    wanted = [("mtp", 1, 5), ("dflash", 1, 7), ("dflash", 4, 8)]
     assert [(one["drafter"], one["batch"], one["ms"]) for one in found] == wanted

@@ -91,7 +91,7 @@ def test_methods_declare_what_jobs_and_the_app_ask():
     assert having(methods.SCALES, "timed") == {"auto", "code"} and not methods.CoDe(n=2).timed
     assert set(methods.VQA) - having(methods.VQA, "streams") == {"verdict"}
     assert not having(methods.SCALES, "one_generator") and methods.CoDe(release=True).one_generator
-    pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "self", "draft"}
+    pictures = {"ar", "sjd", "gsd", "speculative", "lantern++", "draft"}
     assert having(methods.IMAGE_TOKENS, "can_refill") == pictures
 
 
@@ -105,7 +105,7 @@ def test_drafters_are_asked_whether_their_rows_can_be_refilled():
     assert set(DRAFTERS) == presets | set(OF_PICTURES)
     able = {name for name in DRAFTERS if methods.Draft(name).can_refill}
     declared = {name for name in presets if methods.make(methods.GENERATE, name).can_refill}
-    assert able == declared | {"jacobi", "prompt-lookup", "self"}
+    assert able == declared | {"jacobi", "prompt-lookup"}
     assert {"eagle3", "mtp", "block"} <= able
 
 
@@ -168,7 +168,6 @@ def test_an_option_that_a_method_has_not_is_named():
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MEASURED = {  # the file that has a method's best row
-    methods.SelfDraft: "assisted",
     methods.DiffuSpec: "gpu/pocket-coder",
     methods.SpecDiff: "gpu/pocket-coder",
     methods.Eagle: "speed",
