@@ -604,12 +604,12 @@ class Pipeline:
         captured = isinstance(play, GraphRound)
         now = self.version(drafter, placed) if captured else ()
         key = methods.filed(method), options.processor, options.compiled, now
-        last = self.graphs.take(key, self.model, drafter) if captured else None
+        last = self.graphs.take(key, self.model) if captured else None
         more = captured and last is None
         self.graphs.make_room(self.model.device, last is not None, more)
         if last is not None:
             return last
-        made = SharedRounds(target, self.parts_of(method, target), play, drafter)
+        made = SharedRounds(target, self.parts_of(method, target), play)
         if captured:
             self.graphs.keep(key, made)
         return made

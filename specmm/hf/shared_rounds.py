@@ -29,7 +29,6 @@ class SharedRounds:
     target: VLMTarget
     parts: Assembly | None
     play: Play
-    drafter: object  # what ``parts`` draft with
     user: weakref.ref[Generator[Progress, None, None]] | None = None
 
     @property
@@ -43,10 +42,6 @@ class SharedRounds:
         """Whether graphs were wanted and could not be recorded."""
         return isinstance(self.play, GraphRound) and self.play.failed
 
-    def fits(self, model: Any, drafter: object) -> bool:
-        """Whether it is of ``model`` and drafts with ``drafter``."""
-        return self.target.model is model and self.drafter is drafter
-
     def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """``steps`` of a run; busy until they have ended or nobody holds them any more."""
 
@@ -59,8 +54,8 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """The rounds of the last calls by ``key`` (method and options), each with memory of its own: at
-    ``most`` so many.
+    """The rounds of the last calls by ``key`` (method, options, what the networks are), each with
+    memory of its own: at ``most`` so many.
     """
 
     def __init__(self) -> None:
@@ -72,13 +67,11 @@ class KeptRounds:
         """Those of the last call."""
         return next(reversed(self.found.values()))
 
-    def take(self, key: object, model: Any, drafter: object) -> SharedRounds | None:
-        """Those of ``key``, if they are of ``model`` and ``drafter`` and free for another run; what
-        is of another model is dropped.
-        """
+    def take(self, key: object, model: Any) -> SharedRounds | None:
+        """Those of ``key``, if free for another run; what is not of ``model`` is dropped."""
         self.found = {k: one for k, one in self.found.items() if one.target.model is model}
         shared = self.found.pop(key, None)
-        if shared is None or shared.busy or shared.failed or not shared.fits(model, drafter):
+        if shared is None or shared.busy or shared.failed:
             return None
         self.found[key] = shared
         return shared

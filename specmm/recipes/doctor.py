@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -172,7 +173,7 @@ def asked(
     if data:
         source = Data(Places(list(data), conversations), 0.5, None, "skip", None)
         opened = source.opened(folder, lambda: target, out, seed, unanswered=True)
-        others = lambda: _otherwise(opened, count)  # noqa: E731
+        others = partial(_otherwise, opened, count)
         return Questions(opened.prompts(count), opened.reader.stops, others)
     words = load_tokenizer(weights_folder(folder))
     held = windows(text_stream(words, out, held_out=True), 0, count, PROMPT, seed)

@@ -293,11 +293,11 @@ class TextPipeline(Pipeline):
         self.made = {key: one for key, one in self.made.items() if key[-1] == now}
         key = (methods.filed(method), options.processor, now)
         made = self.made.get(key)
-        if made is None or not made.fits(self.model, drafter):
+        if made is None:
             target = StaticVLMTarget(self.model, options.processor, self.name)
             parts = self.parts_of(method, target)
             play = round_program(target.device)
-            made = self.made[key] = SharedRounds(target, parts, play, drafter)
+            made = self.made[key] = SharedRounds(target, parts, play)
         return made
 
 
