@@ -42,7 +42,7 @@ def compare(pipe: LlamaGenPipeline, batch: int, repeats: int, budget: Budget) ->
     contenders: tuple[methods.Method, ...] = (methods.AR(), methods.Auto())
     seconds: list[list[float]] = [[], []]
     start = time.perf_counter()
-    for method in contenders:  # warm-up, and the plan is made here
+    for method in contenders:  # warm-up, and most trials are made here
         _draw(pipe, method, batch, 10**6)
     warmup = time.perf_counter() - start
     for repeat in tqdm(range(repeats), desc=f"autotune, batch {batch}", unit="repeat"):
@@ -73,5 +73,6 @@ def _draw(pipe: LlamaGenPipeline, method: methods.Method, batch: int, seed: int)
 
 
 def _plan_of(pipe: LlamaGenPipeline, batch: int) -> str:
-    """The plan of ``auto`` as text."""
-    return next((p.reason for key, p in pipe.parts.plans.items() if key[0] == batch), "unknown")
+    """What ``auto`` measured, as text."""
+    records = pipe.parts.records.items()
+    return next((record.reason() for key, record in records if key[0] == batch), "unknown")

@@ -14,19 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.autotune import AcceptanceCounter, Plan, planned
 from specmm.checkpoints import read_json
-from specmm.decode import decode
-from specmm.diffusion_drafters.block_drafters import (
-    ChainDrafter,
-    DrawnTreeDrafter,
-    TreeDrafter,
-    block_length,
-)
+from specmm.choose.contest import Candidate
+from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, Search, StepsDrafter
 from specmm.diffusion_drafters.lattice_search import CausalProxy
@@ -38,19 +31,16 @@ from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
 from specmm.hardware import prepack
 from specmm.hf.drafters.files import check_target
-from specmm.hf.drafting import Assembly, Verification, chain_rule, row_uniforms, translated
+from specmm.hf.drafting import Assembly, Verification, chain_rule, translated
 from specmm.hf.pretrained import own_tokenizer
-from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
 from specmm.shape.trees import static_tree
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 
 PROXY = "ngram.safetensors"
 LENGTH = 12  # drafts a round of a diffusion model, which has no longest block
-LENGTHS = (2, 3, 4, 6, 8, 12, 16)  # of the blocks that a plan compares
-ROOM = 48  # tokens of text that measuring needs
+PARTS = (2, 1, 4)  # of a block, which method auto tries in turn
 
 BlockMethod = methods.DEER | methods.Block
 Tokenizer = PreTrainedTokenizerBase
@@ -186,45 +176,11 @@ def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
         )
 
 
-def choose_method(
-    target: VLMTarget, drafter: object, prompt: VLMPrompt, plans: dict[Any, Plan], kind: BlockMethod
-) -> methods.TextMethod:
-    """Method ``auto``: ``kind`` with the length that should be fastest here, or plain decoding.
+def candidates(target: VLMTarget, drafter: object, kind: BlockMethod) -> list[Candidate]:
+    """What method ``auto`` tries of ``kind``: the drafter's whole blocks, and parts of them.
 
-    Acceptance by position and seconds are measured on the first prompt of each batch size, which
-    costs about what answering it once does; ``plans`` keeps the plans.
+    Raises ``ValueError`` for a drafter that does not fit.
     """
-    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
-    if key not in plans:
-        plans[key] = _plan(target, kind, drafter, prompt)
-    shape = plans[key].shape
-    return methods.AR() if shape is None else dataclasses.replace(kind, length=shape.depth)
-
-
-def _plan(target: VLMTarget, kind: BlockMethod, drafter: object, prompt: VLMPrompt) -> Plan:
-    longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
-    source = block_source(kind, drafter, target)  # a drafter that does not fit raises
-    try:
-        target.check(longer)
-    except ValueError as error:
-        return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
-    table = _acceptance(target, source, dataclasses.replace(prompt, max_new_tokens=ROOM))
-    shapes = [TreeShape.chain(n, target.device) for n in LENGTHS if n <= len(table)]
-
-    def make(shape: TreeShape) -> ChainDrafter:
-        return ChainDrafter(block_source(kind, drafter, target), target, shape.depth)
-
-    return planned(target, make, shapes, chain_rule(target), longer, row_uniforms(prompt), table)
-
-
-def _acceptance(
-    target: VLMTarget, source: BlockSource, prompt: VLMPrompt
-) -> tuple[tuple[float, ...], ...]:
-    """Of drafts whose predecessors were kept, the share kept, by position [D, 1]."""
-    length = block_length(source, source.longest or LENGTHS[-1])
-    shape = TreeShape.chain(length, target.device)
-    counter = AcceptanceCounter(ChainDrafter(source, target, length), shape)
-    rule = chain_rule(target)
-    for _ in decode(target, counter, rule, prompt, prompt.max_new_tokens, row_uniforms(prompt)):
-        pass
-    return counter.table()
+    longest = block_source(kind, drafter, target).longest or LENGTH
+    lengths = [longest // part for part in PARTS if longest // part > 1] or [longest]
+    return [Candidate(dataclasses.replace(kind, length=n), nodes=n + 1, levels=1) for n in lengths]

@@ -199,8 +199,8 @@ class PicturePipeline(Generic[M]):
         """Those of the ``usual`` methods that this model has a drafter or a small model for."""
         return list(usual)
 
-    def settle(self, method: M, batch: int, sampling: Any) -> tuple[M, str]:
-        """``method`` with what it leaves open decided for ``batch`` pictures at once, and why;
+    def settle(self, method: M, batch: int, sampling: Any, pictures: int = 1) -> tuple[M, str]:
+        """``method`` with what it leaves open decided for ``pictures``, ``batch`` at once, and why;
         measured under ``sampling``, what ``target`` or ``measured`` gives.
         """
         return method, ""

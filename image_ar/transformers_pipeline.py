@@ -235,14 +235,14 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
         count = min(batch_size, len(rows))
         turn = self.turn(compiled, target, chosen, count)
-        decided, _ = self.settle(chosen, count, target)
+        decided, _, record = settled(chosen, target, self.parts, count, len(rows))
 
         def draw(part: slice) -> Drawn:
             batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
             now = len(batch.generators)
             # the last pictures may be too few for the program, and another would not pay
             with turn.batch(now, len(rows) - part.start, now == count) as fitting:
-                drawn = draw_tokens(fitting, self.parts, batch, decided, tell)
+                drawn = draw_tokens(fitting, self.parts, batch, decided, tell, record)
             drawn.method = ran_as(chosen, decided)
             if decoder is not None:
                 drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
@@ -309,9 +309,9 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         return self.target(**sampling, layout=layout, example=prompt or EXAMPLE)
 
     def settle(
-        self, method: methods.Method, batch: int, sampling: PictureTarget
+        self, method: methods.Method, batch: int, sampling: PictureTarget, pictures: int = 1
     ) -> tuple[methods.Method, str]:
-        return settled(method, sampling, self.parts, batch)
+        return settled(method, sampling, self.parts, batch, pictures)[:2]
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """Those of the ``usual`` methods that it has a drafter for."""
@@ -321,7 +321,7 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         """Move the model to a device or dtype; the decoder is made anew there."""
         super().to(*args, **kwargs)
         self.parts.made.clear()
-        self.parts.plans.clear()
+        self.parts.records.clear()
         self.works.clear()
         self._read_codebook()
         self._decoder = None

@@ -6,6 +6,7 @@ Shape letters: B questions of a batch, T tokens of an answer.
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
+from specmm.choose.contest import SHARE
 from specmm.compiled import NotCompiled, uncompiled_calls
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS
@@ -29,6 +31,7 @@ from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import (
+    Chosen,
     Pipeline,
     PromptBatch,
     RoundText,
@@ -115,7 +118,7 @@ class VQAPipeline(Pipeline):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """See :class:`Pipeline`; what decodes pictures is read anew, to where the model is."""
         self.__dict__.pop("_reader", None)
-        self.drawn.speeds.clear()
+        self.drawn.records.clear()
         return super().to(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -204,9 +207,11 @@ class VQAPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, images: Images = None, questions: Texts | None = None, **options: Any) -> str:
-        """What method ``auto`` takes for ``questions``, and why; see ``plans``."""
+        """What method ``auto`` takes for ``questions``, and why, once all were tried by whole
+        answers; ``records`` holds what was measured.
+        """
         given = self.options({**options, "method": methods.Auto()})
-        return self._start(images, questions, given).method
+        return self._start(images, questions, given, share=math.inf).method
 
     def prepared(
         self, images: Images = None, questions: Texts | None = None, **options: Any
@@ -268,7 +273,12 @@ class VQAPipeline(Pipeline):
         return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
 
     def _start(
-        self, images: Images, questions: Texts | None, options: Options, videos: Videos = None
+        self,
+        images: Images,
+        questions: Texts | None,
+        options: Options,
+        videos: Videos = None,
+        share: float = SHARE,
     ) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
@@ -288,16 +298,19 @@ class VQAPipeline(Pipeline):
 
         prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
         prompt = prompts.first(target)
-        method, name = self.chosen(method, target, prompt)
-        self.constrain(target, method, options, prompt)
-        return self._run(name, self.rounds_of(method, target, options), prompt, options, prompts)
+        chosen = self.chosen(method, target, prompt, share)
+        self.constrain(target, chosen.method, options, prompt)
+        shared = self.rounds_of(chosen.method, target, options)
+        return self._run(chosen, shared, prompt, options, prompts)
 
-    def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
-        """See :class:`Pipeline`; for answers with pictures ``auto`` races what serves them."""
+    def chosen(
+        self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
+    ) -> Chosen:
+        """See :class:`Pipeline`; for answers with pictures ``auto`` tries what serves them."""
         if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
-            return super().chosen(method, target, prompt)
+            return super().chosen(method, target, prompt, share)
         found, why = self.drawn.chosen(target, prompt)
-        return found, f"auto: {found} ({why})"
+        return Chosen(found, f"auto: {found} ({why})")
 
     def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
         """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures

@@ -1,8 +1,8 @@
 """A plain step, and a round of drafting and verifying, of any target: milliseconds and memory.
 
 Steps and rounds are those of the real loops, with all that lies between and no wait but their own:
-the clock is read before and after all of them. Draft and verify are timed by themselves, as the
-planner times them, each waited for. The weights being random, drafts are rarely kept: what tau
+the clock is read before and after all of them. Draft and verify are timed by themselves, each
+waited for. The weights being random, drafts are rarely kept: what tau
 tokens a round would give is for the report to say.
 """
 
@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.common import Row
 from benchmarks.gpu.parts import Bench
-from specmm.autotune import time_round
-from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
-from specmm.drafter import DeferredDrafter, Drafter
+from benchmarks.gpu.timing import measure
+from specmm.decode import Play, Progress, decide, decode, decode_plain, one_round, without_drafts
+from specmm.drafter import DeferredDrafter, Drafter, Feedback, committed
 from specmm.graphs import GraphRound
-from specmm.randomness import Uniforms
+from specmm.hardware import attention_of_any_length
+from specmm.randomness import Uniforms, categorical
+from specmm.stats import Clock
 from specmm.target import Target
 from specmm.verify.rule import Rule
 
@@ -129,3 +131,38 @@ def loop_seconds(
     if not count:
         raise ValueError(f"the loop must have more than {1 + warm} rounds, got {gone}")
     return (end - start) / count
+
+
+class RoundSeconds(NamedTuple):
+    """Median seconds of drafting, of scoring, and of deciding and committing."""
+
+    draft: float
+    verify: float
+    host: float
+
+
+@torch.inference_mode()
+@attention_of_any_length()
+def time_round(
+    target: Target, drafter: Drafter, rule: Rule, prompt: Any, uniforms: Uniforms, repeats: int = 7
+) -> RoundSeconds:
+    """Seconds of one round after ``prompt``; needs room for ``repeats`` + 2 tokens of answer."""
+    output = target.prefill(prompt, drafter.max_nodes)
+    feedback = Feedback(output, categorical(output.probs[:, -1], uniforms.draw(1)[:, 0]))
+    drafter.begin(feedback, Clock())
+    tree = drafter.propose(feedback, uniforms)
+    output = target.score(tree)
+    result = decide(rule, tree, output.probs, uniforms)
+    # every repetition commits one token, so that none overflows
+    result.kept = torch.ones_like(result.kept)
+    feedback = Feedback(output, result.next_token, tree, result, committed(tree, result))
+
+    def decide_and_commit() -> None:
+        decide(rule, tree, output.probs, uniforms)
+        target.commit(result)
+
+    return RoundSeconds(
+        draft=measure(lambda: drafter.propose(feedback, uniforms), repeats, warmup=2),
+        verify=measure(lambda: target.score(tree), repeats, warmup=2),
+        host=measure(decide_and_commit, repeats, warmup=2),
+    )

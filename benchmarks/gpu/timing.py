@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-from specmm.autotune import measure
-
 REPLAYS = 12
 COLD = 512 * 2**20  # bytes that one replay goes through, so that L2 holds none of the next call's
+
+
+def measure(fn: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
+    """Median seconds of ``fn()`` over ``repeats`` calls, after ``warmup`` calls that do not count.
+
+    A GPU in use is waited for.
+    """
+    if repeats < 1 or warmup < 0:
+        raise ValueError(
+            f"repeats must be at least 1 and warmup at least 0, got {repeats} and {warmup}"
+        )
+    on_gpu: bool = torch.cuda.is_initialized()
+    for _ in range(warmup):
+        fn()
+    seconds = []
+    for _ in range(repeats):
+        if on_gpu:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        fn()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
 
 
 def copies_of(size: int) -> int:

@@ -211,7 +211,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return [m for m in usual if self.small is not None or not m.drafts]
 
     def settle(
-        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
+        self, method: methods.ScalesMethod, batch: int, sampling: Sampling, pictures: int = 1
     ) -> tuple[methods.ScalesMethod, str]:
         return self.chooser.settle(method, batch, sampling)
 

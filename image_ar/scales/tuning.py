@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.autotune import Measured
+from specmm.choose.contest import Measured
 from specmm.hardware import MOST, prepack
 from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap

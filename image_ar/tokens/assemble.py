@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from torch import Tensor
 
 from specmm import methods
-from specmm.autotune import Plan
+from specmm.choose.contest import Record
 from specmm.drafter import Drafter, looks_ahead
 from specmm.drawing import DrawingTarget
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
@@ -46,8 +46,8 @@ class PictureParts:
     spine), the block drafter's measured acceptance by level and rank. ``taus`` are those of methods
     without a tree to choose, by name. ``given`` is the kind of the drafter that whoever opened the
     model gave.
-    ``plans`` holds those made so far, ``made`` shapes, rules and programs that calls share, both by
-    what they depend on.
+    ``records`` hold what method auto measured, ``made`` shapes, rules and programs that calls
+    share, both by what they depend on.
     """
 
     drafters: Mapping[str, DrafterHead] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class PictureParts:
     acceptance: tuple[tuple[float, ...], ...] = ()
     taus: Mapping[str, float] = field(default_factory=dict)
     given: str | None = None
-    plans: dict[Hashable, Plan] = field(default_factory=dict)
+    records: dict[Hashable, Record] = field(default_factory=dict)
     made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
+from specmm.choose.contest import Record
 from specmm.continuous_batching import Queue
 from specmm.guidance import Guidance
 from specmm.hardware import Place, choose_dtype, prepack
@@ -216,7 +217,7 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         super().to(*args, **kwargs)
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
         self.parts.made.clear()
-        self.parts.plans.clear()
+        self.parts.records.clear()
         self.works.clear()
         return self
 
@@ -271,14 +272,14 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         count = len(generators)
         rows = min(batch_size, count)
         turn = self.turn(compiled, target, chosen, rows)
-        decided, _ = self.settle(chosen, rows, target)
+        decided, _, record = settled(chosen, target, self.parts, rows, count)
 
         def draw(part: slice) -> Drawn:
             what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
             now = len(what.generators)
             # the last pictures may be too few for the program, and another would not pay
             with turn.batch(now, count - part.start, now >= rows) as fitting:
-                drawn = self._draw(fitting, what, decided, output_type, tell)
+                drawn = self._draw(fitting, what, decided, output_type, tell, record)
             drawn.method = ran_as(chosen, decided)
             return drawn
 
@@ -329,10 +330,11 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         method: methods.Method,
         output_type: str,
         tell: Tell | None,
+        record: Record | None,
     ) -> Drawn:
         first = slice(what.batch_size)
         batch = Batch(what.prompt.rows(first), what.generators[first], what.queue())
-        drawn = draw_tokens(target, self.parts, batch, method, tell)
+        drawn = draw_tokens(target, self.parts, batch, method, tell, record)
         if output_type != "latent":
             drawn.images = self.decode_tokens(drawn.tokens)
         return drawn
@@ -352,9 +354,9 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         return self.works.begin(compiled, target, static, self.transformer, (method, *key))
 
     def settle(
-        self, method: methods.Method, batch: int, sampling: LlamaGenTarget
+        self, method: methods.Method, batch: int, sampling: LlamaGenTarget, pictures: int = 1
     ) -> tuple[methods.Method, str]:
-        return settled(method, sampling, self.parts, batch)
+        return settled(method, sampling, self.parts, batch, pictures)[:2]
 
     def _prompts(
         self, classes: Classes | None, prompt: str | Sequence[str] | None, repeats: int

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from specmm import methods
+from specmm.choose.contest import Record
 from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
@@ -44,14 +45,21 @@ class Batch:
 
 
 def draw_tokens(
-    target: DrawingTarget, parts: PictureParts, batch: Batch, method: Method, tell: Tell | None
+    target: DrawingTarget,
+    parts: PictureParts,
+    batch: Batch,
+    method: Method,
+    tell: Tell | None,
+    record: Record | None = None,
 ) -> Drawn:
     """Pictures without pixels, by a ``method`` that is settled; ``tell`` is called after each
-    round.
+    round. The ``record`` takes a sample of their seconds.
 
     Raises ``ValueError`` for a method that the model has no drafter for.
     """
     steps, rule, drafter = _steps(target, parts, batch, method)
+    if record is not None and batch.queue is None:  # or rows begin anew
+        steps = record.called(method, steps)
     for i, progress in enumerate(steps):
         if tell is not None:
             tell(i, int(progress.counts.min()), {"tokens": progress.tokens})

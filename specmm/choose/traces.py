@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specmm.autotune import Costs, Plan, plan
 from specmm.checkpoints import save_readable
+from specmm.choose.costs import Costs, Plan, plan
 from specmm.shape.sequoia import best_tree
 from specmm.tree import TreeShape
 
@@ -175,7 +175,8 @@ def costs_of(file: Path) -> dict[int, Costs]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
         for record in read if isinstance(read, list) else [read]:
-            if own := next((one for one in _records(record) if "step" in one), None):
+            own = record.get("costs") or record  # as of a plan, or as stated
+            if "step" in own:
                 draft, verify = (
                     {int(k): float(v) for k, v in own[n].items()} for n in ("draft", "verify")
                 )
@@ -189,9 +190,3 @@ def costs_of(file: Path) -> dict[int, Costs]:
     if not found:
         raise ValueError(f"{file} must hold the costs of a plan, got none")
     return found
-
-
-def _records(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Where a plan's record may have its costs."""
-    plans = [one.get("costs") or {} for one in record.get("plans", ())]
-    return [record, record.get("costs") or {}, *plans]

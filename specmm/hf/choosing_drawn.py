@@ -1,4 +1,4 @@
-"""Method ``auto`` of answers with pictures: a race among words, and another within a picture.
+"""Method ``auto`` of answers with pictures: trials among words, and others within a picture.
 
 How fast a method is differs between the two, and the first tokens of an answer are no sample of it.
 So each method answers a little of the prompt in words alone, and draws a little of a picture that
@@ -12,33 +12,35 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specmm import methods
+from specmm.choose.contest import MARGIN, PLAIN, Candidate, Record, clock_of
 from specmm.decode import Progress, decode, decode_plain
-from specmm.hf.choosing import SHARE, TOKENS, fastest, raced
 from specmm.hf.drafting import Method, assemble, row_uniforms
 from specmm.hf.interleaved import DRAFTING, Grammar, InterleavedTarget
 from specmm.hf.prompt import VLMPrompt
 
+TOKENS = 32  # of a trial, at most
 
-class Speeds(NamedTuple):
-    """Tokens a second of plain decoding and of every other method."""
 
-    words: list[float]
-    pictures: list[float]
+class Records(NamedTuple):
+    """What was measured among words and within a picture."""
+
+    words: Record
+    pictures: Record
 
 
 class DrawnAnswers:
     """What ``auto`` knows of a pipeline's answers with pictures: speeds, and tokens so far."""
 
     def __init__(self) -> None:
-        self.speeds: dict[Hashable, Speeds] = {}
+        self.records: dict[Hashable, Records] = {}
         self.tokens = 0
         self.drawn = 0  # of the tokens those in pictures
 
@@ -57,25 +59,29 @@ class DrawnAnswers:
         return fit * grammar.length / max_new_tokens
 
     def chosen(self, target: InterleavedTarget, prompt: VLMPrompt) -> tuple[Method, str]:
-        """The method that should be fastest here, and why; speeds measured are kept."""
-        drafting = [methods.make(methods.VQA, name) for name in DRAFTING]
+        """The method that should be fastest here, and why; what was measured is kept."""
         key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
-        if key not in self.speeds:
+        if key not in self.records:
             try:
-                self.speeds[key] = measured(drafting, target, prompt)
+                self.records[key] = measured(target, prompt)
             except ValueError as error:
-                return methods.AR(), f"no room to race ({error})"
-        words, pictures = self.speeds[key]
+                return PLAIN.method, f"no room to try others ({error})"
         share = self.share(target.grammar, prompt.max_new_tokens)
-        pairs = zip(words, pictures, strict=True)
-        plain, *others = [(1 - share) / word + share / drawn for word, drawn in pairs]
-        gains = dict(zip(drafting, (plain / other for other in others), strict=True))
-        made = fastest(gains)
-        return made.draft_free or methods.AR(), f"{made.reason}, {share:.0%} of it in pictures"
+        words, pictures = self.records[key]
+        each = {
+            method: (1 - share) * words.each(method) + share * pictures.each(method)
+            for method in words.samples
+            if method in pictures.samples
+        }
+        gains = {method: each[PLAIN.method] / seconds for method, seconds in each.items()}
+        best = max(gains, key=lambda method: gains[method])
+        said = ", ".join(f"{method} {gain:.2f}x" for method, gain in gains.items())
+        why = f"measured: {said}, {share:.0%} of it in pictures"
+        return best if gains[best] > MARGIN else PLAIN.method, why
 
 
-def measured(drafting: Sequence[Method], target: InterleavedTarget, prompt: VLMPrompt) -> Speeds:
-    """Of races of plain decoding and ``drafting`` after ``prompt``, among words and in a picture.
+def measured(target: InterleavedTarget, prompt: VLMPrompt) -> Records:
+    """Trials of plain decoding and what drafts after ``prompt``, among words and in a picture.
 
     Raises ``ValueError`` where the model has no room for a token more.
     """
@@ -84,22 +90,21 @@ def measured(drafting: Sequence[Method], target: InterleavedTarget, prompt: VLMP
     target.check(begun)
     worded = copy.copy(target)
     worded.grammar = target.grammar.of_words()
-    words = _raced(drafting, worded, prompt, min(TOKENS, prompt.max_new_tokens))
-    return Speeds(words, _raced(drafting, target, begun, min(TOKENS, target.length)))
+    words = _tried(worded, prompt, min(TOKENS, prompt.max_new_tokens))
+    return Records(words, _tried(target, begun, min(TOKENS, target.length)))
 
 
-def _raced(
-    drafting: Sequence[Method], target: InterleavedTarget, prompt: VLMPrompt, length: int
-) -> list[float]:
-    """Tokens a second of plain decoding and of ``drafting``, of ``length`` tokens each."""
+def _tried(target: InterleavedTarget, prompt: VLMPrompt, length: int) -> Record:
+    """Trials of ``length`` tokens each."""
+    drafting = [Candidate(methods.make(methods.VQA, name)) for name in DRAFTING]
+    record = Record(drafting, now=clock_of(target.device))
 
-    def plain() -> Iterator[Progress]:
-        return decode_plain(copy.copy(target), prompt, length, row_uniforms(prompt))
-
-    def drafted(method: Method) -> Iterator[Progress]:
+    def begin(method: Any) -> Iterator[Progress]:
         own = copy.copy(target)  # drafters tell their target what they read
+        if not method.drafts:
+            return decode_plain(own, prompt, length, row_uniforms(prompt))
         drafter, rule = assemble(method, own)
         return decode(own, drafter, rule, prompt, length, row_uniforms(prompt))
 
-    worth = SHARE / 2 * prompt.max_new_tokens * len(prompt.lengths)
-    return raced([plain, *(partial(drafted, method) for method in drafting)], worth=worth)
+    record.choose(begin, length, length, math.inf)
+    return record

@@ -7,7 +7,6 @@ nothing of the others. A new drafter is one entry here, and its options in
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import shutil
 from collections.abc import Mapping
@@ -20,7 +19,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.autotune import Plan
 from specmm.drafter import Drafter, DrafterVocabulary
 from specmm.hf.drafter_formats import ModelFolder, recognised
 from specmm.hf.prompt import VLMPrompt
@@ -49,25 +47,24 @@ class DrafterKind:
 
     ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
     model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
-    ``instead``. ``plan(target, drafter, prompt, plans, method)`` is method ``auto`` for it,
-    ``judge(experts, pipeline, keep)`` what answers where nothing is drafted, and
-    ``offers(target model)`` says whether the target itself has what drafts. Method ``auto`` also
-    tries what ``contends`` without a plan. Which layouts of folders it reads is said in
-    ``drafter_formats``.
+    ``instead``. Method ``auto`` tries what ``contends``, with the trees of
+    ``trees(target, drafter, method)`` where there are several. ``judge(experts, pipeline, keep)``
+    is what answers where nothing is drafted, and ``offers(target model)`` says whether the target
+    itself has what drafts. Which layouts of folders it reads is said in ``drafter_formats``.
     """
 
     make: str
     load: str = ""
     place: str = ""
     instead: str = ""
-    plan: str = ""
+    trees: str = ""
     judge: str = ""
     offers: str = ""
     contends: bool = False
 
 
 KINDS: Mapping[str, DrafterKind] = {
-    "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
+    "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make", contends=True),
     "sjd": DrafterKind("specmm.hf.drafters.interleaved:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),
     # a small model that answers for Speculative Verdict may draft, too
@@ -75,13 +72,18 @@ KINDS: Mapping[str, DrafterKind] = {
         f"{SMALL}:make_vlm_draft", f"{VLM}.loading:load_small", "vlm", "experts/1"
     ),
     "msd": DrafterKind(
-        f"{FEATURES}:make", f"{VLM}.msd:load_for", "msd", plan=f"{FEATURES}:choose_method"
+        f"{FEATURES}:make",
+        f"{VLM}.msd:load_for",
+        "msd",
+        trees=f"{FEATURES}:candidates",
+        contends=True,
     ),
     "eagle3": DrafterKind(
         f"{FEATURES}:make",
         "specmm.hf.drafters.eagle3:load_for",
         "eagle3",
-        plan=f"{FEATURES}:choose_method",
+        trees=f"{FEATURES}:candidates",
+        contends=True,
     ),
     "mtp": DrafterKind(
         "specmm.hf.drafters.mtp:make",
@@ -109,13 +111,15 @@ KINDS: Mapping[str, DrafterKind] = {
         f"{BLOCKS}.assemble:make_block",
         f"{BLOCKS}.assemble:load_deer_or_diffusion",
         "deer",
-        plan=f"{BLOCKS}.assemble:choose_method",
+        trees=f"{BLOCKS}.assemble:candidates",
+        contends=True,
     ),
     "block": DrafterKind(
         f"{BLOCKS}.assemble:make_block",
         f"{BLOCKS}.assemble:load_block",
         "block",
-        plan=f"{BLOCKS}.assemble:choose_method",
+        trees=f"{BLOCKS}.assemble:candidates",
+        contends=True,
     ),
 }
 
@@ -284,15 +288,6 @@ def _other_kind(method: str, folder: Path) -> ValueError | None:
     )
 
 
-def choose(
-    target: VLMTarget, drafter: object, prompt: VLMPrompt, plans: dict[Any, Plan], method: Method
-) -> Method:
-    """``method`` as it should be fastest here, or plain decoding; plans made are kept."""
-    own = copy.copy(target)  # drafters tell their target what they read
-    found: Method = named(KINDS[method.name].plan)(own, drafter, prompt, plans, method)
-    return found
-
-
 def method_of(drafter: object) -> str:
     """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown.
 
@@ -301,22 +296,6 @@ def method_of(drafter: object) -> str:
     if isinstance(drafter, Path):
         return next(iter(recognised(ModelFolder(drafter)).methods), "")
     return str(getattr(drafter, "method", ""))
-
-
-def planned_by(drafter: object) -> Method:
-    """The method that ``auto`` plans for a loaded ``drafter``.
-
-    Raises ``ValueError`` for one that nothing plans with.
-    """
-    name = method_of(drafter)
-    if name not in KINDS or not KINDS[name].plan:
-        given = "none" if drafter is None else f"a {type(drafter).__name__}"
-        raise ValueError(
-            f"method 'auto' plans for an MSD, EAGLE-3, DEER or block drafter, got {given}; name "
-            "another method"
-        )
-    found: Method = methods.make(methods.GENERATE, name)
-    return found
 
 
 def network_of(drafter: object) -> nn.Module | None:

@@ -30,16 +30,16 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from specmm import methods
-from specmm.autotune import Plan
+from specmm.choose.contest import Record
 from specmm.decode import Progress, decode, decode_plain
+from specmm.hf.choosing import choose, record_of
 from specmm.hf.drafting import (
     Assembly,
+    Drafters,
     Method,
     assemble,
-    choose,
     load_drafter,
     method_of,
-    planned_by,
     preset_of,
 )
 from specmm.hf.families import CACHES
@@ -92,23 +92,20 @@ def custom_generate(
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded one
     or its folder, which is read for the model at the first call, or one's own (see
     :func:`specmm.register`). The ``last`` call's method, statistics and certificate are
-    kept. ``method`` None is the one that the ``drafter`` is for, and prompt
-    lookup without one. Method ``auto`` plans for an MSD, EAGLE-3, DEER or block ``drafter``, once
-    for each batch size. Raises ``ValueError`` for whatever
-    makes generate decode otherwise than token by token (beams, an assistant, contrastive search and
-    the like), for guidance, processors whose memory cannot
-    be copied, ``inputs_embeds``, caches that hold tokens,
-    positions other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
-    attentions or hidden states, ``stop`` without a tokenizer, and auto with another drafter or
-    none.
+    kept. ``method`` None is the one that the ``drafter`` is for, and prompt lookup without one;
+    ``auto`` chooses between that and plain decoding. Raises ``ValueError`` for whatever makes
+    generate decode otherwise than token by token (beams, an assistant, contrastive search and the
+    like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, caches that
+    hold tokens, positions other than the tokens' own, pictures read in chunks, dictionaries with
+    scores, logits, attentions or hidden states, and ``stop`` without a tokenizer.
     """
     if drafter is not None and of_others(drafter):
         method, drafter = with_own(methods.GENERATE, method, drafter)
     drafter = find(drafter) if isinstance(drafter, str | Path) else drafter
     resolved: Method = methods.make(methods.GENERATE, method or _method_for(drafter))
-    plans: dict[Any, Plan] = {}
-    planned = planned_by(drafter) if resolved.name == methods.Auto.name else None
-    drafter_of = _drafters(drafter, planned or resolved)
+    records: dict[Any, Record] = {}
+    kind = _method_for(drafter) if resolved.name == methods.Auto.name else ""
+    drafter_of = _drafters(drafter, kind or _kind_of(resolved))
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
@@ -134,23 +131,29 @@ def custom_generate(
             prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
             parts = None
-            chosen = choice(model, prompt, sampled)
+            chosen, record = choice(model, prompt, sampled)
             processor.drafts = chosen.drafts
             if chosen.drafts:
                 parts = assemble(chosen, target, drafter_of(model), tokenizer)
             uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
-            end = last_of(_steps(target, parts, prompt, uniforms, criteria), watcher)
+            steps = _steps(target, parts, prompt, uniforms, criteria)
+            end = last_of(steps if record is None else record.called(chosen, steps), watcher)
             rule, drafts_with = (parts.rule, parts.drafter) if parts else (None, None)
             claim = run_claim(rule, end, drafts_with)
             claim = claim.under(_settings(generation_config, logits_processor))
             found.last = GenerateRun(str(chosen), end.stats, claim)
             return _joined(input_ids, end, criteria.width, generation_config)
 
-    def choice(model: PreTrainedModel, prompt: VLMPrompt, sampled: bool) -> Method:
-        if planned is not None:  # measured without the processors, which may keep state
-            plain = VLMTarget(model, Processor(float(sampled)))
-            return choose(plain, drafter_of(model), prompt, plans, planned)
-        return preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
+    def choice(
+        model: PreTrainedModel, prompt: VLMPrompt, sampled: bool
+    ) -> tuple[Method, Record | None]:
+        if not kind:
+            own = preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
+            return own, None
+        plain = VLMTarget(model, Processor(float(sampled)))  # processors may keep state
+        parts = (Drafters(None, plain.name, model, {kind: drafter_of(model)}), plain)
+        record = record_of([kind], *parts, len(prompt.lengths), records, tokenizer)
+        return choose(record, *parts, prompt, tokenizer), record
 
     found = Generating(run)
     return found
@@ -211,10 +214,14 @@ def _method_for(drafter: object) -> str:
     return name
 
 
-def _drafters(drafter: object, method: Method) -> Callable[[PreTrainedModel], object]:
-    """Gives what ``method`` drafts with for a model: ``drafter``, or what is in that folder."""
+def _kind_of(method: Method) -> Any:
+    """The method whose drafter ``method`` takes."""
+    return method.drafter if isinstance(method, methods.Draft) else method.name
+
+
+def _drafters(drafter: object, kind: Any) -> Callable[[PreTrainedModel], object]:
+    """Gives what ``kind`` drafts with for a model: ``drafter``, or what is in that folder."""
     loaded: WeakKeyDictionary[PreTrainedModel, object] = WeakKeyDictionary()
-    kind = method.drafter if isinstance(method, methods.Draft) else method.name
 
     def find_for(model: PreTrainedModel) -> object:
         if not isinstance(drafter, Path):

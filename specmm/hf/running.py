@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from transformers import EosTokenCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
-from specmm.autotune import Plan
+from specmm.choose.contest import SHARE, Record
 from specmm.compiled import NotCompiled
 from specmm.continuous_batching import Queue
 from specmm.decode import (
@@ -38,7 +38,7 @@ from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahea
 from specmm.graphs import GraphRound, captures
 from specmm.hardware import Place, contiguous_state, prepack
 from specmm.hf.adapters import base_of, split, with_adapter
-from specmm.hf.choosing import chosen_of, kinds_of
+from specmm.hf.choosing import choose, kinds_of, record_of
 from specmm.hf.drafting import (
     KINDS,
     Assembly,
@@ -311,12 +311,24 @@ def _committed(progress: Progress) -> list[Tensor]:
     return [ids[:n].clone() for ids, n in zip(progress.tokens, counts, strict=True)]
 
 
+class Chosen(NamedTuple):
+    """The ``method`` that runs, its ``name``, and the record that its seconds go to, if any."""
+
+    method: Any
+    name: str
+    record: Record | None = None
+
+    def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
+        """``steps`` of the run, of which the record takes a sample."""
+        return steps if self.record is None else self.record.called(self.method, steps)
+
+
 class Pipeline:
     """What pipelines of questions and of text share.
 
     ``model``, the PEFT model that put an ``adapter`` into it (None: none), ``tokenizer``, the
-    ``drafters`` beside it, the ``plans`` made for method ``auto`` by
-    what they depend on, the ``graphs`` that later calls take over; ``registry``: the methods there
+    ``drafters`` beside it, the ``records`` of what method
+    ``auto`` measured, the ``graphs`` that later calls take over; ``registry``: the methods there
     are, among which ``auto`` chooses;
     ``usual``: options of a call whose default is another one here.
     """
@@ -325,7 +337,7 @@ class Pipeline:
     adapter: Any
     tokenizer: Any
     drafters: Drafters
-    plans: dict[Any, Plan]
+    records: dict[Any, Record]
     graphs: KeptRounds
     registry: ClassVar[Registry]
     usual: ClassVar[Mapping[str, Any]] = {}
@@ -340,7 +352,7 @@ class Pipeline:
         self.method = methods.make(self.registry, method)
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, self.model, given)
-        self.plans = {}
+        self.records = {}
         self.graphs = KeptRounds()
 
     @classmethod
@@ -426,7 +438,7 @@ class Pipeline:
             moved(self.model, device, dtype)
         use_tree_attention(self.model)
         self.drafters.to(device, dtype)
-        self.plans.clear()
+        self.records.clear()
         self.graphs.found.clear()
         return self
 
@@ -531,17 +543,21 @@ class Pipeline:
             )
         return kind
 
-    def chosen(self, method: Any, target: VLMTarget, prompt: VLMPrompt) -> tuple[Any, str]:
-        """What runs for ``method``, and its name: ``auto`` chooses among all drafters there are."""
+    def chosen(
+        self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
+    ) -> Chosen:
+        """What runs for ``method``: ``auto`` chooses among all drafters there are, of which trials
+        take a ``share`` of answers.
+        """
         if isinstance(method, methods.Composed) and method.name not in KINDS:
-            return preset_of(method), method.name
+            return Chosen(preset_of(method), method.name)
         if method.name != methods.Auto.name:
-            return method, method.name
+            return Chosen(method, method.name)
         kinds = kinds_of(list(self.registry), self.drafters)
-        if not kinds:
-            return methods.AR(), f"auto: {methods.AR()}, for there is no drafter to plan for"
-        found, why = chosen_of(kinds, self.drafters, target, prompt, self.plans, self.tokenizer)
-        return found, f"auto: {found} ({why})"
+        parts = (self.drafters, target)
+        record = record_of(kinds, *parts, len(prompt.lengths), self.records, self.tokenizer)
+        found = choose(record, *parts, prompt, self.tokenizer, share)
+        return Chosen(found, f"auto: {found} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
         """Whether ``options`` ask for graphs, or let us choose, and the model is on a GPU.
@@ -616,7 +632,7 @@ class Pipeline:
 
     def _run(
         self,
-        name: str,
+        chosen: Chosen,
         shared: SharedRounds,
         prompt: VLMPrompt,
         options: Options,
@@ -626,6 +642,7 @@ class Pipeline:
         yet.
         """
         target, parts, play = shared.target, shared.parts, shared.play
+        name = chosen.name
         length = options.max_new_tokens
         device = self.model.device
         generators = options.generators(prompts.count, device)
@@ -642,7 +659,7 @@ class Pipeline:
             own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
             stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
         if parts is None and queue is None and not isinstance(play, GraphRound):
-            steps = decode_plain(target, prompt, length, uniforms, stop=stop)
+            steps = chosen.timed(decode_plain(target, prompt, length, uniforms, stop=stop))
             return Run(name, shared.alone(steps), None, stops, settings, play=play, **told)
         drafter, rule = parts or without_drafts()
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
@@ -656,6 +673,8 @@ class Pipeline:
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
+        if queue is None:  # or its rows begin anew
+            steps = chosen.timed(steps)
         ran = (rule, drafter) if parts else (None, None)
         rest = (queue, ran[1], play)
         return Run(name, shared.alone(steps), ran[0], stops, settings, *rest, **told)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specmm import zoo
-from specmm.autotune import WIDEST, AcceptanceCounter
+from specmm.choose.acceptance import WIDEST, AcceptanceCounter
 from specmm.decode import decode
 from specmm.derived import digest
 from specmm.drawing import DrawingTarget

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specmm import methods
-from specmm.autotune import WIDEST, AcceptanceCounter, Candidate, Plan, planned
-from specmm.choose.threads import in_use, settled
+from specmm.choose.acceptance import WIDEST, AcceptanceCounter
+from specmm.choose.contest import PLAIN, Candidate, Record, clock_of
+from specmm.choose.costs import Expected, Plan, measured
+from specmm.choose.threads import settled
 from specmm.choose.traces import Trace, costs_of
-from specmm.decode import decode
+from specmm.decode import Progress, decode, decode_plain
 from specmm.hardware import LARGE, choose_dtype
 from specmm.hf.drafting import row_uniforms
 from specmm.outside import DraftRequest, make_drafter, of_others
@@ -25,10 +28,9 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive
 
 if TYPE_CHECKING:
-    from specmm.runs.run import Images
+    pass
 
 LEVELS = 6  # of the spine on which a drafter's acceptance is measured
-ROOM = 48  # tokens of text that measuring needs
 SIZES = (2, 3, 4, 6, 8, 12)  # nodes of the trees that are compared, with the root
 Planned = tuple[dict[str, Any], list[str]]
 
@@ -64,38 +66,46 @@ def plan_model(
         if pipe.plans == "scales":
             with planning_bar():
                 return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
-        if not own:
-            auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
-            return _trees(pipe, model, batch, target, auto)
-        uniforms = Uniforms.from_seeds(range(batch), target.device)
-        asked = Asked(target, target.any_prompt(batch), target.length, uniforms, target.processor)
-        return _made(model, batch, place_of(pipe.transformer), *_own(drafter, asked))
+        with planning_bar():
+            if own:
+                uniforms = Uniforms.from_seeds(range(batch), target.device)
+                prompt = target.any_prompt(batch)
+                asked = Asked(target, prompt, target.length, uniforms, target.processor)
+                record = _own(drafter, asked)
+            else:
+                from specmm.image_ar.tokens.choosing import record_of
+                from specmm.image_ar.tokens.choosing import settled as chosen_for
+
+                auto = methods.Auto() if tv is None else methods.Auto("bounded", tv)
+                chosen_for(auto, target, pipe.parts, batch, share=math.inf)
+                record = record_of(target, pipe.parts, batch, auto)
+        return _said(model, batch, place_of(pipe.transformer), record)
 
 
 def plan_language(
     model: str, asked: Sequence[Any], place: Place, drafter: str | None, **options: Any
 ) -> Planned:
-    """What method ``auto`` measures and takes to continue the texts ``asked``, or to answer pairs
-    of a picture and a question; or the plan of a ``drafter`` of one's own.
+    """What method ``auto`` takes to continue the texts ``asked``, or to answer pairs of a picture
+    and a question, once all were tried; or what the trees of a ``drafter`` of one's own give.
     """
     kind: Kind = "text" if isinstance(asked[0], str) else "questions"
     pipe = open_model(kind, model, place, "auto" if drafter is None else None, drafter)
     given = (list(asked),) if kind == "text" else tuple(map(list, zip(*asked, strict=True)))
-    with settled(pipe.model):
+    with settled(pipe.model), planning_bar():
         facts = place_of(pipe.model)
         if drafter is not None and of_others(drafter):
             target, prompt = pipe.prepared(*given, **options)
-            text = Asked(target, prompt, ROOM, row_uniforms(prompt), target.processor)
-            return _made(model, len(asked), facts, *_own(drafter, text))
-        with planning_bar():
-            said = pipe.planned(*given, **options)
-        made = [(str(key[0]), plan) for key, plan in pipe.plans.items()]
-        return _made(model, len(asked), facts, said, made)
+            length = prompt.max_new_tokens
+            text = Asked(target, prompt, length, row_uniforms(prompt), target.processor)
+            return _said(model, len(asked), facts, _own(drafter, text))
+        pipe.planned(*given, **options)
+        [record] = pipe.records.values()
+        return _said(model, len(asked), facts, record)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is measured on: ``length`` tokens of ``target`` after ``prompt``."""
+    """What drafters are tried on: ``length`` tokens of ``target`` after ``prompt``."""
 
     target: Any
     prompt: Any
@@ -104,10 +114,9 @@ class Asked:
     processor: Any
 
 
-def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
-    """The tree of a ``drafter`` of one's own that should be fastest, and its plan.
-
-    Its acceptance by level and rank is measured first, on a wide spine.
+def _own(drafter: object, asked: Asked) -> Record:
+    """What trees of a ``drafter`` of one's own give: those that are best for its acceptance by
+    level and rank, which is measured first, on a wide spine.
     """
     target = asked.target
     chains = bool(getattr(getattr(target, "family", None), "chains_only", False))
@@ -115,6 +124,12 @@ def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
 
     def drafter_of(shape: TreeShape) -> Any:
         return make_drafter(drafter, target, DraftRequest(shape, sampled, "distinct"))
+
+    def begin(method: Any) -> Iterator[Progress]:
+        if not method.drafts:
+            return decode_plain(target, asked.prompt, asked.length, asked.uniforms)
+        own = drafter_of(shapes[method])
+        return decode(target, own, Recursive(), asked.prompt, asked.length, asked.uniforms)
 
     levels = min(LEVELS, asked.length // 4)
     shape = spine((1,) * levels if chains else WIDEST[:levels], target.device)
@@ -127,28 +142,53 @@ def _own(drafter: object, asked: Asked) -> tuple[str, list[tuple[str, Plan]]]:
     counter = AcceptanceCounter(first, shape)
     for _ in decode(target, counter, Recursive(), asked.prompt, asked.length, asked.uniforms):
         pass
-    acceptance = counter.table()
-    trees = (best_tree(acceptance, nodes, levels)[0] for nodes in SIZES)
-    shapes = list({tree.size: tree for tree in trees}.values())  # what is never kept adds no node
-    given = (asked.prompt, asked.uniforms, acceptance)
-    with planning_bar():
-        made = planned(target, drafter_of, shapes, Recursive(), *given)
-    tree = None if made.shape is None else tuple(made.shape.parents[0].tolist())
-    chosen = methods.AR() if tree is None else methods.Draft(drafter, tree)
-    return f"{label(chosen)} ({made.reason})", [(str(drafter), made)]
+    trees = [best_tree(counter.table(), nodes, levels) for nodes in SIZES]
+    shapes = {methods.Draft(drafter, tuple(tree.parents[0].tolist())): tree for tree, _ in trees}
+    taus = {tree.size: tau for tree, tau in trees}
+    found = [
+        Candidate(method, taus[tree.size], tree.size, tree.depth) for method, tree in shapes.items()
+    ]
+    record = Record(found, now=clock_of(target.device))
+    record.choose(begin, asked.length, asked.length, math.inf)
+    return record
 
 
-def _made(
-    model: str, batch: int, facts: dict[str, Any], said: str, made: Sequence[tuple[str, Plan]]
-) -> Planned:
-    """A record of the plans ``made`` by drafter, and of what is taken, as ``said``."""
-    found: dict[str, Any] = {"model": model, "batch": batch, **facts}
-    found |= {"choice": said.removeprefix("auto: "), "plans": []}
+def _said(model: str, batch: int, facts: dict[str, Any], record: Record) -> Planned:
+    """What a ``record`` holds, for JSON and for people."""
+    choice, reason = label(record.fastest()), record.reason()
+    found: dict[str, Any] = {"model": model, "batch": batch, **facts, "choice": choice}
+    found |= {"reason": reason, "plain_seconds_per_token": record.each(PLAIN.method)}
     lines = [f"{model}, {batch} at a time, {facts['dtype']}, {facts['threads']} threads"]
-    for name, one in made:
-        found["plans"].append({"of": name, **_record(one)})
-        lines += [f"{name}:", *(f"  {line}" for line in _lines(one))]
-    return found, [*lines, f"choice  {found['choice']}"]
+    costs = measured(record)
+    parts = ("step", "host", "draft", "verify")
+    found["costs"] = None if costs is None else {name: getattr(costs, name) for name in parts}
+    found["candidates"] = [_tried(record, one) for one in record.order if one != PLAIN]
+    lines.append(f"plain       {1000 * record.each(PLAIN.method):.2f} ms a token")
+    lines += [f"candidate   {_about(row)}" for row in found["candidates"]]
+    return found, [*lines, f"choice      {choice} ({reason})"]
+
+
+def _tried(record: Record, one: Candidate) -> dict[str, Any]:
+    """What was measured of a candidate, for JSON; None where it was not tried."""
+    method = one.method
+    row = {
+        "choice": label(method),
+        "forecast": record.forecast(one),
+        "left": record.left.get(method, ""),
+    }
+    if method not in record.samples:
+        return row | {"speedup": None, "tau": None, "tv": None}
+    tv = record.deviation(method)
+    return row | {"speedup": record.gain(method), "tau": record.tau(method), "tv": tv}
+
+
+def _about(row: dict[str, Any]) -> str:
+    """A candidate for people."""
+    found = [row["choice"]]
+    if row["speedup"] is not None:
+        found.append(f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}")
+    found += [f"total variation {row['tv']:.3f} a token"] if row["tv"] else []
+    return ", ".join(found) + (f"; left, since {row['left']}" if row["left"] else "")
 
 
 def plan_published(
@@ -199,9 +239,9 @@ def plan_traced(file: Path, costs: Path | None, batch: int | None, trees: Sequen
         said = ", ".join(map(str, known))
         raise ValueError(f"batch must be one that {costs} tells of ({said}), got {batch}")
     for rows in known if batch is None else known.keys() & {batch}:
-        made = trace.plan(known[rows])
-        found["plans"].append({"batch": rows, **_record(made)})
-        lines += [f"{rows} at a time:", *(f"  {line}" for line in _lines(made))]
+        made, told = _traced(trace.plan(known[rows]))
+        found["plans"].append({"batch": rows, **made})
+        lines += [f"{rows} at a time:", *(f"  {line}" for line in told)]
     return found, lines
 
 
@@ -212,73 +252,26 @@ def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:
     return {**facts, **made.as_dict()}, [head, *made.lines()]
 
 
-def _trees(pipe: Images, model: str, batch: int, target: Any, auto: methods.Auto) -> Planned:
-    """What method auto measures and takes, and the very seconds that it decided on."""
-    from specmm.image_ar.tokens.choosing import method_of, planned_for
-
-    with planning_bar():
-        made = planned_for(target, pipe.parts, batch, auto)
-    chosen = method_of(made)
-    said = chosen.name if made.shape is not None else label(chosen)  # a tree has its own line
+def _traced(made: Plan) -> tuple[dict[str, Any], list[str]]:
+    """The plan of a trace, for JSON and for people."""
+    best = made.best
+    parents = None if best is None else best.shape.parents[0].tolist()
     found = {
-        "model": model,
-        "batch": batch,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        **in_use().as_dict(),
-        "choice": said,
-        **_record(made),
+        "parents": parents,
+        "tau": 1.0 if best is None else best.tau,
+        "speedup": 1.0 if best is None else best.speedup,
+        "candidates": [
+            {"nodes": shape.size, "depth": shape.depth, "tau": tau, "speedup": speedup}
+            for shape, speedup, tau in made.candidates
+        ],
     }
-    lines = [f"{model}, {batch} at a time, {found['dtype']}, {found['threads']} threads"]
-    lines += _lines(made, f"{said}: ")
-    return found, lines
+    lines = [f"candidate   {_expected(one)}" for one in made.candidates]
+    if best is None:
+        return found, [*lines, "choice      plain decoding: no tree is expected to gain enough"]
+    return found, [*lines, f"choice      {_expected(best)}", f"tree        parents {parents}"]
 
 
-def _record(made: Plan) -> dict[str, Any]:
-    """A plan for JSON."""
-    cost = made.costs
-    parts = ("step", "host", "draft", "verify")
-    return {
-        "costs": None if cost is None else {name: getattr(cost, name) for name in parts},
-        "parents": None if made.shape is None else made.shape.parents[0].tolist(),
-        "tau": made.expected_tau,
-        "speedup": made.expected_speedup,
-        "reason": made.reason,
-        "candidates": [{**one._asdict(), "choice": _name(one)} for one in made.candidates],
-    }
-
-
-def _lines(made: Plan, chosen: str = "") -> list[str]:
-    """A plan for people; ``chosen`` is put before its reason."""
-    lines = []
-    if made.costs is not None:
-        cost = made.costs
-        lines += [
-            f"plain step  {1000 * cost.step:.2f} ms, host {1000 * cost.host:.2f} ms a round",
-            f"draft       {_row(cost.draft, 'levels')}",
-            f"verify      {_row(cost.verify, 'nodes')}",
-        ]
-    lines += [f"candidate   {_about(one)}" for one in made.candidates]
-    lines.append(f"choice      {chosen}{made.reason}")
-    if made.shape is not None:
-        parents = made.shape.parents[0].tolist()
-        lines.append(f"tree        parents {parents}, tau {made.expected_tau:.2f} expected")
-    return lines
-
-
-def _name(one: Candidate) -> str:
-    """A candidate's tree, or its method."""
-    if isinstance(one.choice, TreeShape):
-        return f"{one.choice.size} nodes, depth {one.choice.depth}"
-    return label(one.choice)
-
-
-def _about(one: Candidate) -> str:
-    """A candidate for people."""
-    found = [f"{_name(one)}: {one.speedup:.2f}x plain decoding"]
-    found += [] if one.tau is None else [f"tau {one.tau:.2f}"]
-    found += [f"total variation {one.tv:.3f} a token"] if one.tv else []
-    return ", ".join(found) + (f"; left, since {one.left}" if one.left else "")
-
-
-def _row(seconds: Any, unit: str) -> str:
-    return ", ".join(f"{size} {unit} {1000 * s:.2f} ms" for size, s in sorted(seconds.items()))
+def _expected(one: Expected) -> str:
+    """What a tree should give, for people."""
+    size = f"{one.shape.size} nodes, depth {one.shape.depth}"
+    return f"{size}: tau {one.tau:.2f}, {one.speedup:.2f}x plain decoding expected"

@@ -22,9 +22,9 @@ from torch import nn
 from tqdm import tqdm
 
 from specmm import methods, zoo
-from specmm.autotune import Measured
 from specmm.batch_invariant import batch_invariant
 from specmm.checkpoints import read_json
+from specmm.choose.contest import Measured
 from specmm.choose.threads import in_use, settled
 from specmm.files import slug, write_whole
 from specmm.hardware import Place as Place
@@ -413,7 +413,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
     start = time.perf_counter()
     target = pipe.measured(run.sampling, **run.wanted)
     with planning_bar():
-        method, run.reason = pipe.settle(run.method, run.rows, target)
+        method, run.reason = pipe.settle(run.method, run.rows, target, count)
     run.planning_seconds = time.perf_counter() - start
     run.ran = label(method)
     if method.one_generator and run.rows < count:

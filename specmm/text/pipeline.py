@@ -5,6 +5,7 @@ Shape letters: B prompts of a batch.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
+from specmm.choose.contest import SHARE
 from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.decode import room
 from specmm.drafter import Drafter
@@ -167,9 +169,11 @@ class TextPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, prompts: str | Sequence[str] | None = None, **options: Any) -> str:
-        """What method ``auto`` takes for ``prompts``, and why; ``plans`` holds what it measured."""
+        """What method ``auto`` takes for ``prompts`` once all were tried by whole answers, and why;
+        ``records`` holds what was measured.
+        """
         given = self.options({**options, "method": methods.Auto()})
-        return self._start(prompts, given)[0].method
+        return self._start(prompts, given, math.inf)[0].method
 
     def prepared(
         self, prompts: str | Sequence[str] | None = None, **options: Any
@@ -243,7 +247,7 @@ class TextPipeline(Pipeline):
         return written(chat, write, (joined, as_parts))
 
     def _start(
-        self, prompts: str | Sequence[str] | None, options: Options
+        self, prompts: str | Sequence[str] | None, options: Options, share: float = SHARE
     ) -> tuple[Run, Drafter | None]:
         """Prepare a batch, of which nothing runs yet, with its drafter."""
         method = options.chosen(methods.TEXT, self.method)
@@ -258,14 +262,15 @@ class TextPipeline(Pipeline):
 
         batch = PromptBatch(prepared, len(ids), options.batch_size)
         prompt = batch.first(target)
-        method, name = self.chosen(method, target, prompt)
+        chosen = self.chosen(method, target, prompt, share)
+        method = chosen.method
         self.constrain(target, method, options, prompt)
         shared = None
         if options.compiled is True and not captured:
             shared = self._compiled(method, options)
         if shared is None or shared.busy:
             shared = self.rounds_of(method, target, options)
-        run = self._run(name, shared, prompt, options, batch)
+        run = self._run(chosen, shared, prompt, options, batch)
         return run, None if shared.parts is None else shared.parts.drafter
 
     def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:

@@ -224,22 +224,18 @@ def test_the_bar_moves_within_a_picture(tiny, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plan_says_what_it_measured(copy):
     without = as_json("plan", copy, "--dtype", "float32")
-    assert without["costs"] is None and "measured acceptance" in without["reason"]
+    usual = [one["choice"] for one in without["candidates"] if one["choice"].startswith("specul")]
+    assert usual == ["speculative"]
     settings = json.loads((copy / "settings.json").read_text())
     (copy / "settings.json").write_text(json.dumps(settings | {"acceptance": [[0.9, 0.05]] * 4}))
     found = as_json("plan", copy, "--dtype", "float32")
-    assert found["costs"]["step"] > 0 and found["choice"] in ("ar", "speculative")
-    if found["parents"]:  # what is printed implies what is chosen
-        costs, nodes = found["costs"], len(found["parents"])
-        depth = max(int(size) for size in costs["draft"]) if nodes > 4 else nodes - 1
-        seconds = [costs["verify"][str(nodes)], costs["host"], costs["draft"][str(depth)]]
-        assert found["speedup"] == pytest.approx(
-            found["tau"] * costs["step"] / sum(seconds), rel=1e-6
-        )
-    assert len(found["candidates"]) > 2
-    assert found["speedup"] in (1, *(one["speedup"] for one in found["candidates"]))
+    assert found["costs"]["step"] > 0 and found["choice"].startswith(("ar", "specul", "sjd"))
+    trees = [one for one in found["candidates"] if one["choice"].startswith("speculative(tree")]
+    assert len(trees) > 1 and all(one["forecast"] > 1 and one["tau"] >= 1 for one in trees)
+    speeds = [one["speedup"] for one in found["candidates"] if not one["left"]]
+    assert found["choice"] == "ar" or max(speeds) > 1.05
     shown = run("plan", copy).stdout
-    assert "plain step" in shown and "nodes, depth" in shown.partition("candidate ")[2]
+    assert "ms a token" in shown and "plain decoding, tau" in shown.partition("candidate ")[2]
 
 
 @pytest.mark.parametrize("tv", [None, 1e-9], ids=str)
@@ -250,12 +246,12 @@ def test_plan_shows_how_far_it_is_and_what_it_chose_from(copy, tv, monkeypatch):
     monkeypatch.setattr("specmm.runs.run.tqdm", Shown)
     option = [] if tv is None else ["--tv", tv]
     found = as_json("plan", copy, *option)
-    assert len(Shown.places) > 3 and min(Shown.places) == 1
+    assert len(Shown.places) >= 3 and min(Shown.places) == 1
     names = {one["choice"].partition("(")[0] for one in found["candidates"]}
     assert "sjd" in names if tv is None else {"gsd", "lantern", "lantern++"} <= names
-    left = [one for one in found["candidates"] if one["left"]]
-    assert all(one["tv"] > 1e-9 for one in left if "total variation" in one["left"])
-    assert bool(left) == (tv == 1e-9)
+    off = [one for one in found["candidates"] if "total variation" in one["left"]]
+    assert all(one["tv"] > 1e-9 for one in off)
+    assert bool(off) == (tv == 1e-9)
     if tv == 1e-9:
         assert (
             "; left, since its total variation is above 1e-09" in run("plan", copy, *option).stdout

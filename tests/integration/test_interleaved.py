@@ -11,6 +11,7 @@ from PIL import Image
 
 import specmm
 from specmm import methods
+from specmm.choose.contest import Sample
 from specmm.decode import decode, decode_plain
 from specmm.drafter import Feedback
 from specmm.hf import choosing_drawn
@@ -161,7 +162,7 @@ def test_auto_races_what_serves_such_answers(pipe):
     own = pipe(None, ASKED[0], **given)
     assert torch.equal(out.tokens[0], own.tokens[0])
     assert [p.tobytes() for p in out.pictures[0]] == [p.tobytes() for p in own.pictures[0]]
-    assert out.certificate.kind == "exact" and len(alone.drawn.speeds) == 1
+    assert out.certificate.kind == "exact" and len(alone.drawn.records) == 1
     streamed = list(alone.stream(None, ASKED[0], method="auto", **given))
     assert "".join(new for [new] in streamed).strip() == out.answers[0]
 
@@ -173,15 +174,17 @@ def test_auto_weighs_words_and_pictures_by_what_is_answered(pipe, monkeypatch):
     alone = specmm.VQAPipeline(pipe.model, pipe.processor, folder=pipe.drafters.folder)
     ran = []
 
-    def raced(contenders, worth):
-        assert worth > 0
-        ran.append([[*one()][-1].tokens[0].tolist() for one in contenders])
-        return [1.0, 1.0, 0.5 if len(ran) == 1 else 2.0]
+    class Clocked(choosing_drawn.Record):
+        def choose(self, begin, *_):
+            tried = [one.method for one in self.order]
+            ran.append([[*begin(method)][-1].tokens[0].tolist() for method in tried])
+            for method, each in zip(tried, [1.0, 1.0, 2.0 if len(ran) == 1 else 0.5], strict=True):
+                self.samples[method] = [Sample(1.0, [each], 1.0)]
 
     def chosen(room):
         return alone.planned(None, ASKED[0], max_new_tokens=room, draw=True).partition(" (")
 
-    monkeypatch.setattr(choosing_drawn, "raced", raced)
+    monkeypatch.setattr(choosing_drawn, "Record", Clocked)
     assert chosen(COUNT)[0] == "auto: AR()", "3% is noise"
     assert chosen(T + 2)[0].startswith("auto: AnswerSJD")
     assert f"{T / (T + 2):.0%} of it in pictures" in chosen(T + 2)[2]

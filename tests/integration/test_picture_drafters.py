@@ -110,6 +110,6 @@ def test_a_trained_drafter_is_refused(folder, tmp_path):
 def test_auto_measures_what_serves(kind, folder):
     pipe = opened(folder)
     out = pipe("tree", method="auto", output_type="latent", **sized(kind))
-    [plan] = pipe.parts.plans.values()
+    [record] = pipe.parts.records.values()
     assert out.method.startswith("auto: ") and out.certificate.kind == "exact"
-    assert plan.draft_free is not None or ("sjd" in plan.reason and "prompt-lookup" in plan.reason)
+    assert {"sjd", "prompt-lookup"} <= {one.method.name for one in record.candidates}

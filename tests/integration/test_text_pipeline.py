@@ -108,18 +108,16 @@ def test_texts_that_cannot_end_generate(text_pipe):
         specmm.custom_generate(tokenizer=text_pipe.tokenizer, stop=["a", ""])
 
 
-def test_auto_plans_once_a_batch_size(text_pipe):
+def test_auto_has_a_record_of_each_batch_size(text_pipe):
     out = text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts
     assert out.method.startswith("auto: ")
-    planned = dict(text_pipe.plans)
+    [record] = text_pipe.records.values()
+    assert {"block", "deer", "prompt-lookup"} == {one.method.name for one in record.candidates}
     text_pipe(PROMPTS, method="auto", max_new_tokens=12)
-    assert text_pipe.plans == planned
-    found = [plan for key, plan in planned.items() if key[0] in ("block", "deer")]
-    gain = [plan for plan in found if plan.shape is not None]
-    assert len(found) == 2 and len(planned) == (3 if len(gain) == 2 else 2)
-    assert all(plan.reason for plan in found)
-    assert all(2 <= plan.shape.depth <= 4 for plan in gain)
+    assert list(text_pipe.records.values()) == [record] and record.calls == 2
+    text_pipe(PROMPTS[:1], method="auto", max_new_tokens=12)
+    assert len(text_pipe.records) == 2
 
 
 def test_the_controller_leaves_a_trace(text_pipe):
@@ -248,7 +246,8 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
         given = text_pipe.drafter(kind)
         pipe = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "auto", given)
         assert pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
-        assert [key[0] for key in pipe.plans] == [kind]
+        [record] = pipe.records.values()
+        assert record.candidates[0].method.name == kind
         named = specmm.TextPipeline.from_pretrained(
             text_folder, "auto", text_folder / "drafters" / kind
         )

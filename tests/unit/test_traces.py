@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from benchmarks.doctor import drafter_of
 from specmm import zoo as pocket
-from specmm.autotune import Costs
+from specmm.choose.costs import Costs
 from specmm.choose.traces import Trace, costs_of
 from specmm.decode import decide, decode
 from specmm.hf.target import VLMTarget
@@ -140,7 +140,7 @@ def test_files_that_are_no_trace(tmp_path):
 
 def test_costs_as_they_are_printed_and_as_they_are_stated(tmp_path):
     file = tmp_path / "costs.json"
-    for written in ({"batch": 4, **COSTS}, {"batch": 4, "plans": [{"of": "msd", "costs": COSTS}]}):
+    for written in ({"batch": 4, **COSTS}, {"batch": 4, "costs": COSTS, "candidates": []}):
         file.write_text(json.dumps(written))
         assert costs_of(file) == {4: Costs({1: 0.001, 5: 0.005}, {1: 0.01}, 0.01, 0.001)}
     for written, said in (("[]", "got none"), ('{"step": 1}', "got 'draft'"), ("{", "got ")):

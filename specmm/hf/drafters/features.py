@@ -22,15 +22,16 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.autotune import WIDEST, AcceptanceCounter, Plan, planned
 from specmm.cache import Cache, CacheSize, LayerSize, Memory
+from specmm.choose.acceptance import WIDEST, AcceptanceCounter
+from specmm.choose.contest import Candidate
 from specmm.decode import EndTokens, decode
 from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.growth import Growth
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
 from specmm.hf.drafters.picture_slots import PictureSlots
-from specmm.hf.drafting import Assembly, Verification, drafting_probs, row_uniforms
+from specmm.hf.drafting import Assembly, Verification, drafting_probs
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
@@ -46,8 +47,7 @@ Grown = TypeVar("Grown", methods.MSD, methods.Eagle3)
 
 logger = logging.getLogger(__name__)
 RELEASED = Dynamic(top_k=10, depth=5, total=59)
-SIZES = (3, 4, 8, 12, 16, 24)  # nodes of the trees that a plan compares, the root included
-ROOM = 24  # tokens of answer that measuring needs
+SIZES = (4, 8, 16)  # nodes of the trees that method auto tries, the root included
 
 
 class FeatureNetwork(Protocol):
@@ -327,45 +327,21 @@ def as_chains(method: Grown) -> Grown:
     return found
 
 
-def choose_method(
-    target: VLMTarget,
-    network: FeatureNetwork,
-    prompt: VLMPrompt,
-    plans: dict[Any, Plan],
-    kind: Grown,
-) -> methods.VQAMethod:
-    """Method ``auto``: ``kind`` with the tree that should be fastest here, or plain decoding.
-
-    Acceptance comes with the head, seconds are measured on the first prompt of each batch size;
-    ``plans`` keeps the plans.
+def candidates(target: VLMTarget, network: FeatureNetwork, kind: Grown) -> list[Candidate]:
+    """What method ``auto`` tries of ``kind``: Sequoia's trees for the acceptance that comes with
+    the ``network``; where it was never measured the usual tree.
     """
-    key = (kind.name, len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
-    if key not in plans:
-        plans[key] = _plan(target, network, prompt)
-    shape = plans[key].shape
-    if shape is None:
-        return methods.AR()
-    return dataclasses.replace(kind, sampled=True, tree=tuple(int(p) for p in shape.parents[0]))
-
-
-def _plan(target: VLMTarget, network: FeatureNetwork, prompt: VLMPrompt) -> Plan:
     acceptance = network.acceptance
     if not acceptance:
-        return Plan(None, 1.0, 1.0, "the drafter's acceptance was never measured")
-    longer = dataclasses.replace(prompt, max_new_tokens=max(prompt.max_new_tokens, ROOM))
-    try:
-        target.check(longer)
-    except ValueError as error:
-        return Plan(None, 1.0, 1.0, f"no room to measure ({error})")
+        return [Candidate(kind)]
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
     if target.family.chains_only:
         table = tuple(level[:1] for level in table)
-    shapes = [best_tree(table, n, len(table))[0] for n in SIZES]
-
-    def drafter(shape: TreeShape) -> FeatureDrafter:
-        return FeatureDrafter(network, target, shape)
-
-    return planned(target, drafter, shapes, Recursive(), longer, row_uniforms(prompt), table)
+    found = []
+    for shape, tau in (best_tree(table, n, len(table)) for n in SIZES):
+        method = dataclasses.replace(kind, sampled=True, tree=tuple(shape.parents[0].tolist()))
+        found.append(Candidate(method, tau, shape.size, shape.depth))
+    return list(dict.fromkeys(found))
 
 
 def measure_acceptance(

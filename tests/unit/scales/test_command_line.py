@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specmm.autotune import Measured
+from specmm.choose.contest import Measured
 from specmm.image_ar.scales import var
 from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
 from specmm.watching import watched

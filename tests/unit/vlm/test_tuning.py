@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.hf.drafters.features import choose_method, measure_acceptance
+from specmm.choose.contest import Candidate
+from specmm.hf.drafters.features import candidates, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
@@ -46,28 +47,13 @@ def test_acceptance_survives_the_disk(target, head, tmp_path):
     assert found == head.acceptance
 
 
-def test_hopeless_or_unknown_acceptance_means_plain_decoding(target, head, prompt):
+def test_auto_tries_the_trees_of_what_was_accepted(target, head):
     head.acceptance = {}
-    assert choose_method(target, head, prompt, {}, methods.MSD()) == methods.AR()
-    head.acceptance = {1.0: ((0.001,), (0.001,))}
-    plans = {}
-    assert choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR()
-    assert (
-        choose_method(target, head, prompt, plans, methods.MSD()) == methods.AR()
-        and len(plans) == 1
-    ), "planned once"
-
-
-@pytest.mark.slow
-def test_certain_drafts_are_taken_from_a_deep_target(zoo, prompt):
-    deep = VLMTarget(zoo.of_depth(16).model("llava"), Processor(0.0))
-    made = MSDHead(msd_config(deep)).eval()
-    made.acceptance = {0.0: ((0.99,),) * 4, 1.0: ((0.001,),) * 4}
-    chosen = choose_method(deep, made, prompt, {}, methods.MSD())
-    assert isinstance(chosen, methods.MSD) and chosen.sampled, (
-        "four sure tokens a round against sixteen layers a token"
-    )
-    full = VLMPrompt({"input_ids": torch.ones(1, 250, dtype=torch.int64)}, 5)
-    plans = {}
-    assert choose_method(deep, made, full, plans, methods.MSD()) == methods.AR()
-    assert "no room to measure" in next(iter(plans.values())).reason
+    assert candidates(target, head, methods.MSD()) == [Candidate(methods.MSD())]
+    head.acceptance = {0.0: ((0.001,), (0.001,)), 1.0: ((0.8, 0.1), (0.7, 0.1))}
+    sampled = candidates(target, head, methods.MSD())
+    assert [one.nodes for one in sampled] == [4, 7] and sampled[0].levels == 2, "all there are"
+    assert all(one.method.sampled and len(one.method.tree) == one.nodes for one in sampled)
+    assert sampled[0].tau == pytest.approx(1 + 0.8 + 0.8 * 0.7 + 0.1)
+    greedy = candidates(VLMTarget(target.model, Processor(0.0)), head, methods.MSD())
+    assert all(one.tau < 1.01 for one in greedy)

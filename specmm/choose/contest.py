@@ -1,0 +1,292 @@
+"""What is fastest here: candidates tried on a call's own prompt, for a share of what calls decode.
+
+A trial is a few tokens by one candidate after the prompt, which are thrown away. Calls are timed,
+too, so that whoever is chosen goes on being measured. Trials may take ``SHARE`` of the tokens that
+calls have decoded and this one will: a short answer is left to what is known by then, or to what is
+forecast from how often drafts are accepted. What is measured is one :class:`Record` a kind of call.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from specmm import methods
+from specmm.decode import Progress
+from specmm.stats import Stats
+from specmm.watching import tell
+
+SHARE = 0.1  # of the tokens of calls: what trials may take
+AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: what they may take more where a gain is forecast
+FEW, ROUNDS = 8, 6  # tokens and rounds of a trial, beside the prompt's
+PASSES = 3  # trials of each candidate that stays; one, where its tokens a round are known
+TRUST = 64  # rounds that tokens a round which are known count as
+LAST = 9  # samples that count, of all
+BEHIND = 0.7  # of the fastest's speed: who is slower twice is tried no more
+HOPELESS = 0.5  # the same, at once
+MARGIN = 1.05  # times as fast as plain decoding a method must be
+SURE = 1.3  # times plain decoding's speed that must be forecast to be run untried
+USUAL = 64  # tokens of a call, of which none has been made
+PROMPT = 4.0  # tokens that reading a prompt takes as long as, until that is measured
+LEVEL, NODE = 0.1, 0.04  # of a plain step, what a drafted level and a scored node add: a guess
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A ``method`` to be tried: its tokens a round ``tau`` where acceptance is known, its tree's
+    ``nodes`` with the root and its ``levels`` that are drafted one after another.
+    """
+
+    method: Any
+    tau: float = 0.0
+    nodes: int = 0
+    levels: int = 0
+
+
+PLAIN = Candidate(methods.AR())
+Begin: TypeAlias = Callable[[Any], Iterator[Progress]]
+"""Begins a run of a call's length by a method."""
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """What seconds of runs on ``device`` are read from: of a CPU those of this thread, which takes
+    part in all products, so that another process's time counts for nothing.
+    """
+    own = device.type == "cpu" and sys.platform == "linux"
+    return time.thread_time if own else time.perf_counter
+
+
+class Measured(NamedTuple):
+    """What watchers are told while trials last: ``done`` of at most ``total``."""
+
+    done: int
+    total: int
+
+
+@dataclass
+class Sample:
+    """What a run took: the seconds of its ``prompt`` and first round, and of each of the ``rounds``
+    after it, which gave a row so many ``tokens``. ``tv`` is a relaxed rule's total variation a
+    token; ``stats`` are of whole runs.
+    """
+
+    prompt: float = 0.0
+    rounds: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    tv: float = 0.0
+    stats: Stats | None = None
+
+    @property
+    def round(self) -> float:
+        """Seconds of a round, the median of all but the first third: those take longer where memory
+        and shapes are new.
+        """
+        return statistics.median(self.rounds[len(self.rounds) // 3 :])
+
+
+@dataclass
+class Record:
+    """What was measured of calls of one kind, of ``rows`` at a time: of ``candidates`` beside plain
+    decoding, by method, the newest ``samples`` last.
+
+    ``left`` says of those that are tried no more why; ``decoded`` and ``spent`` are tokens of a
+    row, by calls and by trials. A relaxed method is out above a total variation ``tv`` a token.
+    """
+
+    candidates: Sequence[Candidate] = ()
+    rows: int = 1
+    tv: float = 0.0
+    samples: dict[Any, list[Sample]] = field(default_factory=dict)
+    left: dict[Any, str] = field(default_factory=dict)
+    decoded: float = 0.0
+    spent: float = 0.0
+    calls: int = 0
+    now: Callable[[], float] = time.perf_counter  # see ``clock_of``
+
+    def played(
+        self, method: Any, steps: Iterator[Progress], few: float = math.inf, least: float = 0.0
+    ) -> Iterator[Progress]:
+        """``steps`` of a run by ``method``, of which a sample is taken in the end.
+
+        They are left once a row has ``few`` tokens, of ``ROUNDS`` at least, or when so many would
+        be fewer than ``least`` a second.
+        """
+        sample = Sample()
+        begin = self.now()
+        for progress in steps:
+            trial = math.isfinite(few)
+            counts = float(progress.counts.float().mean()) if trial or not sample.prompt else 0.0
+            seconds = self.now() - begin  # after the counts were read, for which a GPU was waited
+            if not sample.prompt:
+                sample.prompt, first = seconds, counts
+            else:
+                sample.rounds.append(seconds)
+            yield progress
+            begin = self.now()
+            whole = counts - first >= few and len(sample.rounds) >= ROUNDS
+            if trial and (whole or sum(sample.rounds) * least > few):
+                break
+        sample.tokens = float(progress.counts.float().mean()) - first
+        if progress.stats.tokens:  # the last progress only adds them
+            sample.stats = progress.stats
+            sample.rounds.pop()
+        if sample.tokens > 0 and sample.rounds:
+            sample.tv = float(progress.excess) / max(float(progress.measured), 1.0)
+            self.samples[method] = [*self.samples.get(method, []), sample][-LAST:]
+
+    def called(self, method: Any, steps: Iterator[Progress]) -> Iterator[Progress]:
+        """As :meth:`played`, of a call, whose tokens let trials be made."""
+        for progress in self.played(method, steps):
+            yield progress
+        self.decoded += float(progress.counts.float().mean())
+        self.calls += 1
+
+    @property
+    def usual(self) -> float:
+        """Tokens of a row that a call usually has."""
+        return self.decoded / self.calls if self.calls else USUAL
+
+    @property
+    def order(self) -> list[Candidate]:
+        """All that are tried, in order."""
+        return [PLAIN, *sorted(self.candidates, key=lambda one: -self.forecast(one))]
+
+    def choose(
+        self,
+        begin: Begin,
+        coming: float,
+        few: int = FEW,
+        share: float = SHARE,
+        passes: int = PASSES,
+    ) -> Any:
+        """The method that should be fastest for a call of ``coming`` tokens, once what may be tried
+        by now has been, in trials of ``few`` tokens.
+        """
+        order = self.order
+        may = share * (self.decoded + coming)
+        if len(order) > 1 and self.forecast(order[1]) >= SURE:
+            may += min(AT_ONCE * coming, GRANT)
+        needed = [1 if one.tau else passes for one in order]
+        while (one := self._next(order, needed)) is not None:
+            if self.spent + self._cost(one, order, few) > may:
+                break
+            if not self._tried(one.method, begin, few, whole=math.isinf(share)):
+                break  # the call is too short
+            left = [most for one, most in zip(order, needed, strict=True) if not self._out(one)]
+            tried = sum(map(len, self.samples.values()))
+            tell(Measured(tried, max(tried, sum(left))))
+        return self.fastest()
+
+    def _out(self, one: Candidate) -> bool:
+        return one.method in self.left
+
+    def _next(self, order: Sequence[Candidate], needed: Sequence[int]) -> Candidate | None:
+        """Whom to try next: of those that stay, and were tried too little, the first of the least
+        tried.
+        """
+        counts = [len(self.samples.get(one.method, ())) for one in order]
+        pairs = zip(order, counts, needed, strict=True)
+        lacking = [(n, one) for one, n, most in pairs if n < most and not self._out(one)]
+        if all(one is PLAIN for one in order if not self._out(one)) or not lacking:
+            return None
+        return min(lacking, key=lambda each: each[0])[1]
+
+    def _cost(self, one: Candidate, order: Sequence[Candidate], few: int) -> float:
+        """Tokens of plain decoding that a trial of ``one`` should take; that of plain decoding is
+        of no use without another.
+        """
+        plain = self.samples.get(PLAIN.method)
+        if not plain:
+            others = [other for other in order if other is not PLAIN]
+            best = self.forecast(others[0]) if others else 1.0
+            return (PROMPT + few) + (0.0 if self.samples else PROMPT + few / max(best, 1.0))
+        prompt = statistics.median(sample.prompt for sample in plain) / self.each(PLAIN.method)
+        return prompt + few / max(self.forecast(one), 1.0)
+
+    def _tried(self, method: Any, begin: Begin, few: int, whole: bool) -> bool:
+        """Whether a sample of ``method`` was taken; a ``whole`` trial goes on to its end."""
+        start = self.now()
+        fastest = min((self.each(known) for known in self.samples), default=0.0)
+        leaves = fastest and method != PLAIN.method and not whole
+        least = HOPELESS / fastest if leaves else 0.0
+        for _ in self.played(method, begin(method), few, least):
+            pass
+        known = PLAIN.method in self.samples
+        took = self.now() - start
+        self.spent += took / self.each(PLAIN.method) if known else PROMPT + few
+        if known:
+            self._let_go()
+        return method in self.samples
+
+    def _let_go(self) -> None:
+        """Take those out that are tried no more."""
+        gains = {one: self.gain(one) for one in self.samples if one not in self.left}
+        for one, gain in gains.items():
+            off = self.deviation(one)
+            nearer = [gains[other] for other in gains if self.deviation(other) <= off]
+            if off > self.tv:
+                self.left[one] = f"its total variation is above {self.tv:g}"
+            elif one != PLAIN.method and gain < max(nearer) * (
+                HOPELESS if len(self.samples[one]) < 2 else BEHIND
+            ):
+                self.left[one] = "another is much faster and no further from the model"
+
+    def fastest(self) -> Any:
+        """The method to run: the fastest by far enough; where plain decoding was not measured, the
+        one that is forecast to be.
+        """
+        if PLAIN.method not in self.samples:
+            best = self.order[1:2]
+            return best[0].method if best and self.forecast(best[0]) >= SURE else PLAIN.method
+        staying = [one for one in self.samples if one not in self.left]
+        # what leaves the model's distribution must be worth it
+        worth = {one: self.gain(one) / (MARGIN if self.deviation(one) else 1) for one in staying}
+        fastest = max(worth, key=lambda one: worth[one])
+        return fastest if worth[fastest] > MARGIN else PLAIN.method
+
+    def reason(self) -> str:
+        """Why :meth:`fastest` is, in words."""
+        chosen = self.fastest()
+        if not self.candidates:
+            return "there is no drafter"
+        if PLAIN.method in self.samples:
+            measured = [one for one in self.samples if one != PLAIN.method]
+            said = ", ".join(f"{one} {self.gain(one):.2f}x" for one in measured)
+            return f"measured beside plain decoding: {said or 'no other yet'}"
+        if chosen == PLAIN.method:
+            return "too short to try others, and none is forecast to gain for certain"
+        one = self.order[1]
+        return f"tau {one.tau:.2f} and {self.forecast(one):.2f}x plain decoding forecast"
+
+    def forecast(self, one: Candidate) -> float:
+        """Speed over plain decoding, roughly: what orders trials. 1 where nothing is known."""
+        adds = LEVEL * one.levels + NODE * one.nodes * self.rows
+        return one.tau / (1 + adds) if one.tau else 1.0
+
+    def each(self, method: Any) -> float:
+        """Seconds a token of ``method``: those of a round, the median, by the tokens it has."""
+        rounds = statistics.median(sample.round for sample in self.samples[method])
+        return rounds / self.tau(method)
+
+    def gain(self, method: Any) -> float:
+        """Speed over plain decoding, both measured."""
+        return self.each(PLAIN.method) / self.each(method)
+
+    def tau(self, method: Any) -> float:
+        """Tokens a round of ``method``; what was known before counts as ``TRUST`` rounds."""
+        before = max((one.tau for one in self.candidates if one.method == method), default=0.0)
+        trust = TRUST if before else 0
+        tokens = sum(sample.tokens for sample in self.samples[method])
+        rounds = sum(len(sample.rounds) for sample in self.samples[method])
+        return (trust * before + tokens) / (trust + rounds)
+
+    def deviation(self, method: Any) -> float:
+        """Mean total variation a token of a relaxed ``method``, 0 of exact ones."""
+        return statistics.fmean(sample.tv for sample in self.samples[method])

@@ -1,0 +1,159 @@
+"""What is tried, when, and what is taken, by a clock that is moved by hand."""
+
+import pytest
+import torch
+
+from specmm import methods
+from specmm.choose.contest import FEW, HOPELESS, PASSES, PLAIN, PROMPT, SHARE, Candidate, Record
+from specmm.decode import Progress
+from specmm.stats import Stats
+
+AR, FAST, SLOW, LAST = (
+    PLAIN.method,
+    methods.Block(length=2),
+    methods.DEER(length=3),
+    methods.PromptLookup(),
+)
+EACH = {AR: 1.0, FAST: 0.5, SLOW: 2.0, LAST: 0.8}  # seconds a token
+
+
+class Machine:
+    """Runs of two rows and ``LENGTH`` tokens whose rounds commit four, on a clock of its own."""
+
+    LENGTH = 33
+
+    def __init__(self, each=EACH, prompt=3.0, tv=0.0):
+        self.each, self.prompt, self.tv = each, prompt, tv
+        self.time = 0.0
+        self.begun = []
+        self.rounds = 0
+
+    def now(self):
+        return self.time
+
+    def begin(self, method):
+        self.begun.append(method)
+        gained = 1 if method == AR else 4
+        none = torch.zeros(())
+        excess = torch.tensor(self.tv if method == FAST else 0.0)
+        limits = torch.tensor([self.LENGTH] * 2)
+        self.time += self.prompt
+        count = 1
+        while count < self.LENGTH:
+            count += gained
+            self.time += gained * self.each[method]
+            self.rounds += 1
+            counts = torch.tensor([count] * 2)
+            yield Progress(none, counts, limits, Stats(), excess, torch.ones(()))
+        stats = Stats(tokens=66, rounds=64, batch_rounds=32)
+        yield Progress(none, torch.tensor([self.LENGTH] * 2), limits, stats, excess, none)
+
+    def record(self, *candidates, **options):
+        return Record([Candidate(one) for one in candidates], now=self.now, **options)
+
+
+def called(record, machine, method):
+    """A call by ``method``."""
+    for _ in record.called(method, machine.begin(method)):
+        pass
+
+
+def test_a_short_first_call_is_left_plain_and_trials_wait_for_what_they_may_take():
+    machine = Machine()
+    record = machine.record(FAST, SLOW)
+    calls = 0
+    while record.choose(machine.begin, 33) == AR:
+        assert "too short" in record.reason() or record.samples
+        called(record, machine, AR)
+        calls += 1
+        assert record.spent <= SHARE * (record.decoded + 33)
+    cost = machine.prompt + 2 * FEW * EACH[FAST]  # a round more than asked for, and the first
+    assert calls >= 2 and cost / (SHARE * 33) - 2 < calls < cost / (SHARE * 33) + 3
+    assert record.fastest() == FAST and "2.00x" in record.reason()
+
+
+def test_a_long_call_tries_at_once_and_each_stays_until_it_is_behind():
+    machine = Machine()
+    record = machine.record(SLOW, FAST, LAST)
+    assert record.choose(machine.begin, 10**4, share=1.0) == FAST
+    tried = [machine.begun.count(method) for method in (AR, SLOW, FAST, LAST)]
+    assert tried == [PASSES, 1, PASSES, 2], "0.25 of the fastest's speed, and 0.63"
+    assert set(record.left) == {SLOW, LAST} and "much faster" in record.left[LAST]
+    begun = len(machine.begun)
+    assert record.choose(machine.begin, 10**4, share=1.0) == FAST
+    assert len(machine.begun) == begun, "all that stay were tried often enough"
+
+
+def test_the_prompt_and_the_first_round_are_no_part_of_the_speed():
+    machine = Machine(prompt=100.0)
+    record = machine.record(FAST)
+    for method in (AR, FAST):
+        called(record, machine, method)
+    assert record.each(AR) == 1.0 and record.each(FAST) == 0.5 and record.gain(FAST) == 2.0
+    assert record.tau(FAST) == 4.0 and record.samples[FAST][0].prompt == 102.0
+    assert record.decoded == 2 * machine.LENGTH and record.calls == 2
+    assert record.samples[AR][0].stats.tokens == 66
+
+
+def test_who_is_behind_does_not_finish_its_trial():
+    machine = Machine({AR: 1.0, FAST: 50.0})
+    record = machine.record(FAST)
+    record.choose(machine.begin, 10**4, share=1.0, passes=1)
+    rounds = machine.rounds - FEW - 1
+    assert rounds == 2 < FEW / 4 + 2 and record.left[FAST]
+    assert record.gain(FAST) < HOPELESS
+
+
+def test_what_drafts_were_accepted_before_orders_trials_and_may_be_enough():
+    machine = Machine()
+    sure, unsure = Candidate(FAST, 3.0, 4, 2), Candidate(SLOW, 1.2, 4, 2)
+    record = Record([unsure, Candidate(LAST), sure], now=machine.now)
+    assert record.order == [PLAIN, sure, Candidate(LAST), unsure]
+    assert record.choose(machine.begin, 8) == FAST and not machine.begun
+    assert "tau 3.00" in record.reason()
+    crowd = Record([sure], 16, now=machine.now)
+    assert crowd.choose(machine.begin, 8) == AR, "nodes of sixteen rows are many"
+    assert Record([unsure], now=machine.now).choose(machine.begin, 8) == AR
+    called(record, machine, FAST)
+    assert record.choose(machine.begin, 8, share=10.0) == FAST
+    assert machine.begun[1] == AR, "then it is measured beside plain decoding"
+
+
+def test_a_method_that_does_not_hold_what_was_forecast_is_left():
+    machine = Machine()
+    record = Record([Candidate(SLOW, 3.0, 4, 2)], now=machine.now)
+    assert record.fastest() == SLOW
+    for method in (SLOW, AR):
+        called(record, machine, method)
+    assert record.fastest() == AR
+
+
+def test_a_relaxed_method_must_be_near_enough_and_worth_it():
+    for tv, limit, taken in ((0.3, 0.2, AR), (0.1, 0.2, FAST)):
+        machine = Machine(tv=tv)
+        record = machine.record(FAST, tv=limit)
+        assert record.choose(machine.begin, 0, share=float("inf")) == taken
+        assert record.deviation(FAST) == pytest.approx(tv)
+    near = Machine({AR: 1.0, FAST: 0.92, LAST: 0.95}, tv=0.1)
+    record = near.record(FAST, LAST, tv=0.2)
+    assert record.choose(near.begin, 0, share=float("inf")) == LAST, "3% are not worth a deviation"
+    record = near.record(FAST, tv=0.2)
+    assert record.choose(near.begin, 0, share=float("inf")) == AR
+
+
+def test_a_call_that_ends_at_once_tells_nothing_and_a_later_one_does():
+    machine = Machine()
+    machine.LENGTH = 2
+    record = machine.record(FAST)
+    assert record.choose(machine.begin, 10**4, share=1.0) == AR
+    assert machine.begun == [AR] and not record.samples
+    machine.LENGTH = Machine.LENGTH
+    assert record.choose(machine.begin, 10**4, share=1.0) == FAST
+
+
+def test_without_candidates_nothing_is_tried():
+    machine = Machine()
+    record = machine.record()
+    assert record.choose(machine.begin, 10**6) == AR and not machine.begun
+    assert record.reason() == "there is no drafter"
+    assert PROMPT > 0
