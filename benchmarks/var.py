@@ -40,7 +40,7 @@ from specmm.image_ar.scales.tuning import workload
 
 
 def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Setting]:
-    """Plain decoding, CoDe by N and the exact variant; then specialised pairs, each at its N."""
+    """Plain decoding and CoDe by N; then specialised pairs, each at its N."""
     scales = len(pipe.transformer.config.schedule)
     found = [Setting("ar", pipe, dict(method="ar"))]
     if pipe.small is not None:
@@ -48,7 +48,6 @@ def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Sett
             Setting(f"code, N = {n}", pipe, dict(method=methods.CoDe(n)))
             for n in range(scales - 1, -1, -1)
         ]
-        found.append(Setting("speculative", pipe, dict(method="speculative")))
         found.append(Setting("code, planner's N", pipe, dict(method="code")))
     for special in specials:
         n = special.settings.n
@@ -85,7 +84,7 @@ def row(setting: Setting, plain: Setting, batch: int) -> Row:
 def forecast(setting: Setting, batch: int) -> Row:
     """The N of a setting and the planner's seconds a picture for it; nothing where not planned."""
     method = setting.call["method"]
-    if setting.pipe.small is None or method == "speculative":
+    if setting.pipe.small is None:
         return {}
     made = setting.pipe.plan(batch)
     n = (

@@ -44,9 +44,7 @@ FAMILIES = {  # by the "family" in model_index.json
     "mar": ImageFamily(
         "specmm.image_ar.continuous.pipeline", "MARPictures", methods.CONTINUOUS, "cspd"
     ),
-    "var": ImageFamily(
-        "specmm.image_ar.scales.pipeline", "VARPictures", methods.SCALES, "code,speculative"
-    ),
+    "var": ImageFamily("specmm.image_ar.scales.pipeline", "VARPictures", methods.SCALES, "code"),
 }
 
 

@@ -8,7 +8,7 @@ INTRO = """
 
 VAR draws a picture scale by scale, the coarse ones first. `code` lets the large model draw the
 coarse scales and a small one the fine ones, which hold most tokens; nothing is verified, and
-the certificate says so. `speculative` verifies the small model's scales and is exact.
+the certificate says so.
 """
 
 app = build(AppModels(only=("pocket/var",)), INTRO)

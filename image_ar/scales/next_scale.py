@@ -56,10 +56,6 @@ class FeatureMap:
         parts = self._inputs[max(first - 1, 0) : last]
         return torch.cat(parts, dim=1) if parts else None
 
-    def crop(self, scales: int) -> None:
-        """Keep the first ``scales`` scales."""
-        del self.tokens[scales:], self.f_hats[scales:], self._inputs[scales:]
-
 
 @dataclass
 class ScaleCache:
@@ -107,32 +103,27 @@ class Session:
         self.filled = 0  # scales whose keys and values are cached
         self.caches: list[ScaleCache] = []
 
-    def advance(self, feature_map: FeatureMap, k: int, first: int | None = None) -> Tensor:
-        """Guided logits [B, T, V] of scales ``first`` … ``k`` (of ``k`` alone without ``first``).
+    def advance(self, feature_map: FeatureMap, k: int) -> Tensor:
+        """Guided logits [B, T, V] of scale ``k``.
 
         All scales since the last call are run at once, each seeing itself and the coarser ones; the
-        last layer computes no more than keys and values of those without logits. Raises
+        last layer computes no more than keys and values of those before ``k``. Raises
         ``ValueError`` for logits that are not finite.
         """
-        first = k if first is None else first
         starts = self.schedule.starts
         x = self._embed(feature_map, k)
         bias = None
         if self.filled < k:
             levels = self.model.lvl_1L[:, : starts[k + 1]]
             bias = scale_bias(levels[:, starts[self.filled] :], levels).to(x.dtype)
-        x = self.model.run(x, self.given, bias, self._stores(k), starts[k + 1] - starts[first])
+        x = self.model.run(x, self.given, bias, self._stores(k), self.schedule.tokens(k))
         self.filled = k + 1
-        logits = self._guided(x, first, k)
+        logits = self._guided(x, k)
         feature_map.ends.append(extremes(logits))
         if not feature_map.late:
             depth = self.model.config.depth
             check_finite(feature_map.ends[-1], f"VAR of depth {depth} in scale {k}")
         return logits
-
-    def crop(self, scales: int) -> None:
-        """Forget what is cached of scale ``scales`` and the finer ones."""
-        self.filled = min(self.filled, scales)
 
     def _embed(self, feature_map: FeatureMap, k: int) -> Tensor:
         """Embeddings [R, T, C] of the scales not yet cached, up to ``k``."""
@@ -165,24 +156,19 @@ class Session:
             cache.keep = k < self.last
         return self.caches
 
-    def _guided(self, x: Tensor, first: int, k: int) -> Tensor:
-        """Logits of the states ``x`` [R, T, C] of scales ``first`` … ``k``.
+    def _guided(self, x: Tensor, k: int) -> Tensor:
+        """Logits of the states ``x`` [R, T, C] of scale ``k``.
 
         The head is linear, so guidance mixes what it reads: half the products, and no two
         distributions over V tokens. The null half is left out where the weight is 0.
         """
-        weights = [self.sampling.weight(i, len(self.schedule)) for i in range(first, k + 1)]
-        if not any(weights):
+        weight = self.sampling.weight(k, len(self.schedule))
+        if not weight:
             scale, shift = self.given.head
             head = (scale[: self.batch], shift[: self.batch])
             return self.model.logits(self.model.normed(x[: self.batch], head))
         cond, null = self.model.normed(x, self.given.head).chunk(2)
-        if len(weights) == 1:
-            return self.model.logits(torch.lerp(null, cond, 1 + weights[0]))
-        counts = [self.schedule.tokens(i) for i in range(first, k + 1)]
-        spread = [w for w, n in zip(weights, counts, strict=True) for _ in range(n)]
-        by_row = 1 + torch.tensor(spread, device=x.device)[:, None]
-        return self.model.logits(torch.lerp(null, cond, by_row))
+        return self.model.logits(torch.lerp(null, cond, 1 + weight))
 
 
 @torch.inference_mode()

@@ -43,7 +43,6 @@ from specmm.image_ar.scales.sampling import (
     VARSettings,
     release_state,
 )
-from specmm.image_ar.scales.scale_speculation import ScaleSpeculation
 from specmm.image_ar.scales.tuning import Chooser, CoDePlan, needed
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
@@ -65,7 +64,6 @@ from specmm.stats import Certificate, Clock, Stats
 from specmm.turns import in_its_turn
 from specmm.when_compiled import Compiled, Turn, Works
 
-SPECULATION = Certificate("exact", "scales kept are the target's own draws", 0.0)
 SOFT_CODES = Certificate(
     "heuristic", "as released, the picture is made from soft codes; tokens are sampled separately"
 )
@@ -376,24 +374,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         labels = batch.labels
         sampling = batch.sampling
         scales = len(feature_map.schedule)
-        match method:
-            case methods.ScaleSpeculative(window=window, until=until):
-                small = needed(self.small, method.name)
-                speculation = ScaleSpeculation(
-                    self.transformer,
-                    small,
-                    feature_map,
-                    labels,
-                    sampling,
-                    batch.uniforms,
-                    window,
-                    until,
-                )
-                return speculation.rounds(clock), SPECULATION
-            case methods.CoDe():
-                n = method.n
-            case _:
-                n = scales
+        n = method.n if isinstance(method, methods.CoDe) else scales
         large = self.transformer
         # with all scales by the large model there may be no small one
         small = large if n == scales else needed(self.small, method.name)

@@ -1,7 +1,7 @@
 """From VAR's logits to tokens: guidance by scale, top-k and top-p, temperature, and the samplers.
 
-``InverseCDF`` and ``SharedGumbel`` take one generator a picture, so that a picture's uniforms do
-not depend on its batch. ``ReleaseSampler`` is VAR's released code draw for draw, with one generator
+``InverseCDF`` takes one generator a picture, so that a picture's uniforms do not depend on its
+batch. ``ReleaseSampler`` is VAR's released code draw for draw, with one generator
 for the batch, for comparisons with recorded runs. Source: VAR (arXiv 2404.02905). Shape letters: B
 batch, T tokens of a scale, V vocabulary, K scales.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.kinds import check_at_least
 from specmm.processors import Processor
-from specmm.randomness import Uniforms, UniformSource, categorical
+from specmm.randomness import UniformSource, categorical
 
 Temperature = float | tuple[float, ...]  # one, or one for each scale
 
@@ -176,43 +176,6 @@ class InverseCDF:
             return ScaleTokens(logits.argmax(-1))
         weights = self.sampling.weights(logits, k)
         return ScaleTokens(categorical(weights, self.uniforms.draw(logits.shape[1])))
-
-
-@dataclass
-class SharedGumbel:
-    """The Gumbel-max trick with the same noise for two models: argmax of logits plus noise.
-
-    The noise of a scale is kept until ``forget``. Each model alone samples its own distribution,
-    and the two agree as often as a coupling of this kind allows. Scales from ``coupled`` on, which
-    one model alone draws, take a uniform a token instead, as ``InverseCDF`` does.
-    """
-
-    sampling: Sampling
-    uniforms: Uniforms
-    coupled: int
-    noise: dict[int, Tensor] = field(default_factory=dict)
-
-    def draw(self, logits: Tensor, k: int) -> ScaleTokens:
-        """See ``ScaleSampler``; the first calls must be in the order of the scales."""
-        temperature = self.sampling.temperature_at(k)
-        if temperature == 0:
-            return ScaleTokens(logits.argmax(-1))
-        if k not in self.noise:
-            self.noise[k] = self._fresh(logits, k)
-        if k >= self.coupled:
-            return ScaleTokens(categorical(self.sampling.weights(logits, k), self.noise[k]))
-        scores = self.sampling.masked(logits) / temperature + self.noise[k]
-        return ScaleTokens(scores.argmax(-1))
-
-    def _fresh(self, logits: Tensor, k: int) -> Tensor:
-        """Gumbel noise [B, T, V], or uniforms [B, T] where nothing is coupled."""
-        if k >= self.coupled:
-            return self.uniforms.draw(logits.shape[1])
-        return gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
-
-    def forget(self, k: int) -> None:
-        """Drop the noise of scales below ``k``."""
-        self.noise = {i: noise for i, noise in self.noise.items() if i >= k}
 
 
 @dataclass

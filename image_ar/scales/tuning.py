@@ -30,7 +30,6 @@ from specmm.image_ar.scales.planner import (
     parameters,
 )
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
-from specmm.image_ar.scales.scale_speculation import coarse_scales
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.randomness import Uniforms
@@ -96,10 +95,8 @@ class Chooser:
                     return replace(method, n=self.settings.n), self._specialised()
                 made = self.plan(batch, sampling)
                 return replace(method, n=made.n), made.reason
-            case methods.ScaleSpeculative(until=-1):
-                return replace(method, until=coarse_scales(self.large.config.schedule)), ""
             case methods.Auto():
-                return (methods.AR(), "plain decoding: exact speculation was never faster")
+                return (methods.AR(), "plain decoding: no other method is exact")
         return method, ""
 
     def plan(self, batch: int, sampling: Sampling) -> CoDePlan:

@@ -40,7 +40,7 @@ MethodName = Annotated[
     typer.Option(
         help="LlamaGen: ar, sjd, gsd, zipar, speculative, eagle, lantern, lantern++, self, draft, "
         "auto; models of transformers: these and prompt-lookup; "
-        "VAR: ar, code, speculative, auto; MAR: ar, cspd."
+        "VAR: ar, code, auto; MAR: ar, cspd."
     ),
 ]
 

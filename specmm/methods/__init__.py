@@ -30,7 +30,6 @@ from specmm.methods.images import (
     Eagle,
     Lantern,
     LanternPP,
-    ScaleSpeculative,
     Speculative,
     ZipAR,
 )
@@ -84,7 +83,6 @@ __all__ = [
     "Method",
     "Methods",
     "PromptLookup",
-    "ScaleSpeculative",
     "ScalesMethod",
     "SpecDiff",
     "Speculative",
@@ -116,7 +114,7 @@ TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod
 GenerateMethod: TypeAlias = AR | VLMDraft | MSD | TextMethod
 # models that draw picture tokens, of which none has a trained drafter
 TransformersImageMethod: TypeAlias = AR | SJD | GSD | ZipAR | Draft | Auto | PromptLookup
-ScalesMethod: TypeAlias = AR | CoDe | ScaleSpeculative | Auto
+ScalesMethod: TypeAlias = AR | CoDe | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 
 IMAGE_TOKENS = Methods("image tokens", get_args(Method), relaxes=True)

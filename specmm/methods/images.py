@@ -210,20 +210,6 @@ class CoDe(Declared):
 
 
 @dataclass(frozen=True)
-class ScaleSpeculative(Declared):
-    """The small model drafts ``window`` scales at a time, the large one verifies; exact.
-
-    ``until`` is how many coarse scales are drafted. -1 takes those whose tokens cost the large
-    model hardly more together than one by one.
-    """
-
-    name: ClassVar[str] = "speculative"
-    here: ClassVar[str] = "0.88x plain decoding at best"
-    window: int = 3
-    until: int = -1
-
-
-@dataclass(frozen=True)
 class CSpD(Declared):
     """Continuous speculative decoding (arXiv 2411.11925), as published or ``exact``.
 

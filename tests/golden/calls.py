@@ -29,7 +29,6 @@ from specmm.methods import (
     Eagle,
     Lantern,
     LanternPP,
-    ScaleSpeculative,
     Speculative,
     ZipAR,
 )
@@ -129,7 +128,7 @@ IMAGES: dict[str, Any] = {
     "lantern++, release": LanternPP(tree=SIX, residual="release"),
     "lantern++, lambda 4": LanternPP(tree=SIX, lambda_=4.0),
 }
-SCALES = {"ar": "ar", "code": CoDe(2), "speculative": ScaleSpeculative()}
+SCALES = {"ar": "ar", "code": CoDe(2)}
 CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
 ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup")} | {
     "msd, drawn": MSD(sampled=True)
@@ -156,7 +155,7 @@ def calls() -> dict[str, Call]:
     for label, method in CONTINUOUS.items():
         found[f"continuous: {label}"] = partial(drawn, "pocket/mar", method)
     three = {"count": 3, "batch_size": 2}
-    found["scales, three"] = partial(drawn, "pocket/var", SCALES["speculative"], **three)
+    found["scales, three"] = partial(drawn, "pocket/var", SCALES["code"], **three)
     found["continuous, three"] = partial(drawn, "pocket/mar", CONTINUOUS["exact"], **three)
     for temperature in (0.0, 1.0):
         for label, method in ANSWERS.items():

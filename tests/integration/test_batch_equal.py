@@ -18,7 +18,7 @@ NAMES = ("heart", "face-smiling", "heart", "time", "country-flag")
 CASES = [
     ("pocket/llamagen", "speculative", 1),
     ("pocket/llamagen", "sjd", 1),
-    ("pocket/var", "speculative", 2),
+    ("pocket/var", "code", 2),
     ("pocket/mar", "cspd", 1),
 ]
 

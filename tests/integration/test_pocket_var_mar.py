@@ -49,19 +49,12 @@ def test_batch_invariant_pictures_do_not_depend_on_the_batch(tmp_path):
     assert "--batch-invariant needs float32 on a CPU, uncompiled" in line
 
 
-@pytest.mark.parametrize("method", ["ar", methods.CoDe(5), "speculative"], ids=str)
+@pytest.mark.parametrize("method", ["ar", methods.CoDe(5)], ids=str)
 def test_scales(var, method):
     out = draw(var, method)
     assert [image.size for image in out.images] == [(48, 48)] * 2 and out.tokens.shape == (2, 274)
     assert out.certificate.kind == ("heuristic" if isinstance(method, methods.CoDe) else "exact")
     assert len(np.unique(np.array(out.images[0]))) > 50  # a picture, not a flat field
-
-
-def test_greedy_speculation_over_scales_is_plain_decoding(var):
-    plain, drafted = (
-        draw(var, m, temperature=0.0, output_type="latent") for m in ("ar", "speculative")
-    )
-    assert torch.equal(plain.tokens, drafted.tokens)
 
 
 def test_the_large_model_knows_the_classes(var):

@@ -169,7 +169,7 @@ def test_image_tokens(picture_pipe, launches, no_dense_masks, name):
     assert launched(launches) == TABLE["image tokens", name]
 
 
-@pytest.mark.parametrize("name", ["ar", methods.CoDe(5), "speculative"], ids=str)
+@pytest.mark.parametrize("name", ["ar", methods.CoDe(5)], ids=str)
 def test_scales(launches, name):
     pipe = specmm.ImagePipeline.from_pretrained("pocket/var", torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

@@ -171,7 +171,6 @@ MEASURED = {  # the file that has a method's best row
     methods.DiffuSpec: "gpu/pocket-coder",
     methods.SpecDiff: "gpu/pocket-coder",
     methods.Eagle: "speed",
-    methods.ScaleSpeculative: "second_run/var",
     methods.CSpD: "mar",
 }
 

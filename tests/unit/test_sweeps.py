@@ -76,7 +76,7 @@ def test_every_setting_of_var_runs_and_has_its_ideal(scales):
     # more scales by the small model, less arithmetic
     assert ideals == sorted(ideals, reverse=True) and ideals[-1] > 1
     assert all(r["peak_mib"] > 0 for r in rows.values())
-    assert rows["speculative"]["certificate"] == "exact"
+    assert rows["ar"]["certificate"] == "exact"
 
 
 def test_samples_are_made_once(scales, tmp_path):

@@ -63,4 +63,4 @@ def test_scales_of_many_rows_run_as_they_are(pair, make, monkeypatch):
 def test_methods_whose_passes_differ_are_refused():
     check_method(methods.AR()), check_method(methods.CoDe(2))
     with pytest.raises(ValueError, match="ar or code"):
-        check_method(methods.ScaleSpeculative())
+        check_method(methods.Auto())

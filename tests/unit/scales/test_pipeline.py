@@ -30,7 +30,7 @@ def test_pictures(pipe):
     assert draw(pipe, "ar", output_type="pil").images[0].size == (12, 12)
 
 
-@pytest.mark.parametrize("method", ["ar", methods.CoDe(2), methods.ScaleSpeculative(2, 4)])
+@pytest.mark.parametrize("method", ["ar", methods.CoDe(2)])
 def test_a_picture_depends_on_its_seed_only(pipe, method):
     together = draw(pipe, method, generator=[seeded(1), seeded(2), seeded(3)]).tokens
     split = draw(pipe, method, generator=[seeded(1), seeded(2), seeded(3)], batch_size=2).tokens
@@ -38,9 +38,7 @@ def test_a_picture_depends_on_its_seed_only(pipe, method):
     assert torch.equal(together, split) and torch.equal(together[2:], last)
 
 
-@pytest.mark.parametrize(
-    "method, scale", [("ar", 0), (methods.CoDe(2), 2), (methods.ScaleSpeculative(2, 4), 2)]
-)
+@pytest.mark.parametrize("method, scale", [("ar", 0), (methods.CoDe(2), 2)])
 def test_logits_that_are_not_finite_stop_the_run(pipe, make, method, scale):
     broken = make.var(0, depth=4)
     broken.head.bias.data[3] = float("nan")
@@ -77,20 +75,13 @@ def test_code_works_only_where_needed(pipe, large, small):
     assert heads[large] == [(3, 1), (3, 4), (3, 9)] and heads[small] == [(3, 16), (3, 36)]
 
 
-def test_speculation_is_exact_and_greedy_equals_plain(pipe):
-    method = methods.ScaleSpeculative(2, 4)
-    out = draw(pipe, method, temperature=0.0)
-    assert out.certificate.kind == "exact" and out.certificate.tv == 0
-    assert torch.equal(out.tokens, draw(pipe, "ar", temperature=0.0).tokens)
-
-
 def test_an_interrupted_run_leaves_nothing_after(pipe, large):
     before, wanted = large.state_dict().keys(), draw(pipe, "ar").tokens
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    for method in ("ar", methods.CoDe(2), methods.ScaleSpeculative(2, 4)):
+    for method in ("ar", methods.CoDe(2)):
         with pytest.raises(KeyboardInterrupt):
             draw(pipe, method, callback_on_step_end=stop)
         assert large.state_dict().keys() == before
@@ -149,14 +140,13 @@ def test_schedules_that_begin_with_many_tokens(make):
     models = [make.var(seed, depth=1, patch_nums=(10, 12)) for seed in (0, 1)]
     made = VARPipeline(models[0], make.vqvae((10, 12)), models[1], VARSettings())
     plain = draw(made, "ar", [3], temperature=0.0).tokens
-    for method in ("auto", "speculative"):
-        assert torch.equal(draw(made, method, [3], temperature=0.0).tokens, plain)
+    assert torch.equal(draw(made, "auto", [3], temperature=0.0).tokens, plain)
 
 
 def test_auto_decodes_plainly(pipe):
     out = draw(pipe, "auto")
     assert out.certificate.kind == "exact"
-    assert out.method == "auto: plain decoding: exact speculation was never faster"
+    assert out.method == "auto: plain decoding: no other method is exact"
 
 
 def test_files(pipe, large, vqvae, small, tmp_path):
@@ -188,7 +178,7 @@ def test_half_precision(pipe, tmp_path):
     half = VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
     assert half.transformer.dtype == torch.bfloat16
     assert half.vae.quantize.embedding.weight.dtype == torch.float32
-    for method in ("ar", methods.CoDe(2), methods.ScaleSpeculative(2, 4)):
+    for method in ("ar", methods.CoDe(2)):
         assert draw(half, method, output_type="uint8").images.shape == (3, 12, 12, 3)
     with pytest.raises(ValueError, match="float16 must run on a GPU"):
         VARPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float16)
@@ -225,8 +215,6 @@ def test_half_precision(pipe, tmp_path):
         (dict(classes=[10]), "class id must be below 10, got 10"),
         (dict(classes=[]), "classes must name at least one class"),
         (dict(method="cod"), "did you mean 'code'"),
-        (dict(method="speculative", more_smooth=True), "more_smooth must be off"),
-        (dict(method=methods.ScaleSpeculative(0)), "window must be at least 1"),
         (dict(output_type="jpg"), "unknown output_type 'jpg'"),
     ],
 )
@@ -266,7 +254,7 @@ def test_missing_small_model(pipe, large, vqvae):
     alone = VARPipeline(
         large, vqvae, None, dataclasses.replace(VARSettings(), classes=pipe.settings.classes)
     )
-    for method in ("code", methods.CoDe(2), "speculative"):
+    for method in ("code", methods.CoDe(2)):
         with pytest.raises(ValueError, match="needs a small model"):
             draw(alone, method)
     with pytest.raises(ValueError, match="text_encoder must be left out"):

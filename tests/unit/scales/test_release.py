@@ -4,6 +4,8 @@ picture by picture.
 Shape letters: B pictures.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,9 +13,22 @@ from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Sampling, VARSettings, sorted_mask
 from tests import sampling
-from tests.unit.scales.test_scale_speculation import exact_probs
 
 PICTURES = 4000
+
+
+@torch.inference_mode()
+def exact_probs(model, vqvae, sampling):
+    """Chance [32] of every picture by the large model, teacher-forced."""
+    pictures = torch.tensor(list(itertools.product((0, 1), repeat=5)))
+    labels, tokens = torch.full((32,), 3), [pictures[:, :1], pictures[:, 1:]]
+    inputs = vqvae.quantize.inputs(tokens)
+    cond, null = model(labels, inputs), model(torch.full_like(labels, 10), inputs)
+    coarse = sampling.probs(cond[:, :1], 0)
+    fine = sampling.probs(2 * cond[:, 1:] - null[:, 1:], 1)
+    probs = torch.cat([coarse, fine], 1).gather(2, pictures[:, :, None])[..., 0].double().prod(1)
+    assert probs.sum() == pytest.approx(1, abs=1e-5)
+    return probs / probs.sum()
 
 
 @pytest.fixture(scope="module")

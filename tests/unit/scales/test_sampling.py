@@ -1,6 +1,4 @@
-"""Uniforms: every way follows the distribution, filters and temperature act in the release's order,
-noise is shared.
-"""
+"""Every way follows the distribution; filters and temperature act in the release's order."""
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from specmm.image_ar.scales.sampling import (
     InverseCDF,
     ReleaseSampler,
     Sampling,
-    SharedGumbel,
     gumbel,
     soften,
     sorted_mask,
@@ -26,13 +23,11 @@ def probs():
     return (sorted_mask(LOGITS, 8, 0.9) / 1.3).softmax(-1)[0, 0].double()
 
 
-@pytest.mark.parametrize("kind", ["inverse", "race", "uncoupled", "release"])
+@pytest.mark.parametrize("kind", ["inverse", "release"])
 def test_every_way_follows_the_distribution(kind):
     uniforms = Uniforms.from_seeds(range(ROWS))
     sampler = {
         "inverse": lambda: InverseCDF(SAMPLING, uniforms, 4),
-        "race": lambda: SharedGumbel(SAMPLING, uniforms, 4),
-        "uncoupled": lambda: SharedGumbel(SAMPLING, uniforms, 0),
         "release": lambda: ReleaseSampler(SAMPLING, torch.Generator().manual_seed(0), 4),
     }[kind]()
     tokens = sampler.draw(LOGITS.expand(ROWS, PLACES, 12), 0).tokens
@@ -59,36 +54,11 @@ def test_weights_grow_over_the_scales():
     assert Sampling(4.0).weight(0, 1) == 0
 
 
-def test_shared_noise_makes_models_agree():
-    logits = LOGITS.expand(ROWS, PLACES, 12)
-    others = logits + 0.3 * torch.randn(12, generator=torch.Generator().manual_seed(1))
-    race = SharedGumbel(Sampling(), Uniforms.from_seeds(range(ROWS)), 4)
-    shared = (race.draw(logits, 0).tokens == race.draw(others, 0).tokens).float().mean()
-    fresh = SharedGumbel(Sampling(), Uniforms.from_seeds(range(100, 100 + ROWS)), 4)
-    alone = (race.draw(logits, 0).tokens == fresh.draw(others, 0).tokens).float().mean()
-    overlap = float(torch.minimum(logits.softmax(-1), others.softmax(-1))[0, 0].sum())
-    assert alone < overlap - 0.2 and overlap - 0.15 < shared <= overlap + 0.02
-
-
-def test_noise_lasts_until_forgotten():
-    race, logits = SharedGumbel(Sampling(), Uniforms.from_seeds([0, 1]), 2), LOGITS.expand(2, 9, 12)
-    first = [race.draw(logits, k).tokens for k in (0, 1, 2)]
-    assert all(torch.equal(race.draw(logits, k).tokens, tokens) for k, tokens in enumerate(first))
-    assert race.noise[1].shape == (2, 9, 12) and race.noise[2].shape == (2, 9)
-    race.forget(1)
-    assert set(race.noise) == {1, 2}
-    race.forget(3)
-    assert not torch.equal(
-        torch.stack([race.draw(logits, k).tokens for k in (0, 1, 2)]), torch.stack(first)
-    )
-
-
 def test_rows_have_their_own_uniforms():
     logits = LOGITS.expand(2, 50, 12)
-    for make in (lambda u: InverseCDF(Sampling(), u, 4), lambda u: SharedGumbel(Sampling(), u, 4)):
-        both = make(Uniforms.from_seeds([5, 6])).draw(logits, 0).tokens
-        single = make(Uniforms.from_seeds([6])).draw(logits[:1], 0).tokens
-        assert torch.equal(both[1:], single) and not torch.equal(both[0], both[1])
+    both = InverseCDF(Sampling(), Uniforms.from_seeds([5, 6]), 4).draw(logits, 0).tokens
+    single = InverseCDF(Sampling(), Uniforms.from_seeds([6]), 4).draw(logits[:1], 0).tokens
+    assert torch.equal(both[1:], single) and not torch.equal(both[0], both[1])
 
 
 def test_soft_codes_harden():

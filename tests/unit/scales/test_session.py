@@ -44,30 +44,15 @@ def test_scales_at_once_equal_scales_one_by_one(large, vqvae, jumps, cfg):
     feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(cfg)
     session, parts = Session(large, LABELS, sampling, 4), []
     for k in jumps:
-        parts.append(session.advance(feature_map, k, session.filled))
+        parts.append(session.advance(feature_map, k))
     forced = [
         large(rows, feature_map.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))
     ]
     levels = large.lvl_1L[0] / 4 * cfg
     wanted = (1 + levels[:, None]) * forced[0] - levels[:, None] * forced[1]
+    starts = large.config.schedule.starts
+    wanted = torch.cat([wanted[:, starts[k] : starts[k + 1]] for k in jumps], 1)
     torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=2e-4, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_after_a_crop_scales_are_run_again(large, vqvae):
-    feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(1.0)
-    session = Session(large, LABELS, sampling, 5)
-    session.advance(feature_map, 3)
-    wanted = session.advance(feature_map, 4)
-    other = drawn_map(vqvae, LABELS, seed=1)
-    feature_map.crop(2)
-    session.crop(2)
-    feature_map.add(ScaleTokens(other.tokens[2]))
-    feature_map.add(ScaleTokens(other.tokens[3]))
-    fresh = Session(large, LABELS, sampling, 5).advance(feature_map, 4)
-    again = session.advance(feature_map, 4)
-    torch.testing.assert_close(again, fresh, atol=2e-4, rtol=1e-4)
-    assert not torch.allclose(again, wanted, atol=1e-2)
 
 
 @torch.inference_mode()
