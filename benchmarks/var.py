@@ -35,8 +35,7 @@ from benchmarks.settings import Options
 from benchmarks.sweep import Setting, draw_samples, plot, quality, time_settings, timing
 from specmm import methods, zoo
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.image_ar.scales.planner import model_work
-from specmm.image_ar.scales.tuning import workload
+from specmm.image_ar.scales.var import VARConfig
 
 
 def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Setting]:
@@ -57,15 +56,39 @@ def settings_of(pipe: VARPipeline, specials: Sequence[VARPipeline]) -> list[Sett
 
 def ideal(pipe: VARPipeline, n: int, batch: int) -> float:
     """Arithmetic of the large model alone over that of CoDe with the first ``n`` scales by it."""
-    setup = workload(pipe.transformer, batch, pipe.target())
-    large = pipe.transformer
-    small = pipe.small
-    scales = len(large.config.schedule)
-    whole = sum(w.flops for w in model_work(large.config, setup, range(scales)))
-    parts = model_work(large.config, setup, range(n)) + model_work(
-        small.config, setup, range(n, scales)
-    )
-    return whole / sum(w.flops for w in parts)
+    large, small = pipe.transformer.config, pipe.small.config
+    scales, guided = len(large.schedule), pipe.target().cfg > 0
+    whole = flops(large, batch, guided, range(scales))
+    parts = [flops(large, batch, guided, range(n)), flops(small, batch, guided, range(n, scales))]
+    return whole / sum(parts)
+
+
+def flops(config: VARConfig, batch: int, guided: bool, scales: range) -> float:
+    """Of matrix products and attention of a model that draws ``scales``, the class's part included,
+    which is once a picture; the first step reads the coarser ones, too.
+    """
+    if not scales:
+        return 0.0
+    rows = batch * (2 if guided else 1)
+    condition = 12 * rows * config.embed_dim**2 * (1 if config.shared_aln else config.depth)
+    steps = [(0 if k == scales.start else k, k) for k in scales]
+    return condition + sum(forward_flops(config, batch, rows, *step) for step in steps)
+
+
+def forward_flops(config: VARConfig, batch: int, rows: int, first: int, k: int) -> float:
+    """Of a forward of scales ``first`` … ``k`` at once, with logits of ``k`` only.
+
+    Under a mask every row is multiplied with every column, hidden or not. The last layer computes
+    ``k`` only.
+    """
+    starts, width = config.schedule.starts, config.embed_dim
+    seen = starts[k + 1]
+    read, shown = seen - starts[first], config.schedule.tokens(k)
+    matrices = 4 * width**2 + 2 * width * config.hidden_dim  # of a block, adaLN apart
+    token_layers = (config.depth - 1) * read + shown
+    keys = 2 * 3 * width**2 * (read - shown)  # the last layer's, of rows without logits
+    head = 2 * batch * shown * width * config.vocab_size  # guidance mixes what it reads
+    return rows * (2 * matrices * token_layers + 4 * seen * width * token_layers + keys) + head
 
 
 def row(setting: Setting, plain: Setting, batch: int) -> Row:

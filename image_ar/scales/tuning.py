@@ -1,12 +1,13 @@
 """Decisions measured on this machine: CoDe's N.
 
-The planner's rates are fitted to timed scales. Shape letters: B batch, K scales.
+Every scale of both models is timed, and the small model's first pass over all of them; what an N
+takes is a sum. Shape letters: B batch, K scales, L tokens.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -14,22 +15,12 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.choose.contest import Measured
+from specmm.choose.contest import MARGIN, Measured
 from specmm.hardware import MOST, prepack
 from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
-from specmm.image_ar.scales.planner import (
-    Forecast,
-    Machine,
-    Work,
-    Workload,
-    choose_n,
-    fit,
-    forecast,
-    model_work,
-    parameters,
-)
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
+from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.randomness import Uniforms
@@ -37,25 +28,76 @@ from specmm.stats import Clock
 from specmm.watching import tell
 
 REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
-CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's prefill
-MEASURED_BLOCKS = 2  # of published sizes, in place of all
+CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's first pass over all scales
+DEPTHS = (2, 6)  # blocks of models that are measured for published sizes, in place of all
+ALIVE = 9  # rows of a layer at once: itself, normed, fused projection, queries and keys normalised
+SPEEDUP_WANTED = 1.7
+FID_ALLOWED = 1.1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """CoDe with the first ``n`` scales by the large model.
+
+    Seconds a batch, peak bytes (without the tokenizer's, the same for all n), speedup over n = K.
+    """
+
+    n: int
+    seconds: float
+    memory: float
+    speedup: float
+
+
+@dataclass(frozen=True)
+class ScaleSeconds:
+    """Seconds of each scale by the ``large`` and by the ``small`` model [K], of the small one's
+    pass over all scales at once, ``prefill``, and of decoding a batch.
+    """
+
+    large: list[float]
+    small: list[float]
+    prefill: float
+    decode: float
+
+    def of(self, n: int, schedule: ScaleSchedule) -> float:
+        """Seconds of CoDe with ``n`` scales by the large model: the small one begins with a pass
+        over n + 1 scales, which takes longer by the token.
+        """
+        if not n < len(self.large):
+            return sum(self.large) + self.decode
+        first, all_of = schedule.starts[1], schedule.starts[-1]
+        share = (schedule.starts[n + 1] - first) / max(all_of - first, 1)
+        begin = self.small[0] + share * (self.prefill - self.small[0])
+        return sum(self.large[:n]) + begin + sum(self.small[n + 1 :]) + self.decode
+
+    def deeper(self, other: ScaleSeconds, large: float, small: float) -> ScaleSeconds:
+        """Seconds on the line through these and the ``other`` models', ``large`` and ``small``
+        times as far from these.
+        """
+
+        def line(ours: Sequence[float], theirs: Sequence[float], times: float) -> list[float]:
+            return [a + times * max(b - a, 0.0) for a, b in zip(ours, theirs, strict=True)]
+
+        [prefill] = line([self.prefill], [other.prefill], small)
+        parts = line(self.large, other.large, large), line(self.small, other.small, small)
+        return ScaleSeconds(*parts, prefill, 0.0)
 
 
 @dataclass(frozen=True)
 class CoDePlan:
-    """The planner's choice for ``code`` with all it was chosen from."""
+    """The choice for ``code`` with all it was chosen from."""
 
     n: int
     reason: str
     forecasts: list[Forecast]
-    machine: Machine
+    seconds: ScaleSeconds
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
             "choice": self.n,
             "reason": self.reason,
-            "machine": vars(self.machine),
+            "seconds": vars(self.seconds),
             "by_n": [vars(f) for f in self.forecasts],
         }
 
@@ -107,14 +149,14 @@ class Chooser:
         small = needed(self.small, "code")
         key = batch, sampling
         if key not in self.plans:
-            machine = calibrate(self.large, small, self.vqvae, batch, sampling)
-            load = workload(self.large, batch, sampling)
-            forecasts = forecast(self.large.config, small.config, load, machine)
+            seconds = measured(self.large, small, self.vqvae, batch, sampling)
+            sizes = (self.large.config, small.config)
+            forecasts = forecast(*sizes, seconds, batch, sampling, self.large.dtype)
             n, reason = choose_n(forecasts, self.settings.fid)
             if self.settings.n != -1:
                 n = self.settings.n
                 reason = self._specialised()
-            self.plans[key] = CoDePlan(n, reason, forecasts, machine)
+            self.plans[key] = CoDePlan(n, reason, forecasts, seconds)
         return self.plans[key]
 
     def _specialised(self) -> str:
@@ -131,29 +173,25 @@ def needed(small: VAR | None, method: str) -> VAR:
     return small
 
 
-def workload(model: VAR, batch: int, sampling: Sampling) -> Workload:
-    """What the planner has to know of a run."""
-    return Workload(batch, sampling.cfg > 0, model.dtype.itemsize)
-
-
-def calibrate(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling) -> Machine:
-    """Rates fitted to every scale of both models and to the small one's prefill of all but one.
-
-    Watchers are told after each of ``CALIBRATION`` runs.
+def measured(
+    large: VAR,
+    small: VAR,
+    vqvae: VQVAE,
+    batch: int,
+    sampling: Sampling,
+    ran: Callable[[], object] | None = None,
+) -> ScaleSeconds:
+    """Seconds of every scale for ``batch`` pictures; ``ran`` is called after each of
+    ``CALIBRATION`` runs (None: watchers are told).
     """
     runs = count(1)
-
-    def ran() -> None:
-        tell(Measured(next(runs), CALIBRATION))
-
-    scales = len(large.config.schedule)
-    work: list[Work] = []
-    seconds: list[float] = []
-    everything = range(scales)
-    for model, steps in ((large, everything), (small, everything), (small, everything[-1:])):
-        work += model_work(model.config, workload(model, batch, sampling), steps)
-        seconds += time_steps(model, vqvae, batch, sampling, steps, ran)
-    return replace(fit(work, seconds), decode=time_decode(vqvae))
+    called = ran or (lambda: tell(Measured(next(runs), CALIBRATION)))
+    everything = range(len(large.config.schedule))
+    given = (vqvae, batch, sampling)
+    of_large = time_steps(large, *given, everything, called)
+    of_small = time_steps(small, *given, everything, called)
+    [prefill] = time_steps(small, *given, everything[-1:], called)
+    return ScaleSeconds(of_large, of_small, prefill, batch * time_decode(vqvae))
 
 
 @torch.inference_mode()
@@ -237,20 +275,108 @@ def random_vqvae(config: VARConfig) -> VQVAE:
     return VQVAE(replace(sizes, patch_nums=config.patch_nums)).eval()
 
 
+def parameters(config: VARConfig) -> int:
+    """All weights of a model, to within its biases."""
+    block = 4 * config.embed_dim**2 + 2 * config.embed_dim * config.hidden_dim
+    condition = 6 * config.embed_dim**2 * (1 if config.shared_aln else config.depth)
+    ends = config.embed_dim * (config.vocab_size + config.num_classes)
+    return config.depth * block + condition + ends
+
+
+def model_memory(
+    config: VARConfig, scales: range, batch: int, sampling: Sampling, dtype: torch.dtype
+) -> float:
+    """Peak bytes beside the weights: the KV cache, and a layer's activations or the logits.
+
+    A layer holds about ``ALIVE`` times its rows at its busiest, in attention; in the last scale,
+    whose keys and values are not cached, those of its own layer once more.
+    """
+    if not scales:
+        return 0.0
+    rows = batch * (2 if sampling.cfg > 0 else 1)
+    starts = config.schedule.starts
+    width = config.embed_dim
+    cached = 0 if len(scales) == 1 else starts[scales[-1]]
+    first = starts[scales.start + 1]
+    last = config.schedule.tokens(scales[-1])
+    joined = starts[scales[-1] + 1] if cached else 0
+    cache = 2 * config.depth * rows * cached * width * dtype.itemsize
+    layer = rows * width * dtype.itemsize * max(ALIVE * first, ALIVE * last + 2 * joined)
+    logits = 4 * 4 * batch * last * config.vocab_size
+    condition = rows * 6 * config.depth * width * dtype.itemsize
+    return float(cache + condition + max(layer, logits))
+
+
+def forecast(
+    large: VARConfig,
+    small: VARConfig,
+    seconds: ScaleSeconds,
+    batch: int,
+    sampling: Sampling,
+    dtype: torch.dtype,
+) -> list[Forecast]:
+    """Time and memory of CoDe for every N from 0 (the small model alone) to K (the large alone)."""
+    scales = len(large.schedule)
+    load = (batch, sampling, dtype)
+    whole = seconds.of(scales, large.schedule)
+    found = []
+    for n in range(scales + 1):
+        coarse, fine = range(n), range(n, scales)
+        weights = (parameters(large) if coarse else 0) + (parameters(small) if fine else 0)
+        peak = max(model_memory(large, coarse, *load), model_memory(small, fine, *load))
+        took = seconds.of(n, large.schedule)
+        found.append(Forecast(n, took, weights * dtype.itemsize + peak, whole / took))
+    return found
+
+
+def choose_n(
+    forecasts: Sequence[Forecast], fid: Mapping[str, float] | None = None
+) -> tuple[int, str]:
+    """The N to run and why.
+
+    With measured ``fid`` by N (keys as text): the fastest whose FID is at most FID_ALLOWED times
+    the large model's. Without: the largest N, hence the most of the large model, that is
+    SPEEDUP_WANTED times as fast; else the fastest. The large model alone where nothing beats it by
+    MARGIN.
+    """
+    last = forecasts[-1]
+    measured = {int(n): value for n, value in (fid or {}).items()}
+    if last.n in measured:
+        limit = FID_ALLOWED * measured[last.n]
+        good = [f for f in forecasts if measured.get(f.n, float("inf")) <= limit]
+        best = max(good, key=lambda f: f.speedup)
+        why = f"the fastest with FID at most {limit:.2f}"
+    elif quick := [f for f in forecasts[1:-1] if f.speedup >= SPEEDUP_WANTED]:
+        best = quick[-1]
+        why = f"the largest with {SPEEDUP_WANTED}x"
+    else:
+        best = max(forecasts[1:], key=lambda f: f.speedup)
+        why = f"the fastest, none reaches {SPEEDUP_WANTED}x"
+    if best.n != last.n and best.speedup < MARGIN:
+        best = last
+        why = "the large model alone: no switch is faster"
+    return best.n, f"n {best.n}: {why}; {best.speedup:.2f}x expected"
+
+
 def plan_of_sizes(
     large: VARConfig, small: VARConfig, batch: int, sampling: Sampling, dtype: torch.dtype
 ) -> CoDePlan:
     """CoDe by N for models of these sizes without their weights: time depends on sizes alone.
 
-    The rates are fitted to ``MEASURED_BLOCKS`` blocks of each width. Seconds are those of tokens,
-    without decoding pixels.
+    Models of ``DEPTHS`` blocks are measured, and others lie on the line through them. Seconds are
+    those of tokens, without decoding pixels.
     """
-    short_large, short_small = (
-        random_var(replace(config, depth=MEASURED_BLOCKS), dtype, config)
-        for config in (large, small)
-    )
-    measured = calibrate(short_large, short_small, random_vqvae(large), batch, sampling)
-    machine = replace(measured, decode=0.0)
-    load = Workload(batch, sampling.cfg > 0, dtype.itemsize)
-    forecasts = forecast(large, small, load, machine)
-    return CoDePlan(*choose_n(forecasts), forecasts, machine)
+    runs = count(1)
+
+    def ran() -> None:
+        tell(Measured(next(runs), len(DEPTHS) * CALIBRATION))
+
+    def of_depth(depth: int) -> ScaleSeconds:
+        made = [random_var(replace(x, depth=depth), dtype, x) for x in (large, small)]
+        return measured(made[0], made[1], random_vqvae(large), batch, sampling, ran)
+
+    low, high = DEPTHS
+    times = [(config.depth - low) / (high - low) for config in (large, small)]
+    seconds = of_depth(low).deeper(of_depth(high), *times)
+    forecasts = forecast(large, small, seconds, batch, sampling, dtype)
+    return CoDePlan(*choose_n(forecasts), forecasts, seconds)

@@ -5,7 +5,7 @@ import torch
 
 from specmm.choose.contest import Measured
 from specmm.image_ar.scales import var
-from specmm.image_ar.scales.tuning import CALIBRATION, plan_of_sizes
+from specmm.image_ar.scales.tuning import CALIBRATION, DEPTHS, plan_of_sizes
 from specmm.watching import watched
 from tests.commands import as_json, refused, succeed
 
@@ -64,4 +64,5 @@ def test_a_plan_of_sizes_tells_of_every_run_that_it_measures(pipe):
     with watched(told.append):
         made = plan_of_sizes(*sizes, 1, pipe.target(), torch.float32)
     told = [event for event in told if isinstance(event, Measured)]
-    assert told == [Measured(i + 1, CALIBRATION) for i in range(CALIBRATION)] and made.forecasts
+    total = len(DEPTHS) * CALIBRATION
+    assert told == [Measured(i + 1, total) for i in range(total)] and made.forecasts

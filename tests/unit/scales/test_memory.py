@@ -7,8 +7,8 @@ from benchmarks.memory import measured_peak
 from specmm.hardware import prepack
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
-from specmm.image_ar.scales.planner import Workload, model_memory
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
+from specmm.image_ar.scales.tuning import model_memory
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
@@ -51,8 +51,8 @@ def test_forecasts(make, vqvae, n):
         turns = code_turns(large, small, n)
         list(alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()))
 
-    draw = Workload(40)
+    draw = (40, sampling, torch.float32)
     wanted = max(
-        model_memory(large.config, draw, range(n)), model_memory(small.config, draw, range(n, 5))
+        model_memory(large.config, range(n), *draw), model_memory(small.config, range(n, 5), *draw)
     )
     assert measured_peak(run, CPU) == pytest.approx(wanted, rel=0.2)
