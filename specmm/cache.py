@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,22 +30,50 @@ def branched(x: Tensor, branches: int) -> Tensor:
     return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
 
 
-class Memory:
-    """One layer's slots: where new keys and values go and how many slots are attended.
+Pair: TypeAlias = tuple[Tensor, Tensor]
+"""Keys and values."""
 
-    Rounds of a run write and attend the same slots. The views of them are made once: at batch 1
-    they would be a tenth of what PyTorch is asked for.
+
+class Views:
+    """Of all layers, in ``arrays`` [A, R, S, H, D], the slots that are written and attended.
+
+    They are made for all layers at once, and again only where others are asked for: layer by layer
+    they would be a tenth of what PyTorch is asked for at batch 1. ``halves`` are each layer's keys
+    and values: the array, and the number in it.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, arrays: Sequence[Tensor], halves: Sequence[tuple[tuple[int, int], tuple[int, int]]]
+    ) -> None:
+        self.arrays = arrays
+        self.halves = halves
+        self.asked: tuple[int, ...] = ()
+        self.fresh: list[tuple[Tensor, ...]] = []
+        self.attended: list[tuple[Tensor, ...]] = []
+
+    def of(self, layer: int, first: int, stop: int, count: int, axis: int) -> tuple[Pair, Pair]:
+        """Keys and values of ``count`` slots from ``first`` on, and of those before ``stop``."""
+        if self.asked != (first, stop, count, axis):
+            self.asked = (first, stop, count, axis)
+            turned = [x if axis == 1 else x.transpose(2, 3) for x in self.arrays]
+            self.fresh = [x.narrow(axis + 1, first, count).unbind() for x in turned]
+            self.attended = [x.narrow(axis + 1, 0, stop).unbind() for x in turned]
+        (a, i), (b, j) = self.halves[layer]
+        fresh, attended = self.fresh, self.attended
+        return (fresh[a][i], fresh[b][j]), (attended[a][i], attended[b][j])
+
+
+class Memory:
+    """One layer's slots: where new keys and values go and how many slots are attended."""
+
+    def __init__(self, keys: Tensor, values: Tensor, views: Views, layer: int) -> None:
         self.keys = keys  # [R, S, H, D]
         self.values = values
         self.first = 0
         self.stop = 0
         self.places: Tensor | None = None  # slots [T] to write to that need not follow one another
-        self._viewed: tuple[int, ...] = ()  # what the views below are of
-        self._fresh: tuple[Tensor, Tensor]
-        self._attended: tuple[Tensor, Tensor]
+        self.views = views
+        self.layer = layer
 
     def before(self) -> tuple[Tensor, Tensor]:
         """Keys and values [R, ``first``, H, D] of the slots before the one that is written next."""
@@ -57,14 +85,14 @@ class Memory:
         """
         if self.places is not None:
             return self._write_to_places(self.places, k, v, axis)
-        asked = (self.first, self.stop, k.shape[axis], axis)
         if torch.compiler.is_compiling():  # a program has views of its own
-            fresh, attended = self._views(*asked)
+            keys, values = along(self.keys, axis), along(self.values, axis)
+            first, count = self.first, k.shape[axis]
+            fresh = keys.narrow(axis, first, count), values.narrow(axis, first, count)
+            attended = keys.narrow(axis, 0, self.stop), values.narrow(axis, 0, self.stop)
         else:
-            if asked != self._viewed:
-                self._fresh, self._attended = self._views(*asked)
-                self._viewed = asked
-            fresh, attended = self._fresh, self._attended
+            asked = (self.first, self.stop, k.shape[axis], axis)
+            fresh, attended = self.views.of(self.layer, *asked)
         fresh[0].copy_(k)
         fresh[1].copy_(v)
         return attended
@@ -76,14 +104,6 @@ class Memory:
         keys.index_copy_(axis, places, k)
         values.index_copy_(axis, places, v)
         return keys.narrow(axis, 0, self.stop), values.narrow(axis, 0, self.stop)
-
-    def _views(
-        self, first: int, stop: int, count: int, axis: int
-    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Keys and values of ``count`` slots from ``first`` on, and of those before ``stop``."""
-        keys, values = along(self.keys, axis), along(self.values, axis)
-        fresh = keys.narrow(axis, first, count), values.narrow(axis, first, count)
-        return fresh, (keys.narrow(axis, 0, stop), values.narrow(axis, 0, stop))
 
 
 class StaticMemory:
@@ -196,10 +216,15 @@ class Cache:
                 for half in dict.fromkeys(halves)
             }
             self.arrays = list(made.values())
-            left = {half: iter(array) for half, array in made.items()}
-            each = [next(left[half]) for half in halves]
-            pairs = zip(each[::2], each[1::2], strict=True)
-            self.layers = [Memory(keys, values) for keys, values in pairs]
+            numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
+            where = [list(made).index(half) for half in halves]
+            each = list(zip(where, numbers, strict=True))
+            pairs = list(zip(each[::2], each[1::2], strict=True))
+            views = Views(self.arrays, pairs)
+            self.layers = [
+                Memory(self.arrays[a][i], self.arrays[b][j], views, layer)
+                for layer, ((a, i), (b, j)) in enumerate(pairs)
+            ]
             self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         # [R, capacity] bool: padding that no row may attend
         self.hidden_prefix: Tensor | None = None
