@@ -148,6 +148,10 @@ class Record:
         self.decoded += float(progress.counts.float().mean())
         self.calls += 1
 
+    def worthwhile(self, coming: float, share: float = SHARE) -> bool:
+        """Whether drafters are to be looked at, and read from files: not for a short first call."""
+        return bool(self.calls) or share * coming >= 2 * (PROMPT + FEW)
+
     @property
     def usual(self) -> float:
         """Tokens of a row that a call usually has."""
@@ -255,7 +259,7 @@ class Record:
         """Why :meth:`fastest` is, in words."""
         chosen = self.fastest()
         if not self.candidates:
-            return "there is no drafter"
+            return "there is no drafter" if self.calls else "the first call, and a short one"
         if PLAIN.method in self.samples:
             measured = [one for one in self.samples if one != PLAIN.method]
             said = ", ".join(f"{one} {self.gain(one):.2f}x" for one in measured)

@@ -76,16 +76,18 @@ def record_of(
     kinds: Sequence[str],
     drafters: Drafters,
     target: VLMTarget,
-    rows: int,
+    prompt: VLMPrompt,
     records: dict[Any, Record],
     tokenizer: PreTrainedTokenizerBase | None,
+    share: float = SHARE,
 ) -> Record:
-    """What is known of ``kinds`` for ``rows`` at a time, of all ``records``."""
+    """What is known of ``kinds`` for so many rows of ``prompt`` at a time, of all ``records``."""
+    rows = len(prompt.lengths)
     key = (*kinds, rows, target.processor.greedy, torch.get_num_threads())
-    if key not in records:
-        found = candidates_of(kinds, drafters, target, tokenizer)
-        records[key] = Record(found, rows, now=clock_of(target.device))
-    return records[key]
+    record = records.setdefault(key, Record((), rows, now=clock_of(target.device)))
+    if not record.candidates and record.worthwhile(prompt.max_new_tokens, share):
+        record.candidates = candidates_of(kinds, drafters, target, tokenizer)
+    return record
 
 
 def choose(

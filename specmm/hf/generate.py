@@ -152,7 +152,7 @@ def custom_generate(
             return own, None
         plain = VLMTarget(model, Processor(float(sampled)))  # processors may keep state
         parts = (Drafters(None, plain.name, model, {kind: drafter_of(model)}), plain)
-        record = record_of([kind], *parts, len(prompt.lengths), records, tokenizer)
+        record = record_of([kind], *parts, prompt, records, tokenizer)
         return choose(record, *parts, prompt, tokenizer), record
 
     found = Generating(run)

@@ -555,7 +555,7 @@ class Pipeline:
             return Chosen(method, method.name)
         kinds = kinds_of(list(self.registry), self.drafters)
         parts = (self.drafters, target)
-        record = record_of(kinds, *parts, len(prompt.lengths), self.records, self.tokenizer)
+        record = record_of(kinds, *parts, prompt, self.records, self.tokenizer, share)
         found = choose(record, *parts, prompt, self.tokenizer, share)
         return Chosen(found, f"auto: {found} ({record.reason()})", record)
 

@@ -109,13 +109,14 @@ def test_texts_that_cannot_end_generate(text_pipe):
 
 
 def test_auto_has_a_record_of_each_batch_size(text_pipe):
+    text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     out = text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts
     assert out.method.startswith("auto: ")
     [record] = text_pipe.records.values()
     assert {"block", "deer", "prompt-lookup"} == {one.method.name for one in record.candidates}
     text_pipe(PROMPTS, method="auto", max_new_tokens=12)
-    assert list(text_pipe.records.values()) == [record] and record.calls == 2
+    assert list(text_pipe.records.values()) == [record] and record.calls == 3
     text_pipe(PROMPTS[:1], method="auto", max_new_tokens=12)
     assert len(text_pipe.records) == 2
 
@@ -245,6 +246,9 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
     for kind in ("deer", "block"):
         given = text_pipe.drafter(kind)
         pipe = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "auto", given)
+        assert pipe(PROMPTS[0], max_new_tokens=8).method == (
+            "auto: AR() (the first call, and a short one)"
+        )
         assert pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
         [record] = pipe.records.values()
         assert record.candidates[0].method.name == kind

@@ -155,5 +155,8 @@ def test_without_candidates_nothing_is_tried():
     machine = Machine()
     record = machine.record()
     assert record.choose(machine.begin, 10**6) == AR and not machine.begun
-    assert record.reason() == "there is no drafter"
+    assert "first call" in record.reason() and not record.worthwhile(64)
+    called(record, machine, AR)
+    assert record.reason() == "there is no drafter" and record.worthwhile(8)
+    assert machine.record().worthwhile(10**4)
     assert PROMPT > 0
