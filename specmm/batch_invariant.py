@@ -38,11 +38,15 @@ class batch_invariant(TorchFunctionMode):
         return run(*args, **(kwargs or {}))
 
 
+def any_invariant() -> bool:
+    """Whether this is within a ``batch_invariant()`` block."""
+    return any(isinstance(mode, batch_invariant) for mode in _get_current_function_mode_stack())
+
+
 @contextmanager
 def outside_batch_invariant() -> Iterator[None]:
     """Within this block every ``batch_invariant()`` around it is off."""
-    stack = _get_current_function_mode_stack()
-    if not any(isinstance(mode, batch_invariant) for mode in stack):
+    if not any_invariant():
         yield
         return
     with torch._C.DisableTorchFunction():

@@ -1,7 +1,9 @@
 """The preallocated KV cache, whose rows have lengths of their own.
 
-Slots [0, capacity) hold committed tokens. The last ``scratch`` slots hold the nodes of a round's
-tree, of which those kept are then moved after the row's committed tokens. The moves and, where
+Slots [0, capacity) hold committed tokens. The ``scratch`` slots from ``front`` on hold the nodes of
+a round's tree, of which those kept are then moved after the row's committed tokens. Where shapes
+may change, the front follows the longest row, so that no round attends room that is empty yet;
+elsewhere it is behind the capacity. The moves and, where
 Triton runs, tree attention are kernels (:mod:`specmm.kernels`).
 
 Shape letters: A arrays (keys and values of layers alike), G guidance branches (1, or 2 for [cond;
@@ -19,6 +21,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from specmm.batch_invariant import any_invariant
 from specmm.kernels.backend import backend
 from specmm.kernels.kv_commit import commit
 from specmm.kernels.tree_attention import TreeMask
@@ -192,6 +195,9 @@ class TreeBiases:
         return found
 
 
+NEAR = 64  # slots by which the front moves: masks are kept as long as it stays
+
+
 class Cache:
     """Keys and values of all layers in ``arrays``, one [A, R, S, H, D] for each H and D, and the
     ``lengths`` [B] that each row has committed.
@@ -228,6 +234,8 @@ class Cache:
             self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         # [R, capacity] bool: padding that no row may attend
         self.hidden_prefix: Tensor | None = None
+        self.near = False  # whether the front follows the longest row
+        self.front = size.capacity
         self._columns = torch.arange(size.capacity, device=device)
         self._open = torch.tensor(0.0, dtype=dtype, device=device)
         self._closed = torch.tensor(float("-inf"), dtype=dtype, device=device)
@@ -249,6 +257,7 @@ class Cache:
         for array in (*kept.arrays, kept.lengths):  # masked slots must at least be finite
             array.zero_()
         kept.hidden_prefix = None
+        kept.front = size.capacity
         return kept
 
     @property
@@ -263,11 +272,20 @@ class Cache:
         for layer in self.layers:
             layer.first, layer.stop, layer.places = first, stop, places
 
+    def aim_at_tree(self) -> None:
+        """The next forward writes nodes of a tree, and attends all slots up to them."""
+        if self.near and not any_invariant():
+            longest = int(self.lengths.max())
+            front = min(-(-longest // NEAR) * NEAR, self.size.capacity)
+            if front != self.front:
+                self.front, self._bias, self._biases = front, None, TreeBiases()
+        self.aim(self.front, self.front + self.size.scratch)
+
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
         """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
         if backend(self.lengths.device) == "torch":
             return self.tree_bias(shape.ancestors)
-        return TreeMask(shape.ancestor_words, self.lengths, self.size.capacity, self.hidden_prefix)
+        return TreeMask(shape.ancestor_words, self.lengths, self.front, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
         """Additive mask [R, 1, N, S] for a tree in the scratch region.
@@ -277,7 +295,7 @@ class Cache:
         tree, or for each length of a chain.
         """
         bias = self.bias_for(ancestors)
-        bias.committed.copy_(self.prefix_bias()[:, None])
+        bias.committed.copy_(self.prefix_bias()[:, None, : self.front])
         return bias.whole
 
     def bias_for(self, ancestors: Tensor) -> TreeBias:
@@ -292,8 +310,8 @@ class Cache:
         return self._bias
 
     def _new_bias(self, ancestors: Tensor) -> TreeBias:
-        nodes, first = ancestors.shape[-1], self.size.capacity
-        bias = self._closed.repeat(self.size.rows, 1, nodes, self.slots)
+        nodes, first = ancestors.shape[-1], self.front
+        bias = self._closed.repeat(self.size.rows, 1, nodes, first + self.size.scratch)
         seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
         bias[:, 0, :, first : first + nodes].masked_fill_(seen, 0)
         return TreeBias(ancestors, bias, bias[:, 0, :, :first])
@@ -319,7 +337,7 @@ class Cache:
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""
         for array in self.arrays:
-            commit(array, path, kept, self.lengths, self.size.capacity)
+            commit(array, path, kept, self.lengths, self.front)
         self.lengths += kept
 
     def take(self, row: int, other: Cache) -> None:

@@ -131,7 +131,9 @@ class LlamaGenTarget:
         return output
 
     def _new_cache(self, size: CacheSize, device: torch.device) -> Cache:
-        return Cache(size, self.dtype, device)
+        cache = Cache(size, self.dtype, device)
+        cache.near = device.type == "cpu"
+        return cache
 
     @torch.inference_mode()
     def start_row(self, row: int, prompt: Prompt) -> TargetOutput:
@@ -150,7 +152,7 @@ class LlamaGenTarget:
         return self._scored(tree)
 
     def _scored(self, tree: DraftTree) -> TargetOutput:
-        self.cache.aim(self.cache.size.capacity, self.cache.slots)
+        self.cache.aim_at_tree()
         positions = self.cache.lengths[:, None] + tree.shape.depths
         return self._score(tree.tokens, positions, self.cache.tree_mask(tree.shape))
 

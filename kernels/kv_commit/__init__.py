@@ -58,10 +58,13 @@ def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
 
 
 def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """By index operators: every row moves M entries, those not kept to where they are."""
+    """By index operators: every row moves M entries, in place of those not kept its first again,
+    which where nothing is kept stays where it is.
+    """
     order = torch.arange(path.shape[1], device=path.device)
-    source = first + path.clamp(min=0)  # [B, M]
-    wanted = torch.where(order < kept[:, None], lengths[:, None] + order, source)
+    order = torch.where(order < kept[:, None], order, 0)  # [B, M]
+    source = first + path.gather(1, order).clamp(min=0)
+    wanted = torch.where(kept[:, None] > 0, lengths[:, None] + order, source)
     rows, slots = data.shape[1:3]
     if rows > len(path):  # guidance branches keep the same nodes
         source = source.repeat(rows // len(path), 1)  # [R, M]

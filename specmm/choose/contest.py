@@ -96,15 +96,14 @@ class Record:
     """What was measured of calls of one kind, of ``rows`` at a time: of ``candidates`` beside plain
     decoding, by method, the newest ``samples`` last.
 
-    ``left`` says of those that are tried no more why; ``decoded`` and ``spent`` are tokens of a
-    row, by calls and by trials. A relaxed method is out above a total variation ``tv`` a token.
+    ``decoded`` and ``spent`` are tokens of a row, by calls and by trials. A relaxed method is out
+    above a total variation ``tv`` a token.
     """
 
     candidates: Sequence[Candidate] = ()
     rows: int = 1
     tv: float = 0.0
     samples: dict[Any, list[Sample]] = field(default_factory=dict)
-    left: dict[Any, str] = field(default_factory=dict)
     decoded: float = 0.0
     spent: float = 0.0
     calls: int = 0
@@ -183,22 +182,19 @@ class Record:
                 break
             if not self._tried(one.method, begin, few, whole=math.isinf(share)):
                 break  # the call is too short
-            left = [most for one, most in zip(order, needed, strict=True) if not self._out(one)]
             tried = sum(map(len, self.samples.values()))
-            tell(Measured(tried, max(tried, sum(left))))
+            tell(Measured(tried, max(tried, sum(needed))))
         return self.fastest()
-
-    def _out(self, one: Candidate) -> bool:
-        return one.method in self.left
 
     def _next(self, order: Sequence[Candidate], needed: Sequence[int]) -> Candidate | None:
         """Whom to try next: of those that stay, and were tried too little, the first of the least
         tried.
         """
-        counts = [len(self.samples.get(one.method, ())) for one in order]
-        pairs = zip(order, counts, needed, strict=True)
-        lacking = [(n, one) for one, n, most in pairs if n < most and not self._out(one)]
-        if all(one is PLAIN for one in order if not self._out(one)) or not lacking:
+        left = self.left
+        staying = [(one, n) for one, n in zip(order, needed, strict=True) if one.method not in left]
+        counts = [(len(self.samples.get(one.method, ())), one, most) for one, most in staying]
+        lacking = [(count, one) for count, one, most in counts if count < most]
+        if len(staying) < 2 or not lacking:
             return None
         return min(lacking, key=lambda each: each[0])[1]
 
@@ -225,22 +221,25 @@ class Record:
         known = PLAIN.method in self.samples
         took = self.now() - start
         self.spent += took / self.each(PLAIN.method) if known else PROMPT + few
-        if known:
-            self._let_go()
         return method in self.samples
 
-    def _let_go(self) -> None:
-        """Take those out that are tried no more."""
-        gains = {one: self.gain(one) for one in self.samples if one not in self.left}
-        for one, gain in gains.items():
-            off = self.deviation(one)
-            nearer = [gains[other] for other in gains if self.deviation(other) <= off]
-            if off > self.tv:
-                self.left[one] = f"its total variation is above {self.tv:g}"
-            elif one != PLAIN.method and gain < max(nearer) * (
-                HOPELESS if len(self.samples[one]) < 2 else BEHIND
-            ):
-                self.left[one] = "another is much faster and no further from the model"
+    @property
+    def left(self) -> dict[Any, str]:
+        """Those that are tried no more as it stands, and why."""
+        if PLAIN.method not in self.samples:
+            return {}
+        return {one: why for one in self.samples if (why := self._leaves(one))}
+
+    def _leaves(self, method: Any) -> str:
+        """Why ``method`` is tried no more; "" if it stays."""
+        off = self.deviation(method)
+        nearer = [self.gain(other) for other in self.samples if self.deviation(other) <= off]
+        least = HOPELESS if len(self.samples[method]) < 2 else BEHIND
+        if off > self.tv:
+            return f"its total variation is above {self.tv:g}"
+        if method != PLAIN.method and self.gain(method) < least * max(nearer):
+            return "another is much faster and no further from the model"
+        return ""
 
     def fastest(self) -> Any:
         """The method to run: the fastest by far enough; where plain decoding was not measured, the
@@ -249,7 +248,7 @@ class Record:
         if PLAIN.method not in self.samples:
             best = self.order[1:2]
             return best[0].method if best and self.forecast(best[0]) >= SURE else PLAIN.method
-        staying = [one for one in self.samples if one not in self.left]
+        staying = [one for one in self.samples if self.deviation(one) <= self.tv]
         # what leaves the model's distribution must be worth it
         worth = {one: self.gain(one) / (MARGIN if self.deviation(one) else 1) for one in staying}
         fastest = max(worth, key=lambda one: worth[one])

@@ -360,7 +360,7 @@ class VLMTarget:
         """One tree-attention forward; a caller in inference mode may compile it."""
         cache = self.cache
         self.tree = tree
-        cache.aim(cache.size.capacity, cache.slots)
+        cache.aim_at_tree()
         positions = cache.lengths[:, None] + tree.shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
@@ -499,7 +499,10 @@ class VLMTarget:
         return bias.masked_fill_(shut, float("-inf"))[:, None, None]
 
     def _new_cache(self, size: CacheSize) -> Cache:
-        return Cache(size, self.dtype, self.device)
+        cache = Cache(size, self.dtype, self.device)
+        # by place the slots of layers with windows say which token they hold
+        cache.near = self.device.type == "cpu" and not self.family.partial
+        return cache
 
     def check(self, prompt: VLMPrompt, scratch: int = 0) -> None:
         """Raise ``ValueError`` for a ``prompt`` that is too long, lacks what guidance needs, or has

@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 import torch
 
+from specmm import cache as cache_module
 from specmm.cache import Cache, CacheSize, LayerSize, alike
 from specmm.tree import TreeShape
 
@@ -48,7 +49,7 @@ def agree(cache, lists):
 
 def write(cache, nodes, generator):
     """Random entries of a tree of ``nodes`` written to the scratch region of every layer."""
-    cache.aim(SIZE.capacity, cache.slots)
+    cache.aim_at_tree()
     entries = [
         [
             torch.randn(SIZE.rows, nodes, layer.heads, width, generator=generator)
@@ -58,14 +59,17 @@ def write(cache, nodes, generator):
     ]
     for memory, (keys, values) in zip(cache.layers, entries, strict=True):
         seen_keys, seen_values = memory.write(keys, values)
-        assert seen_keys.shape[1] == seen_values.shape[1] == cache.slots
-        assert torch.equal(seen_keys[:, SIZE.capacity : SIZE.capacity + nodes], keys)
+        assert seen_keys.shape[1] == seen_values.shape[1] == cache.front + SIZE.scratch
+        assert torch.equal(seen_keys[:, cache.front : cache.front + nodes], keys)
     return entries
 
 
+@pytest.mark.parametrize("near", [False, True])
 @pytest.mark.parametrize("size", [SIZE, MIXED])
-def test_rows_keep_what_they_accepted(size):
+def test_rows_keep_what_they_accepted(size, near, monkeypatch):
+    monkeypatch.setattr(cache_module, "NEAR", 2)
     cache = Cache(size, torch.float32)
+    cache.near = near
     lists = Lists(size)
     generator = torch.Generator().manual_seed(0)
     rounds = [
@@ -79,6 +83,7 @@ def test_rows_keep_what_they_accepted(size):
         lists.keep(entries, path, kept)
         agree(cache, lists)
     assert cache.lengths.tolist() == [7, 6, 4]
+    assert cache.front == (6 if near else SIZE.capacity), "of the longest row before the round"
     cache.crop(torch.tensor([9, 2, 4]))
     lists.crop([9, 2, 4])
     agree(cache, lists)
@@ -157,6 +162,29 @@ def test_plain_writes_show_what_is_there_so_far():
         keys, values = cache.layers[1].write(entry, -entry)
         assert torch.equal(keys, entries[: step + 1].transpose(0, 1).flatten(1, 2))
         assert torch.equal(values, -keys)
+
+
+@pytest.mark.parametrize("shape", [TreeShape.chain(2), TreeShape.from_parents([-1, 0, 0, 1])])
+def test_a_near_front_hides_the_same(shape, monkeypatch):
+    """Committed tokens, padding and ancestors are what is seen, wherever the tree lies."""
+    monkeypatch.setattr(cache_module, "NEAR", 4)
+    masks = []
+    for near in (False, True):
+        cache = Cache(SIZE, torch.float32)
+        cache.near = near
+        cache.hidden_prefix = torch.zeros(SIZE.rows, SIZE.capacity, dtype=torch.bool)
+        cache.hidden_prefix[1, :2] = True
+        for lengths in ([2, 4, 0], [5, 4, 1]):
+            cache.lengths.copy_(torch.tensor(lengths))
+            cache.aim_at_tree()
+            bias = cache.tree_bias(shape.ancestors)
+            front = cache.front
+            masks.append((bias[..., :5].clone(), bias[..., front:].clone(), front))
+    for far, close in zip(masks[:2], masks[2:], strict=True):
+        width = min(5, close[2])
+        assert torch.equal(far[0][..., :width], close[0][..., :width])
+        assert torch.equal(far[1], close[1])
+    assert [front for *_, front in masks] == [9, 9, 4, 8]
 
 
 def test_bf16_masks_are_bf16():

@@ -12,13 +12,13 @@ PATHS = [[0, 1, 3, -1], [0, 2, 4, 5], [0, -1, -1, -1]]
 
 
 def arguments(device, heads, width, layout="slots first", behind=False, dtype=torch.float16):
-    """A cache of two branches and its paths; ``behind``: the trees lie right after rows of one
-    length.
+    """A cache of two branches and its paths; ``behind``: the trees lie right after the longest row,
+    so that what is moved overlaps with where it goes.
     """
     shape = (4, 6, 21, heads, width) if layout == "slots first" else (4, 6, heads, 21, width)
     data = torch.randn(shape, generator=torch.Generator().manual_seed(width)).to(device, dtype)
     data = data if layout == "slots first" else data.transpose(2, 3)
-    lengths = torch.tensor([9, 9, 9] if behind else [10, 0, 7], device=device)
+    lengths = torch.tensor([8, 9, 7] if behind else [10, 0, 7], device=device)
     kept = torch.tensor([3, 4, 0], device=device)  # a finished row keeps nothing
     return data, torch.tensor(PATHS, device=device), kept, lengths, 9 if behind else 14
 
