@@ -43,3 +43,15 @@ def fits(probs, tokens):
     length = tokens.shape[1]
     size = round(len(probs) ** (1 / length))
     return p_value(probs, (tokens * size ** torch.arange(length).flip(0)).sum(1)) > 1e-3
+
+
+def check_recorded(tree):
+    """Of siblings drawn without replacement: all mass is kept, none of it on earlier ones, and the
+    token was drawn among it.
+    """
+    probs = tree.probs[:, 1:]
+    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
+    assert bool((probs.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
+    earlier = tree.shape.earlier_siblings.expand(len(probs), -1, -1)
+    for row, node in earlier.any(-1).nonzero().tolist():
+        assert float(tree.probs[row, node, tree.tokens[row, earlier[row, node]]].sum()) == 0

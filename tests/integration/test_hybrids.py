@@ -27,11 +27,10 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.dflash import build_block
-from specmm.recipes.msd import msd_config
+from specmm.recipes.msd import build_msd
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
-from specmm.vlm.msd import MSDHead
 from tests.cases import some
 from tests.sampling import last
 from tests.tiny import parts
@@ -209,16 +208,8 @@ def test_greedy_chains_equal_generate_in_ragged_batches(model, name):
     assert torch.equal(drafted(target, parts, padded(RAGGED)), wanted)
 
 
-def msd_head(target):
-    config = msd_config(target)
-    torch.manual_seed(1)
-    head = MSDHead(config)
-    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(VOCABULARY)))
-    return head
-
-
 HEADS = {
-    "msd": msd_head,
+    "msd": lambda target: build_msd(target, seed=1),
     "block": lambda target: build_block(target, 1, 5, VOCABULARY - 1, 2).float(),
 }
 
@@ -236,8 +227,8 @@ def test_heads_that_read_hidden_states(model, name, method):
 @pytest.mark.parametrize(
     ("method", "drafter"),
     [
-        (methods.MSD(total=9), msd_head),
-        (methods.MSD(sampled=True, tree=(2, 1)), msd_head),
+        (methods.MSD(total=9), HEADS["msd"]),
+        (methods.MSD(sampled=True, tree=(2, 1)), HEADS["msd"]),
         (methods.TextDraft(tree=(2, 1, 1)), lambda _: SmallModel(text_model())),
         (methods.Block(tree=8), HEADS["block"]),
         (methods.Block(tree=(2, 1)), HEADS["block"]),
@@ -252,7 +243,7 @@ def test_trees_are_refused(method, drafter):
 
 def test_drawn_trees_are_chains_where_none_was_given():
     target = VLMTarget(made("qwen3_5"), Processor(1.0))
-    drafter, _ = assemble(methods.MSD(sampled=True), target, msd_head(target))
+    drafter, _ = assemble(methods.MSD(sampled=True), target, build_msd(target, seed=1))
     assert drafter.inner.growth.tree.width == 1
 
 

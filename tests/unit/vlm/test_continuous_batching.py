@@ -18,11 +18,10 @@ from specmm.hf.running import PromptBatch
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.msd import msd_config
+from specmm.recipes.msd import build_msd
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
 from specmm.verify import Recursive
-from specmm.vlm.msd import MSDHead
 from tests.tiny.families import MODELS
 
 LENGTH = 12
@@ -39,10 +38,7 @@ SEEDS = list(range(20, 26))
 
 
 def msd(target, tree):
-    torch.manual_seed(1)
-    head = MSDHead(config := msd_config(target))
-    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(config.vocab_size)))
-    return FeatureDrafter(head, target, tree)
+    return FeatureDrafter(build_msd(target, seed=1), target, tree)
 
 
 DRAFTERS = {

@@ -29,7 +29,7 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
-from tests.sampling import fits
+from tests.sampling import check_recorded, fits
 from tests.tiny.families import WITH_STATES
 from tests.tiny.parts import shaken
 from tests.unit.vlm.test_continuous_batching import ASKED, SEEDS, answered, prompts_of
@@ -311,23 +311,16 @@ def test_sections_turn_as_transformers_turns_them():
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["plain", "parallel"])
 def test_recorded_distributions_are_those_drawn_from(zoo, kind):
-    """Siblings without replacement: no mass on earlier ones or on tokens that the head lacks, all
-    mass kept, the token drawn among it.
-    """
+    """And no mass is on tokens that the head lacks."""
     target = VLMTarget(zoo.model("llava"), Processor(0.7, top_k=20))
     head = head_for(target, **KINDS[kind])
     drafter = FeatureDrafter(head, target, branching([3, 2, 1]))
     feedback = Feedback(target.prefill(prompt_of(zoo, "llava"), 20), torch.tensor([3, 4, 5]))
     drafter.begin(feedback, Clock())
     tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1, 2]))
-    probs = tree.probs[:, 1:]
-    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
-    assert bool((probs.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
+    check_recorded(tree)
     lacking = torch.ones(40, dtype=torch.bool).index_fill_(0, head.ids, False)
-    assert float(probs[..., lacking].sum()) == 0
-    earlier = tree.shape.earlier_siblings.expand(3, -1, -1)
-    for row, node in (earlier.any(-1)).nonzero().tolist():
-        assert float(tree.probs[row, node, tree.tokens[row, earlier[row, node]]].sum()) == 0
+    assert float(tree.probs[:, 1:, lacking].sum()) == 0
 
 
 TEXT = [[1, "1", 3, 2]]

@@ -11,7 +11,7 @@ from specmm.hf.drafters.features import candidates, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.msd import msd_config
+from specmm.recipes.msd import build_msd, msd_config
 from specmm.vlm.msd import MSDHead, load_msd, save_msd
 
 
@@ -22,10 +22,7 @@ def target(zoo):
 
 @pytest.fixture(scope="module")
 def head(target):
-    torch.manual_seed(1)
-    made = MSDHead(msd_config(target)).eval()
-    made.embed_tokens.weight.data.copy_(target.embed(torch.arange(made.config.vocab_size)))
-    return made
+    return build_msd(target, seed=1).eval()
 
 
 @pytest.fixture
