@@ -32,7 +32,7 @@ from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total
 from tests.sampling import check_recorded, fits
 from tests.tiny.families import WITH_STATES
 from tests.tiny.parts import shaken
-from tests.unit.vlm.test_continuous_batching import ASKED, SEEDS, answered, prompts_of
+from tests.unit.vlm.test_continuous_batching import check_refilled
 
 LENGTH = 10
 TREE = Dynamic(top_k=8, depth=2, total=60)
@@ -263,16 +263,7 @@ def test_answers_do_not_depend_on_what_their_row_held(zoo, name, kind):
     target = VLMTarget(zoo.model(name), Processor(1.0))
     head = head_for(target, **changes)
     head.layers[0].self_attn.q_proj.weight.data.mul_(8)  # positions matter much
-    drafter = FeatureDrafter(head, target, branching([4, 2, 1]))
-    prompts = prompts_of(zoo, name, ASKED)
-    continuous, rounds = answered(target, drafter, prompts, SEEDS, 2)
-    alone = [
-        answered(target, drafter, prompts_of(zoo, name, [asked]), [seed], 1)
-        for asked, seed in zip(ASKED, SEEDS, strict=True)
-    ]
-    for tokens, ([wanted], _) in zip(continuous, alone, strict=True):
-        assert torch.equal(tokens, wanted)
-    assert rounds < sum(count for _, count in alone)
+    check_refilled(zoo, name, target, FeatureDrafter(head, target, branching([4, 2, 1])))
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
