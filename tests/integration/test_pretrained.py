@@ -19,6 +19,7 @@ from specmm.hf.pretrained import (
 from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.vlm.verdict import Experts
 from tests.commands import run
+from tests.tiny.chats import undrafted
 
 MATRICES = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
 
@@ -49,8 +50,7 @@ def merge(file, **facts):
 @pytest.fixture
 def copy(text_folder, tmp_path):
     """A text model without drafters, to be changed at will."""
-    without_drafters = shutil.ignore_patterns("drafters")
-    return shutil.copytree(text_folder, tmp_path / "copy", ignore=without_drafters)
+    return undrafted(text_folder, tmp_path / "copy")
 
 
 def complete(folder, *options, **given):
