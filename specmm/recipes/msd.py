@@ -27,7 +27,7 @@ from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted, served
 from specmm.recipes.source import Data, key_of
-from specmm.recipes.training.seen import Read, Seen, seen_by
+from specmm.recipes.training.seen import Read, Seen, seen_of
 from specmm.training import Losses, Run, fit, one_first, seeded, share
 from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
 
@@ -245,7 +245,7 @@ def read_slots(
 
     Raises ``ValueError`` where no token that can be drafted belongs to an answer.
     """
-    seen = seen_by(target, *read(examples)).to(target.device)
+    seen = seen_of(target, *read(examples)).to(target.device)
     if not bool(seen.mask.any()):
         raise ValueError(
             "examples must hold answers after their first token, got none in a batch of "

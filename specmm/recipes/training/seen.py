@@ -83,7 +83,7 @@ class Seen:
         return dataclasses.replace(self, **longer)
 
 
-def seen_by(
+def seen_of(
     target: VLMTarget, prompt: VLMPrompt, answers: Tensor, read: AuxStates | None = None
 ) -> Seen:
     """What ``target`` sees of the whole conversations in ``prompt``, whose ``answers`` [B, L] are
@@ -186,7 +186,7 @@ class SeenRows:
     def _compute(self, rows: Sequence[Any]) -> Seen:
         device = self.target.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self._faster):
-            return seen_by(self.target, *self.read(rows), self.aux).to(device, torch.bfloat16)
+            return seen_of(self.target, *self.read(rows), self.aux).to(device, torch.bfloat16)
 
     @property
     def _faster(self) -> bool:
