@@ -11,8 +11,8 @@ from specmm.hf.drafters.features import candidates, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.msd import build_msd, msd_config
-from specmm.vlm.msd import MSDHead, load_msd, save_msd
+from specmm.recipes.msd import build_msd
+from specmm.vlm.msd import load_msd, save_msd
 
 
 @pytest.fixture(scope="module")
