@@ -59,7 +59,9 @@ def test_rows_have_their_own_uniforms():
 
 
 def test_soft_codes_harden():
-    noise = gumbel(torch.rand(1, 1, 12, generator=torch.Generator().manual_seed(0)))
+    uniforms = torch.rand(1, 1, 12, generator=torch.Generator().manual_seed(0))
+    noise = gumbel(uniforms.clone())
+    assert torch.equal(noise.argsort(), uniforms.argsort())
     early, late = soften(LOGITS, noise, 0.0), soften(LOGITS, noise, 1.0)
     assert early.sum() == pytest.approx(1) and early.max() < late.max()
     choice = InverseCDF(Sampling(more_smooth=True), Uniforms.from_seeds([0]), 4).draw(LOGITS, 3)
