@@ -1,5 +1,7 @@
 """Samples of many rows at once, whether they follow a distribution, and a twin whose do not."""
 
+import itertools
+
 import torch
 from scipy.stats import chi2
 
@@ -38,8 +40,37 @@ def p_value(probs, cells):
     return chi2.sf(float(((seen - wanted) ** 2 / wanted)[kept].sum()), int(kept.sum()) - 1)
 
 
-def fits(probs, tokens):
-    """Whether sequences ``tokens`` [n, T] have the probabilities ``probs`` [V**T], at 0.001."""
+def p_of(probs, tokens):
+    """The same of sequences ``tokens`` [n, T] of the probabilities ``probs`` [V**T]."""
     length = tokens.shape[1]
     size = round(len(probs) ** (1 / length))
-    return p_value(probs, (tokens * size ** torch.arange(length).flip(0)).sum(1)) > 1e-3
+    return p_value(probs, (tokens * size ** torch.arange(length).flip(0)).sum(1))
+
+
+def fits(probs, tokens):
+    """Whether such sequences have these probabilities, at 0.001."""
+    return p_of(probs, tokens) > 1e-3
+
+
+@torch.inference_mode()
+def sequence_distribution(after, size, length):
+    """The probability [V**T] of every sequence of ``length`` of ``size`` tokens, of which ``after``
+    tells the next one's [n, V] after the tokens of ``paths`` [n, d].
+    """
+    probs = torch.ones(1, dtype=torch.float64)
+    for depth in range(length):
+        paths = torch.tensor(list(itertools.product(range(size), repeat=depth)), dtype=torch.int64)
+        probs = (probs[:, None] * after(paths.view(size**depth, depth)).double()).flatten()
+    return probs
+
+
+def check_recorded(tree):
+    """Of siblings drawn without replacement: all mass is kept, none of it on earlier ones, and the
+    token was drawn among it.
+    """
+    probs = tree.probs[:, 1:]
+    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
+    assert bool((probs.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
+    earlier = tree.shape.earlier_siblings.expand(len(probs), -1, -1)
+    for row, node in earlier.any(-1).nonzero().tolist():
+        assert float(tree.probs[row, node, tree.tokens[row, earlier[row, node]]].sum()) == 0

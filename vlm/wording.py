@@ -9,8 +9,8 @@ Shape letters: B batch, L positions.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from PIL import Image
 
 from specmm.hf.messages import FAULTS, Chat, as_parts, as_text, fits, written
+from specmm.hf.pretrained import unlogged
 from specmm.hf.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 
@@ -205,19 +206,9 @@ def places_pictures(processor: Any) -> bool:
     return _places[processor]
 
 
-@contextmanager
-def _quiet(processor: Any) -> Iterator[None]:
+def _quiet(processor: Any) -> AbstractContextManager[None]:
     """Without the advice of a ``processor`` that puts placeholders itself to put them."""
-
-    def other(record: logging.LogRecord) -> bool:
-        return "passing both `text` and `images`" not in record.getMessage()
-
-    logger = logging.getLogger(type(processor).__module__)
-    logger.addFilter(other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other)
+    return unlogged(type(processor).__module__, "passing both `text` and `images`")
 
 
 def _shown(

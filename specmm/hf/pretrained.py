@@ -144,7 +144,7 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
     from safetensors import SafetensorError
 
     try:
-        with _no_reports():
+        with unlogged(REPORTS, "LOAD REPORT"):  # our errors name the same weights on one line
             model, report = kind.from_pretrained(
                 folder,
                 trust_remote_code=False,
@@ -342,13 +342,13 @@ def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
 
 
 @contextmanager
-def _no_reports() -> Iterator[None]:
-    """Without the tables that transformers logs; our errors name the same weights on one line."""
+def unlogged(name: str, said: str) -> Iterator[None]:
+    """A block in which the logger ``name`` leaves out what holds the text ``said``."""
 
     def other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+        return said not in record.getMessage()
 
-    logger = logging.getLogger(REPORTS)
+    logger = logging.getLogger(name)
     logger.addFilter(other)
     try:
         yield

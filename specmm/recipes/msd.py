@@ -12,7 +12,7 @@ Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.hf.drafters.features import acceptance_of, next_positions
+from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import Context, VLMTarget
+from specmm.hf.target import VLMTarget
 from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted, served
 from specmm.recipes.source import Data, key_of
-from specmm.recipes.training.seen import Read
+from specmm.recipes.training.seen import Read, Seen, seen_of
 from specmm.training import Losses, Run, fit, one_first, seeded, share
 from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
 
@@ -96,23 +96,6 @@ class Example:
 
 # Gives the conversation of a number among those with a picture, or among those without one.
 Source = Callable[[int, bool], Any]
-
-
-@dataclass(frozen=True)
-class Slots:
-    """What a head is trained on.
-
-    ``embeddings`` [B, L, C] and ``image`` [B, L] are of the next positions, ``hidden`` [B, L, C]
-    is read, ``wanted`` [B, L, C] predicted for the ``tokens`` [B, L] after these, and ``mask`` [B,
-    L] tells which slots count.
-    """
-
-    embeddings: Tensor
-    image: Tensor
-    hidden: Tensor
-    wanted: Tensor
-    mask: Tensor
-    tokens: Tensor
 
 
 def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
@@ -256,37 +239,26 @@ def read_slots(
     examples: Sequence[Any],
     shake: Callable[[Tensor, Tensor], Tensor] | None = None,
     read: Read = collate,
-) -> Slots:
-    """Run ``target`` over ``examples``; a slot counts when the token it reads belongs to an answer.
+) -> Seen:
+    """What ``target`` sees of ``examples``, of which ``read`` makes a batch; the head reads the
+    states as ``shake`` gives them.
 
-    ``read`` makes a batch of them. Raises ``ValueError`` when no token of the batch does.
+    Raises ``ValueError`` where no token that can be drafted belongs to an answer.
     """
-    prompt, spoken = read(examples)
-    answers = spoken.to(target.device)
-    target.prefill(prompt.to(target.device, target.dtype), 0)
-    context = target.context
-    assert context is not None, "train_msd makes the target keep a context"
-    plain = Context(
-        context.hidden.clone(), context.embeddings.clone(), context.lengths, context.image_mask
-    )
-    embeddings, image = next_positions(
-        plain, plain.embeddings.new_zeros(len(examples), plain.embeddings.shape[-1])
-    )
-    hidden = plain.hidden if shake is None else shake(plain.hidden, plain.lengths)
-    mask = F.pad(answers[:, 1:], (0, 1))
-    if not bool(mask.any()):
+    seen = seen_of(target, *read(examples)).to(target.device)
+    if not bool(seen.mask.any()):
         raise ValueError(
             "examples must hold answers after their first token, got none in a batch of "
             f"{len(examples)}"
         )
-    tokens = prompt.input_ids.to(target.device).roll(-2, 1)
-    return Slots(embeddings, image, hidden, plain.hidden.roll(-1, 1), mask, tokens)
+    assert target.context is not None
+    return replace(seen, context=shake(seen.hidden, target.context.lengths)) if shake else seen
 
 
 def msd_loss(
     head: MSDHead,
     output: Head,
-    slots: Slots,
+    slots: Seen,
     probs_weight: float = PROBS_WEIGHT,
     passes: int = 1,
     loss: str = "kl",
@@ -301,15 +273,16 @@ def msd_loss(
     """
     # Slots that read a state which an answer's slot before them predicts.
     own = F.pad(slots.mask[:, :-1], (1, 0))
-    hidden = slots.hidden
+    hidden = slots.context
+    assert slots.image is not None
     drafted = []
     for _ in range(passes):
         states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
         drafted.append(states[slots.mask].float())
         before = F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden)
         hidden = torch.where(own[..., None], before, hidden)
-    wanted = slots.wanted[slots.mask].float()  # [M, C]
-    places = Places(slots.mask, slots.tokens, fresh=~own)
+    wanted = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
+    places = Places(slots.mask, slots.tokens.roll(-2, 1), fresh=~own)
     states = torch.stack(drafted, 1)  # [M, passes, C]
     losses, overlaps = of_drafts(loss, output, output, wanted, states, places)
     regression = F.smooth_l1_loss(states, wanted[:, None].expand_as(states))

@@ -102,10 +102,6 @@ class Targeted(Training):
     def __post_init__(self) -> None:
         check_loss(self.loss)
 
-    def load(self, folder: Path) -> VLMTarget:
-        """The model in ``folder``, which is learnt from, in its dtype and on its device."""
-        return load_frozen(folder, own_device(self.device), self.dtype, self.device_map)
-
 
 def load_frozen(
     folder: Path, device: str | None = None, dtype: str | None = None, device_map: str | None = None
@@ -161,9 +157,9 @@ class Begun:
 
     @cached_property
     def target(self) -> VLMTarget:
-        """What is learnt from."""
-        found: VLMTarget = self.training.load(self.folder)
-        return found
+        """What is learnt from, in its dtype and on its device."""
+        own = self.training
+        return load_frozen(self.folder, own_device(own.device), own.dtype, own.device_map)
 
     def pipeline(self, method: str = "ar") -> Any:
         """The model with a ``method``, which answers where its target learns."""

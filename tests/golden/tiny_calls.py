@@ -28,9 +28,10 @@ from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
+from specmm.recipes.msd import build_msd
 from tests.golden.calls import Call, Found
 from tests.integration.conftest import save_text, tiny_pipeline
-from tests.integration.test_hybrids import RAGGED, msd_head, random_model, text_model
+from tests.integration.test_hybrids import RAGGED, random_model, text_model
 from tests.noisy import noisy
 from tests.tiny import assistants, chameleon, mtp_models, picture_kinds, vlm_folders
 from tests.tiny.families import Zoo
@@ -158,7 +159,7 @@ def of_states(name: str, method: str) -> Found:
     model = random_model(name).to(torch.float32 if name == "jamba" else torch.float64)
     drafter = {"text-draft": SmallModel(text_model().double())}.get(method)
     if method == "msd":
-        drafter = msd_head(VLMTarget(model, Processor(0))).double()
+        drafter = build_msd(VLMTarget(model, Processor(0)), seed=1).double()
     return generated(model, Zoo().batch("llava", RAGGED), {"drafter": drafter, "method": method})
 
 
@@ -168,7 +169,7 @@ def of_pictures(**options: Any) -> Found:
     model = zoo.model("qwen2.5-vl").double()
     inputs = zoo.batch("qwen2.5-vl", zoo.rows)
     inputs["pixel_values"] = inputs["pixel_values"].double()
-    drafter = msd_head(VLMTarget(model, Processor(0))).double()
+    drafter = build_msd(VLMTarget(model, Processor(0)), seed=1).double()
     return generated(model, inputs, {"drafter": drafter, "method": "msd"}, **options)
 
 

@@ -96,32 +96,22 @@ def test_a_trace_of_one_round(page):
 
 
 @pytest.mark.slow
-def test_a_phone_sees_results_within_one_screen(page):
+@pytest.mark.parametrize(
+    ("tab", "button"), [("", "Race"), ("Questions", "Ask"), ("Completion", "Continue")]
+)
+def test_a_phone_sees_results_within_one_screen(page, tab, button):
+    """All tabs are there, and what both methods drew or wrote."""
     page.set_viewport_size(PHONE)
-    click(page, "Race")
-    verdict = raced(page).bounding_box()
-    pictures = [page.get_by_alt_text(f"{name} picture") for name in ("First", "Second")]
-    lines = page.get_by_text("Certificate:").locator("visible=true").all()
-    assert len(lines) == 2
-    look(page, "phone")
-    boxes = [verdict, *(part.bounding_box() for part in (*pictures, *lines))]
-    assert all(box["y"] >= 0 and box["y"] + box["height"] <= PHONE["height"] for box in boxes)
-    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("tab", "button"), [("Questions", "Ask"), ("Completion", "Continue")])
-def test_a_phone_sees_answers_within_one_screen(page, tab, button):
-    """All tabs are there, and what both methods wrote."""
-    page.set_viewport_size(PHONE)
-    page.get_by_role("tab", name=tab).click()
+    if tab:
+        page.get_by_role("tab", name=tab).click()
     click(page, button)
     verdict = raced(page)
-    answers = page.locator(".answer").locator("visible=true").all()
+    pictures = [page.get_by_alt_text(f"{name} picture") for name in ("First", "Second")]
+    made = page.locator(".answer").locator("visible=true").all() if tab else pictures
     lines = page.get_by_text("Certificate:").locator("visible=true").all()
-    assert len(answers) == len(lines) == 2
-    look(page, f"phone-{tab.lower()}")
-    boxes = [part.bounding_box() for part in (verdict, *lines, *answers)]
+    assert len(made) == len(lines) == 2
+    look(page, f"phone-{tab.lower()}" if tab else "phone")
+    boxes = [part.bounding_box() for part in (verdict, *lines, *made)]
     assert all(box["y"] >= 0 and box["y"] + box["height"] <= PHONE["height"] for box in boxes)
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import (
 from benchmarks.models.prompts import prompts_for
 from benchmarks.models.table import GAINS
 from benchmarks.models.tiny import build, tiny_config
-from specmm import TextPipeline, custom_generate, methods
+from specmm import TextPipeline, methods
 from specmm.decode import decode
 from specmm.hf.drafters.assistant import AssistantDrafter, clustered
 from specmm.hf.drafting import assemble
@@ -23,6 +23,7 @@ from specmm.randomness import Uniforms
 from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.cases import some
+from tests.generating import as_generate, ragged_as_generate
 from tests.integration.two_drafts import (
     EVERY,
     PROCESSOR,
@@ -126,15 +127,7 @@ def check_round(tokens, logits, their_tokens, their_logits):
 @pytest.mark.parametrize("way", some(WAYS, ["tree"]))
 def test_ragged_greedy_rows_are_generates_own(pair, way):
     model, assistant = pair
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in PROMPTS])
-    options = dict(max_new_tokens=LENGTH, do_sample=False)
-    run = custom_generate(drafter=assistant, method=WAYS[way])
-    found = model.generate(ids, attention_mask=mask, custom_generate=run, **options)[:, width:]
-    for row, prompt in zip(found, PROMPTS, strict=True):
-        wanted = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
-        assert torch.equal(row, wanted)
+    assert ragged_as_generate(model, PROMPTS, LENGTH, assistant, WAYS[way])
 
 
 def test_a_folder_of_transformers_drafts_for_a_pipeline(tmp_path):
@@ -173,11 +166,7 @@ def test_pictures_of_gemma_4(kind):
         global_head_dim=heads["full_attention"].head_dim,
     )
     assistant = assistant_of(model, sizes=sizes)
-    inputs = prompts_for(model)[kind]
-    options = dict(max_new_tokens=12, do_sample=False)
-    run = custom_generate(drafter=assistant, method="assistant")
-    found = model.generate(**inputs, custom_generate=run, **options)
-    assert torch.equal(found, model.generate(**inputs, **options))
+    assert as_generate(model, prompts_for(model)[kind], 12, assistant, "assistant")
 
 
 def test_clusters_of_a_row_do_not_depend_on_its_batch():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import time
 
 import pytest
@@ -26,6 +25,7 @@ from specmm.recipes.drafter import measure_acceptance
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.commands import as_json, run, succeed
+from tests.tiny.chats import undrafted
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +156,7 @@ def test_wrong_options_of_auto(options, message):
 
 @pytest.mark.slow
 def test_auto_without_a_drafter_decodes_plainly(text_folder, llava_pipe, tmp_path):
-    bare = shutil.copytree(
-        text_folder, tmp_path / "bare", ignore=shutil.ignore_patterns("drafters")
-    )
+    bare = undrafted(text_folder, tmp_path / "bare")
     pipe = TextPipeline.from_pretrained(bare, torch_dtype=torch.float32)
     out = pipe("def add(", method="auto", max_new_tokens=6)
     assert out.method.startswith("auto: AR()") and out.certificate.kind == "exact"

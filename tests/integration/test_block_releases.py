@@ -26,13 +26,13 @@ from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.sources import DFlashSource, plain_embedding
 from specmm.drafter import Feedback
 from specmm.hf.families import Family
-from specmm.hf.generate import custom_generate
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.methods import Block
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
+from tests.generating import as_generate
 from tests.tiny.parts import SIZES, shaken
 
 PARITY = Path(__file__).parents[1] / "parity" / "blocks"
@@ -132,11 +132,8 @@ def test_answers_with_it_are_transformers_own(tree, model, tmp_path):
     assistant(tmp_path)
     drafter = load_dflash(tmp_path)
     ids = torch.tensor([[5, 9, 33, 2, 41, 17, 8, 60], [0, 0, 0, 0, 0, 4, 2, 9]])
-    options = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
-    options["attention_mask"] = (ids > 0).long()
-    wanted = model.generate(ids, **options)
-    ours = custom_generate(drafter, Block(tree=tree))
-    assert torch.equal(model.generate(ids, custom_generate=ours, **options), wanted)
+    options = dict(pad_token_id=0, attention_mask=(ids > 0).long())
+    assert as_generate(model, ids, 12, drafter, Block(tree=tree), **options)
 
 
 def test_embeddings_are_read_before_a_norm_on_top(model):

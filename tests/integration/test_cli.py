@@ -31,6 +31,7 @@ from specmm.runs.demo import COLUMNS, in_letters
 from specmm.runs.race import Quickest
 from tests.cases import some
 from tests.commands import as_json, refused, run, succeed
+from tests.tiny.chats import undrafted
 
 MAIN = [sys.executable, "-c", "from specmm.cli import main; main()"]
 Maker = Callable[..., LlamaGenPipeline]
@@ -345,7 +346,7 @@ def test_training_makes_a_model_that_draws(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_drafter_learns_from_pictures_of_ones_own(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    model = shutil.copytree(tiny, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    model = undrafted(tiny, tmp_path / "model")
     for name in ("heart", "time", "heart/more"):
         (tmp_path / "data" / name).mkdir(parents=True)
         Image.new("RGB", (40, 30), "red").save(tmp_path / "data" / name / "a.png")

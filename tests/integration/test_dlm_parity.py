@@ -57,15 +57,19 @@ def logits(model, tokens, valid=None):
     return model.head(model.states(tokens, valid))
 
 
-@torch.inference_mode()
-def test_dream_reads_both_sides_and_scores_the_next_token():
-    model, t, _ = read("dream")
-    for case in "ABD":
-        torch.testing.assert_close(
-            logits(model, t[f"{case}_input_ids"]), t[f"{case}_logits"], **CLOSE
-        )
+@pytest.mark.parametrize(("name", "cases", "shift"), [("dream", "ABD", 1), ("llada", "ABC", 0)])
+def test_both_sides_are_read_and_the_next_token_or_each_itself_is_scored(name, cases, shift):
+    model, t, _ = read(name)
+    for case in cases:
+        found = logits(model, t[f"{case}_input_ids"])
+        torch.testing.assert_close(found, t[f"{case}_logits"], **CLOSE)
+    assert model.shift == shift
+
+
+def test_dream_shifts_its_logits():
+    _, t, _ = read("dream")
     shifted = torch.cat([t["B_logits"][:, :1], t["B_logits"][:, :-1]], 1)
-    assert torch.equal(shifted, t["B_shifted_logits"]) and model.shift == 1
+    assert torch.equal(shifted, t["B_shifted_logits"])
 
 
 def test_dream_reads_a_padded_batch():
@@ -73,15 +77,6 @@ def test_dream_reads_a_padded_batch():
     valid = t["C_attention_mask"].bool()
     got = logits(model, t["C_input_ids"], valid).masked_fill(~valid[..., None], 0)
     torch.testing.assert_close(got, t["C_logits"], **CLOSE)
-
-
-def test_llada_reads_both_sides_and_scores_the_token_itself():
-    model, t, _ = read("llada")
-    for case in "ABC":
-        torch.testing.assert_close(
-            logits(model, t[f"{case}_input_ids"]), t[f"{case}_logits"], **CLOSE
-        )
-    assert model.shift == 0
 
 
 @torch.inference_mode()

@@ -11,7 +11,6 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-import specmm
 from specmm import methods
 from specmm.hf.drafters.eagle3 import load_for
 from specmm.hf.drafters.eagle3_files import is_eagle3, load_eagle3, save_eagle3
@@ -23,6 +22,7 @@ from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some
 from tests.commands import succeed
+from tests.generating import as_generate
 from tests.noisy import noisy
 from tests.tiny import parts
 from tests.tiny.processors import PROCESSORS
@@ -115,12 +115,8 @@ def test_generate_reads_a_folder_for_its_model(folders):
     folder = folders("qwen3")
     model = tf.AutoModelForCausalLM.from_pretrained(folder / "model")
     ids = torch.tensor([[1, 9, 50, 51, 52]])
-    fast = specmm.custom_generate(folder / "speculators", "eagle3")
-    options = dict(max_new_tokens=12, do_sample=False)
-    wanted = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, custom_generate=fast, **options), wanted)
-    loaded = specmm.custom_generate(load_for(folder / "eagle", model, "eagle3"), "eagle3")
-    assert torch.equal(model.generate(ids, custom_generate=loaded, **options), wanted)
+    for drafter in (folder / "speculators", load_for(folder / "eagle", model, "eagle3")):
+        assert as_generate(model, ids, 12, drafter, "eagle3")
 
 
 def test_auto_knows_a_folder_by_its_config(folders):

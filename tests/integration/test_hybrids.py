@@ -6,14 +6,11 @@ Shape letters: B batch, T tokens, V vocabulary.
 """
 
 import functools
-import itertools
 
 import pytest
 import torch
 import transformers as tf
-from scipy.stats import chi2
 
-import specmm
 from specmm import methods
 from specmm.continuous_batching import Queue
 from specmm.decode import EndTokens, decode, decode_plain
@@ -27,13 +24,13 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.dflash import build_block
-from specmm.recipes.msd import msd_config
+from specmm.recipes.msd import build_msd
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
-from specmm.vlm.msd import MSDHead
 from tests.cases import some
-from tests.sampling import last
+from tests.generating import as_generate
+from tests.sampling import fits, last, sequence_distribution
 from tests.tiny import parts
 
 VOCABULARY = 40
@@ -209,16 +206,8 @@ def test_greedy_chains_equal_generate_in_ragged_batches(model, name):
     assert torch.equal(drafted(target, parts, padded(RAGGED)), wanted)
 
 
-def msd_head(target):
-    config = msd_config(target)
-    torch.manual_seed(1)
-    head = MSDHead(config)
-    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(VOCABULARY)))
-    return head
-
-
 HEADS = {
-    "msd": msd_head,
+    "msd": lambda target: build_msd(target, seed=1),
     "block": lambda target: build_block(target, 1, 5, VOCABULARY - 1, 2).float(),
 }
 
@@ -236,8 +225,8 @@ def test_heads_that_read_hidden_states(model, name, method):
 @pytest.mark.parametrize(
     ("method", "drafter"),
     [
-        (methods.MSD(total=9), msd_head),
-        (methods.MSD(sampled=True, tree=(2, 1)), msd_head),
+        (methods.MSD(total=9), HEADS["msd"]),
+        (methods.MSD(sampled=True, tree=(2, 1)), HEADS["msd"]),
         (methods.TextDraft(tree=(2, 1, 1)), lambda _: SmallModel(text_model())),
         (methods.Block(tree=8), HEADS["block"]),
         (methods.Block(tree=(2, 1)), HEADS["block"]),
@@ -252,7 +241,7 @@ def test_trees_are_refused(method, drafter):
 
 def test_drawn_trees_are_chains_where_none_was_given():
     target = VLMTarget(made("qwen3_5"), Processor(1.0))
-    drafter, _ = assemble(methods.MSD(sampled=True), target, msd_head(target))
+    drafter, _ = assemble(methods.MSD(sampled=True), target, build_msd(target, seed=1))
     assert drafter.inner.growth.tree.width == 1
 
 
@@ -277,9 +266,7 @@ def test_guidance_is_refused():
 
 @ONE_OF_EACH
 def test_custom_generate(model, name):
-    given = dict(input_ids=ROWS, max_new_tokens=LENGTH, do_sample=False)
-    found = model.generate(**given, custom_generate=specmm.custom_generate())
-    assert torch.equal(found, model.generate(**given))
+    assert as_generate(model, ROWS, LENGTH)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "jamba", "falcon_h1"])
@@ -385,30 +372,15 @@ def test_states_that_stay_behind_are_noticed(monkeypatch):
 T, RUNS = 3, 2000
 
 
-def sequence_distribution(model, ids):
-    """Probability of every sequence [V, V, V] of T tokens, by the model's own uncached forward."""
-    probs = torch.ones(1, dtype=torch.float64)
-    for depth in range(T):
-        paths = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=depth)))
-        paths = paths.to(torch.int64).view(VOCABULARY**depth, depth)
+def own_distribution(model, ids):
+    """Of T tokens after ``ids``, by the model's own uncached forward."""
+
+    def after(paths):
         rows = torch.cat([ids.expand(len(paths), -1), paths], dim=1)
-        with torch.inference_mode():
-            logits = torch.cat([model(part).logits[:, -1] for part in rows.split(400)])
-        probs = (probs[:, None] * logits.double().softmax(-1)).flatten()
-    return probs
+        logits = torch.cat([model(part).logits[:, -1] for part in rows.split(400)])
+        return logits.double().softmax(-1)
 
-
-def fits(probs, tokens):
-    """A chi-square test of ``tokens`` [n, T] at one in a thousand; rare cells are joined."""
-    places = torch.tensor([VOCABULARY**2, VOCABULARY, 1])
-    counts = torch.bincount((tokens * places).sum(1), minlength=len(probs)).double()
-    order = probs.argsort(descending=True)
-    expected = probs[order] * len(tokens)
-    common = int((expected >= 5).sum())
-    seen = torch.cat([counts[order][:common], counts[order][common:].sum()[None]])
-    wanted = torch.cat([expected[:common], expected[common:].sum()[None]])
-    statistic = float(((seen - wanted) ** 2 / wanted).sum())
-    return statistic < chi2.ppf(0.999, common)
+    return sequence_distribution(after, VOCABULARY, T)
 
 
 def samples(model, ids, method):
@@ -425,7 +397,7 @@ def samples(model, ids, method):
 @pytest.mark.parametrize("name", ["bamba", "lfm2", "jamba"])
 def test_samples_follow_the_models_distribution(model, name, monkeypatch):
     """Of which drafts of a small model and repeated tokens are kept; broken states show."""
-    probs = sequence_distribution(model, ROWS[:1])
+    probs = own_distribution(model, ROWS[:1])
     assert fits(probs, samples(model, ROWS[:1], methods.TextDraft((1, 1))))
     assert fits(probs, samples(model, ROWS[:1], methods.PromptLookup(2, 2)))
     keeps_one_too_many(monkeypatch)

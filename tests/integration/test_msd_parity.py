@@ -21,7 +21,8 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.msd import Slots, msd_loss, visual_share
+from specmm.recipes.msd import msd_loss, visual_share
+from specmm.recipes.training.seen import Seen
 from specmm.shape.eagle2 import Dynamic
 from specmm.stats import Clock
 from specmm.target import TargetOutput
@@ -183,16 +184,16 @@ def test_training_losses_and_gradients():
     head.load_state_dict(under(t, "weights."), strict=True)
     image = torch.zeros(2, 25, dtype=torch.bool)
     image[0, 3:15] = True
-    slots = Slots(
+    slots = Seen(
         t["batch.inputs_embeds"],
-        image,
         t["batch.hidden_states"],
-        t["batch.target"],
+        t["batch.target"].roll(1, 1),
         t["batch.loss_mask"].bool(),
         torch.zeros(2, 25, dtype=torch.long),
+        image,
     )
     losses = msd_loss(head, lambda x: x @ t["lm_head.weight"].T, slots)
-    log_probs = (slots.wanted[slots.mask] @ t["lm_head.weight"].T).log_softmax(-1)
+    log_probs = (t["batch.target"][slots.mask] @ t["lm_head.weight"].T).log_softmax(-1)
     entropy = -(log_probs.exp() * log_probs).sum(-1).mean()  # cross-entropy has it, KL has not
     found = {"loss_fp32": losses["loss"] + 0.1 * entropy, "vloss_fp32": losses["smooth_l1"]}
     for theirs, ours in (found | {"ploss": losses["kl"] + entropy}).items():

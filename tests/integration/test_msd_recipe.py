@@ -2,9 +2,6 @@
 processor.
 """
 
-import json
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -22,21 +19,14 @@ from specmm.chats.tokens import ChatReader
 from specmm.hf.drafters.files import read_acceptance
 from specmm.recipes.recipe import train
 from specmm.vlm.loading import load_processor
+from tests.tiny.chats import picture_chats, undrafted
 
 LLAVA = zoo.POCKET / "llava"
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory):
-    """Eleven questions about pictures and one about none."""
-    folder = tmp_path_factory.mktemp("conversations")
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)).save(
-        folder / "a.png"
-    )
-    rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
-    rows.append({"question": "What is a fish?", "answer": "an animal"})
-    (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder / "lines.jsonl"
+    return picture_chats(tmp_path_factory.mktemp("conversations"))
 
 
 def test_a_line_is_what_the_models_own_training_made_of_it(lines):
@@ -57,7 +47,7 @@ def test_a_line_is_what_the_models_own_training_made_of_it(lines):
 
 
 def test_the_recipe(lines, tmp_path):
-    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    model = undrafted(LLAVA, tmp_path / "model")
     found = train(
         "msd", model=model, data=lines, steps=1, batch=2, width=32, scenes=1, out=tmp_path / "run"
     )
@@ -76,7 +66,7 @@ def test_the_recipe_on_scenes(tmp_path, monkeypatch):
         tuple(Sprite(k.name, colour, square) for k in KINDS for colour in k.icons.values())
     )
     monkeypatch.setattr(data, "load_world", lambda folder, split: World(sprites, ()))
-    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    model = undrafted(LLAVA, tmp_path / "model")
     options = dict(model=model, steps=2, batch=2, width=32, scenes=1, ramp=1, out=tmp_path / "run")
     train("scenes-msd", **options)
     measured = read_acceptance(model / "drafters" / "msd")

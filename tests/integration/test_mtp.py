@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from benchmarks.models.prompts import prompts_for
-from specmm import TextPipeline, VQAPipeline, custom_generate, methods
+from specmm import TextPipeline, VQAPipeline, methods
 from specmm.decode import decode
 from specmm.drafter import Feedback
 from specmm.hf.drafters.mtp import MtpDrafter
@@ -29,6 +29,7 @@ from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from tests.cases import some
+from tests.generating import as_generate, ragged_as_generate
 from tests.integration.mtp_rounds import LENGTH, PROMPTS, Watched, greedy
 from tests.noisy import noisy
 from tests.tiny.mtp_models import save
@@ -105,16 +106,7 @@ def test_ragged_greedy_rows_are_generates_own(model_of, name, count, way):
     model = model_of(name, count)
     if way == "wide" and name == "qwen3.5 text":
         pytest.skip("its layers have states")
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in PROMPTS])
-    options = dict(max_new_tokens=LENGTH, do_sample=False)
-    found = model.generate(
-        ids, attention_mask=mask, custom_generate=custom_generate(method=WAYS[way]), **options
-    )[:, width:]
-    for row, prompt in zip(found, PROMPTS, strict=True):
-        wanted = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :]
-        assert torch.equal(row, wanted)
+    assert ragged_as_generate(model, PROMPTS, LENGTH, None, WAYS[way])
 
 
 def test_one_round_of_a_tree_is_that_of_each_of_its_paths(model_of):
@@ -174,10 +166,8 @@ def test_three_layers_draft_after_pictures(folder_of):
     """Of a model without M-RoPE, asked through generate."""
     model = load_model(AutoModelForImageTextToText, folder_of("step3p7", 3))
     model.generation_config.eos_token_id = None
-    options = dict(max_new_tokens=12, do_sample=False)
     for inputs in prompts_for(model).values():
-        found = model.generate(**inputs, custom_generate=custom_generate(method="mtp"), **options)
-        assert torch.equal(found, model.generate(**inputs, **options))
+        assert as_generate(model, inputs, 12, None, "mtp")
 
 
 def test_slots_of_pictures_are_those_of_a_naive_reading(folder_of):

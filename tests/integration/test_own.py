@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from scipy.stats import chisquare
 
 import specmm
 from specmm import extension, methods
@@ -29,6 +28,7 @@ from specmm.verify import Recursive
 from specmm.verify.claims import GivenTrees, claim
 from specmm.verify.exact import strict_step, top_down
 from tests.commands import as_json, run
+from tests.sampling import p_of
 
 FILES = Path(__file__).parents[2] / "demos" / "own"
 PROMPT = "def add(a, b):\n"
@@ -281,15 +281,12 @@ def test_samples_follow_the_target_and_a_wrong_record_shows(own):
     rows = table(size, seed=5)
     target = Markov(rows)
     first = rows[0][:, None, None] * rows[:, :, None] * rows[None]
-    expected = (first.flatten() * ROWS).double()
 
     def p_value(drafter):
         prompt = torch.zeros(ROWS, 1, dtype=torch.int64)
         uniforms = Uniforms.from_seeds(range(ROWS))
         *_, end = decode(target, drafter, Recursive(), prompt, 3, uniforms)
-        places = (end.tokens[:, :3] * torch.tensor([size**2, size, 1])).sum(1)
-        counts = torch.bincount(places, minlength=size**3)
-        return chisquare(counts, expected * counts.sum() / expected.sum()).pvalue
+        return p_of(first.flatten(), end.tokens[:, :3])
 
     echo = Echo(target, DraftRequest(branching([2, 1]), True, "distinct"))
     assert p_value(OutsideDrafter(echo, "echo", "tests")) > 0.01

@@ -19,6 +19,7 @@ from specmm.hf.pretrained import (
 from specmm.image_ar.tokens.captions import CaptionEncoder
 from specmm.vlm.verdict import Experts
 from tests.commands import run
+from tests.tiny.chats import undrafted
 
 MATRICES = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
 
@@ -46,6 +47,12 @@ def merge(file, **facts):
     file.write_text(json.dumps(json.loads(file.read_text()) | facts))
 
 
+@pytest.fixture
+def copy(text_folder, tmp_path):
+    """A text model without drafters, to be changed at will."""
+    return undrafted(text_folder, tmp_path / "copy")
+
+
 def complete(folder, *options, **given):
     return run("complete", folder, "--prompt", "def f", "--max-new-tokens", "4", *options, **given)
 
@@ -58,19 +65,13 @@ def complete(folder, *options, **given):
         (cut, f"1 wrong-shaped: {MATRICES[0]} [47, 32] for [48, 32]; fetch it again"),
     ],
 )
-def test_complete_refuses_weights_that_are_not_the_model_s(text_folder, tmp_path, change, message):
-    copy = shutil.copytree(
-        text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
-    )
+def test_complete_refuses_weights_that_are_not_the_model_s(copy, change, message):
     result = complete(rewritten(copy, change))
     assert result.exit_code == 2 and message in result.stderr, result.stderr
     assert result.stderr.count("\n") == 1 and not result.stdout
 
 
-def test_a_config_that_counts_fewer_layers_is_refused(text_folder, tmp_path):
-    copy = shutil.copytree(
-        text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
-    )
+def test_a_config_that_counts_fewer_layers_is_refused(copy):
     merge(copy / "config.json", num_hidden_layers=1, layer_types=["full_attention"])
     said = r"12 unexpected: model\.layers\.1\.input_layernorm\.weight"
     with pytest.raises(ValueError, match=said):
@@ -221,10 +222,7 @@ def test_a_tokenizer_that_only_its_code_reads_is_refused(dream):
     assert told in result.stderr
 
 
-def test_a_model_that_only_its_code_knows_is_refused(text_folder, tmp_path):
-    copy = shutil.copytree(
-        text_folder, tmp_path / "copy", ignore=shutil.ignore_patterns("drafters")
-    )
+def test_a_model_that_only_its_code_knows_is_refused(copy):
     merge(copy / "config.json", model_type="brought")
     marker = bringing(copy, "config.json", "AutoConfig", "Qwen2Config", "BroughtConfig")
     result = complete(copy, input="y\ny\ny\n")

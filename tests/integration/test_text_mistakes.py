@@ -24,6 +24,7 @@ from specmm.processors import Processor
 from specmm.randomness import Uniforms
 from specmm.recipes.diffusion import fit_proxy
 from specmm.verify import Recursive
+from tests.generating import as_generate
 
 GREEK = "αβγδεζηθικλμνξοπρστυφχψω" * 4
 TEXT = "def bdd(b, b):\n    return b + b\n" * 9
@@ -198,14 +199,9 @@ def test_a_drafter_with_a_tokenizer_asks_for_the_targets(text_pipe, make_qwen2):
     small = SmallModel(make_qwen2(len(own), 3), own)
     one = text_pipe.tokenizer(PROMPTS[0], return_tensors="pt")
     for drafter, method in ((Diffusion(lm, own), "specdiff"), (small, "text-draft")):
-        options = dict(max_new_tokens=6, do_sample=False)
         with pytest.raises(ValueError, match="needs the target's, got none; give tokenizer="):
-            text_pipe.model.generate(
-                **one, **options, custom_generate=specmm.custom_generate(drafter, method)
-            )
-        fn = specmm.custom_generate(drafter, method, text_pipe.tokenizer)
-        wanted = text_pipe.model.generate(**one, **options)
-        assert torch.equal(text_pipe.model.generate(**one, **options, custom_generate=fn), wanted)
+            as_generate(text_pipe.model, one, 6, drafter, method)
+        assert as_generate(text_pipe.model, one, 6, drafter, method, text_pipe.tokenizer)
 
 
 def test_one_tokenizer_serves_models_of_other_padding(text_pipe, make_qwen2):

@@ -19,6 +19,7 @@ from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.recipes.dflash import build_block
 from tests.commands import run, succeed
+from tests.generating import as_generate
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
@@ -78,13 +79,8 @@ def test_streams_join_to_the_texts_and_stops_end_them(text_pipe):
 
 def test_generate_with_drafters_of_text(text_pipe):
     one = text_pipe.tokenizer(PROMPTS, return_tensors="pt", padding=True)
-    wanted = text_pipe.model.generate(**one, max_new_tokens=10, do_sample=False)
     for method in ("deer", "block", "diffuspec", "specdiff"):
-        how = specmm.custom_generate(drafter=text_pipe.drafter(method), method=method)
-        got = text_pipe.model.generate(
-            **one, max_new_tokens=10, do_sample=False, custom_generate=how
-        )
-        assert torch.equal(got, wanted), method
+        assert as_generate(text_pipe.model, one, 10, text_pipe.drafter(method), method), method
 
 
 @pytest.mark.parametrize("method", ["ar", "deer", "prompt-lookup"])

@@ -16,6 +16,7 @@ from specmm.recipes.recipe import train
 from specmm.recipes.training import drawn_rows as chats
 from specmm.recipes.training import texts as code
 from tests.commands import as_json
+from tests.tiny.chats import undrafted
 
 TEXT = "".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n\n" for i in range(300))
 DRAFTERS = {
@@ -87,7 +88,7 @@ def packaged(text_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     unpacked = tmp_path / ".cache" / "specmm" / "unpacked" / "tiny.gguf"
     place = tmp_path / "packaged"
-    shutil.copytree(text_folder, unpacked, ignore=shutil.ignore_patterns("drafters"))
+    undrafted(text_folder, unpacked)
     place.mkdir()
     facts = {"package": "no_such_package", "file": unpacked.name, "install": ""}
     facts["mask_token"] = "<|mask|>"

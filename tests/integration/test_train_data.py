@@ -26,6 +26,7 @@ from specmm.recipes.source import Source
 from specmm.recipes.training.drawn_rows import drawn_rows
 from specmm.recipes.training.texts import Rows, split
 from tests.commands import succeed
+from tests.tiny.chats import undrafted
 
 LLAVA, CODER = zoo.POCKET / "llava", zoo.POCKET / "coder"
 TEMPLATE = (
@@ -34,19 +35,15 @@ TEMPLATE = (
 )
 
 
-def copied(name, folder):
-    return shutil.copytree(name, folder, ignore=shutil.ignore_patterns("drafters"))
-
-
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    return copied(LLAVA, tmp_path_factory.mktemp("llava") / "model")
+    return undrafted(LLAVA, tmp_path_factory.mktemp("llava") / "model")
 
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory):
     """pocket/coder with a chat template."""
-    folder = copied(CODER, tmp_path_factory.mktemp("coder") / "model")
+    folder = undrafted(CODER, tmp_path_factory.mktemp("coder") / "model")
     words = AutoTokenizer.from_pretrained(folder)
     words.chat_template = TEMPLATE
     words.save_pretrained(folder)
@@ -313,7 +310,7 @@ def test_given_text_is_split_by_place():
 
 
 def test_held_out_rows_of_text_are_not_learnt(tmp_path):
-    model, file = copied(CODER, tmp_path / "model"), tmp_path / "a.txt"
+    model, file = undrafted(CODER, tmp_path / "model"), tmp_path / "a.txt"
     file.write_text("".join(f"def add{i}(a, b):\n    return a + b + {i}\n" for i in range(300)))
     data = Source(Places([], conversations), 0.1, None, "skip", None, [file], False, 16, 0, 96)
     lessons = data.lessons(begun(model, tmp_path))

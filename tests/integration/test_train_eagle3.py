@@ -2,10 +2,8 @@
 
 import copy
 import json
-import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -22,6 +20,7 @@ from specmm.recipes.losses import compared
 from specmm.recipes.recipe import train
 from specmm.recipes.training.seen import Seen
 from specmm.training import seeded
+from tests.tiny.chats import picture_chats, undrafted
 
 LLAVA = zoo.POCKET / "llava"
 CODER = zoo.POCKET / "coder"
@@ -142,7 +141,7 @@ def test_places_that_count_are_drawn():
 
 @pytest.mark.slow
 def test_the_recipe_of_text(tmp_path):
-    model = shutil.copytree(CODER, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    model = undrafted(CODER, tmp_path / "model")
     text = tmp_path / "text.py"
     text.write_text("".join(f"def add_{i}(a, b):\n    return a + b + {i}\n\n" for i in range(300)))
     options = dict(text=text, rows=4, drawn=0.5, batch=2, rollout=2, inner=32, scenes=2)
@@ -165,13 +164,8 @@ def test_the_recipe_of_text(tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_of_conversations(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 255, (96, 96, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
-    rows.append({"question": "What is a fish?", "answer": "an animal"})
-    lines = tmp_path / "lines.jsonl"
-    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = shutil.copytree(LLAVA, tmp_path / "model", ignore=shutil.ignore_patterns("drafters"))
+    lines = picture_chats(tmp_path)
+    model = undrafted(LLAVA, tmp_path / "model")
     options = dict(rows=4, drawn=0.5, batch=2, rollout=2, inner=32, scenes=2)
     few = dict(picture_slots=2)
     train("eagle3", model=model, data=lines, steps=3, out=tmp_path / "run", **options, **few)

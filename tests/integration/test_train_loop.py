@@ -2,7 +2,6 @@
 states that take no memory, and drafters that are measured while they learn.
 """
 
-import json
 import math
 import os
 import random
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._dynamo.config
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from specmm import zoo
@@ -28,6 +26,7 @@ from specmm.recipes import drafter
 from specmm.recipes.recipe import train
 from specmm.recipes.source import read_rows
 from specmm.recipes.training.seen import Seen, SeenRows
+from tests.tiny.chats import picture_chats, undrafted
 from tests.tiny.mtp_models import save
 
 OPTIONS = dict(rows=12, batch=4, drawn=0.5, scenes=2, rollout=2, inner=16, replace=True)
@@ -213,7 +212,8 @@ def test_targets_in_bfloat16(kind, model, texts, tmp_path):
         model = save("glm", tmp_path / "glm", 1)
         texts[0].write_text("a b c d e f g h " * 400)
     if kind == "msd":
-        model, own["data"] = llava(tmp_path)
+        model = undrafted(zoo.POCKET / "llava", tmp_path / "llava")
+        own["data"] = picture_chats(tmp_path)
         del own["text"], own["rows"], own["drawn"]
     given = dict(model=model, steps=2, batch=4, scenes=2, replace=True, out=tmp_path / "run")
     with torch._dynamo.config.patch(disable=True):
@@ -222,17 +222,6 @@ def test_targets_in_bfloat16(kind, model, texts, tmp_path):
     assert all(math.isfinite(float(value)) for value in last) and float(last[-1]) >= 1
     kept = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["model"]
     assert {x.dtype for x in kept.values() if x.is_floating_point()} == {torch.float32}
-
-
-def llava(folder):
-    """pocket/llava without drafters, and chats for it."""
-    Image.new("RGB", (48, 48), "red").save(folder / "a.png")
-    rows = [{"question": f"Is it {i}?", "answer": f"yes, {i}", "image": "a.png"} for i in range(11)]
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ignore = shutil.ignore_patterns("drafters")
-    return shutil.copytree(
-        zoo.POCKET / "llava", folder / "llava", ignore=ignore
-    ), folder / "a.jsonl"
 
 
 @pytest.mark.slow

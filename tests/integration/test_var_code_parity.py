@@ -1,12 +1,9 @@
 """VAR's sampling and CoDe's runs against what the official releases drew, greedy and from seeds."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from specmm.image_ar.scales.collaborative import Turn, alternate, code_turns
-from specmm.image_ar.scales.loading import infer_var_config
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import (
@@ -16,10 +13,9 @@ from specmm.image_ar.scales.sampling import (
     soften,
     sorted_mask,
 )
-from specmm.image_ar.scales.var import VAR
 from specmm.methods import CoDe
 from specmm.stats import Clock
-from tests.integration.var_cases import RELEASED, VARIANTS, close, tiny_vqvae
+from tests.integration.var_cases import RELEASED, VARIANTS, close, tiny_vars, tiny_vqvae, var_of
 from tests.tiny.recorded import Case
 
 
@@ -28,17 +24,9 @@ def vqvae():
     return tiny_vqvae()
 
 
-def load(state, heads):
-    """A VAR of ``state``; its sizes do not tell the heads without attn_l2_norm at this width."""
-    config = infer_var_config(state | {"blocks.0.attn.scale_mul_1H11": torch.zeros(1, heads, 1, 1)})
-    model = VAR(dataclasses.replace(config, attn_l2_norm="blocks.0.attn.scale_mul_1H11" in state))
-    model.load_state_dict(state)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def models():
-    return {name: load(RELEASED.state(f"{name}.weights."), 4) for name in VARIANTS}
+    return tiny_vars()
 
 
 CODE = Case("var/code_tiny")
@@ -162,7 +150,7 @@ def test_seeded_runs(models, vqvae, name):
 @pytest.fixture(scope="module")
 def pair():
     heads = {role: CODE.facts[f"{role}_config"]["num_heads"] for role in ("draft", "refine")}
-    return [load(CODE.state(f"{role}.weights."), count) for role, count in heads.items()]
+    return [var_of(CODE.state(f"{role}.weights."), count) for role, count in heads.items()]
 
 
 def collaborate(pair, vqvae, n, samplers):

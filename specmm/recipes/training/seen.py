@@ -58,11 +58,11 @@ class Seen:
         return F.pad(self.mask[:, :-1], (1, 0))
 
     @torch.inference_mode(False)
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> Seen:
-        """A copy that may be learnt from, on ``device``, its states in ``dtype``."""
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Seen:
+        """A copy that may be learnt from, on ``device``, its states in ``dtype`` (None: as is)."""
         return Seen(
             **{
-                name: x.to(device, dtype if x.is_floating_point() else x.dtype, copy=True)
+                name: x.to(device, dtype if x.is_floating_point() else None, copy=True)
                 for name, x in self.tensors().items()
             }
         )
@@ -81,6 +81,22 @@ class Seen:
             name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in self.tensors().items()
         }
         return dataclasses.replace(self, **longer)
+
+
+def seen_of(
+    target: VLMTarget, prompt: VLMPrompt, answers: Tensor, read: AuxStates | None = None
+) -> Seen:
+    """What ``target`` sees of the whole conversations in ``prompt``, whose ``answers`` [B, L] are
+    learnt: of the layers that ``read`` listens to, or of none.
+    """
+    target.prefill(prompt.to(target.device, target.dtype), 0)
+    context = target.context
+    assert context is not None, "the target must want a context"
+    following, image = next_positions(context, torch.zeros_like(context.embeddings[:, 0]))
+    mask = F.pad(answers.to(target.device)[:, 1:], (0, 1))
+    states = target.ordered(read.context()) if read and read.seen else context.hidden
+    tokens = prompt.input_ids.to(target.device)
+    return Seen(following, states, context.hidden, mask, tokens, image)
 
 
 class KeptStates:
@@ -168,18 +184,9 @@ class SeenRows:
         return self.kept.of(number, lambda: self._compute(rows))
 
     def _compute(self, rows: Sequence[Any]) -> Seen:
-        target = self.target
-        prompt, answers = self.read(rows)
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=self._faster):
-            target.prefill(prompt.to(target.device, target.dtype), 0)
-        context = target.context
-        assert context is not None
-        following, image = next_positions(context, torch.zeros_like(context.embeddings[:, 0]))
-        mask = F.pad(answers.to(target.device)[:, 1:], (0, 1))
-        states = target.ordered(self.aux.context()) if self.aux.seen else context.hidden
-        tokens = prompt.input_ids.to(target.device)
-        seen = Seen(following, states, context.hidden, mask, tokens, image)
-        return seen.to(target.device, torch.bfloat16)
+        device = self.target.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._faster):
+            return seen_of(self.target, *self.read(rows), self.aux).to(device, torch.bfloat16)
 
     @property
     def _faster(self) -> bool:

@@ -4,7 +4,6 @@ Shape letters: B batch, T tokens, V vocabulary.
 """
 
 import functools
-import itertools
 
 import torch
 import transformers as tf
@@ -25,6 +24,7 @@ from specmm.hf.target import VLMTarget
 from specmm.recipes.diffusion import fit_proxy
 from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
+from tests import sampling
 from tests.sampling import Stream
 from tests.tiny.parts import shaken
 
@@ -206,15 +206,11 @@ def run(make, processor, uniforms, rows=ROWS, vocabulary=V, length=LENGTH):
 
 
 def sequence_distribution(processor, row, length):
-    model, probs = shared_target(SMALL), torch.ones(1, dtype=torch.float64)
-    for depth in range(length):
-        paths = torch.tensor(list(itertools.product(range(SMALL), repeat=depth)), dtype=torch.int64)
-        ids = torch.cat(
-            [torch.tensor([row]).expand(SMALL**depth, -1), paths.view(SMALL**depth, depth)], 1
-        )
-        logits = model(ids).logits[:, -1]
-        probs = (probs[:, None] * processor(logits.double())).flatten()
-    return probs
+    def after(paths):
+        ids = torch.cat([torch.tensor([row]).expand(len(paths), -1), paths], 1)
+        return processor(shared_target(SMALL)(ids).logits[:, -1].double())
+
+    return sampling.sequence_distribution(after, SMALL, length)
 
 
 def samples(make, processor, rows):

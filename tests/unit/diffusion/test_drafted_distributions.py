@@ -81,26 +81,6 @@ class ForgetsMemory(ForgetsPairs):
         return DraftTree(tree.tokens, tree.shape, with_root(self.whole.probs(scores)))
 
 
-@pytest.mark.slow  # 20,000 samples twice
-def test_pairs_recorded_as_marginals_are_caught():
-    # few rows keep two drafts
-    probs, many = (sequence_distribution(Processor(1.3), [1, 3, 2], 3), 20_000)
-    assert fits(probs, samples(DRAFTERS["chain of pairs"], Processor(1.3), many))
-    assert not fits(
-        probs, samples(lambda t: ForgetsPairs(DRAFTERS["chain of pairs"](t)), Processor(1.3), many)
-    )
-
-
-@pytest.mark.slow  # 20,000 samples twice
-def test_a_memory_that_records_forget_is_caught():
-    probs, many = sequence_distribution(Processor(1.3), [1, 3, 2], 3), 20_000
-    assert fits(probs, samples(DRAFTERS["chain with a memory"], Processor(1.3), many))
-    assert not fits(
-        probs,
-        samples(lambda t: ForgetsMemory(DRAFTERS["chain with a memory"](t)), Processor(1.3), many),
-    )
-
-
 class Independent(LikeliestWithMarginals):
     """A broken twin: siblings drawn without replacement, recorded as if they had been drawn with
     it.
@@ -112,11 +92,17 @@ class Independent(LikeliestWithMarginals):
         return DraftTree(tree.tokens, tree.shape, tree.probs[:, eldest])
 
 
-@pytest.mark.slow  # 20,000 samples twice
-def test_siblings_recorded_as_independent_are_caught():
+TWINS = {
+    "chain of pairs": ForgetsPairs,
+    "chain with a memory": ForgetsMemory,
+    "drawn tree of pairs": Independent,
+}
+
+
+@pytest.mark.slow  # 20,000 samples twice, for few rows keep two drafts
+@pytest.mark.parametrize("name", TWINS)
+def test_what_is_recorded_wrongly_is_caught(name):
     probs, many = sequence_distribution(Processor(1.3), [1, 3, 2], 3), 20_000
-    assert fits(probs, samples(DRAFTERS["drawn tree of pairs"], Processor(1.3), many))
-    assert not fits(
-        probs,
-        samples(lambda t: Independent(DRAFTERS["drawn tree of pairs"](t)), Processor(1.3), many),
-    )
+    assert fits(probs, samples(DRAFTERS[name], Processor(1.3), many))
+    twin = samples(lambda target: TWINS[name](DRAFTERS[name](target)), Processor(1.3), many)
+    assert not fits(probs, twin)

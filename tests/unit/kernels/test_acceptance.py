@@ -88,41 +88,32 @@ def test_fused_block_verification(drawn, device, monkeypatch):
     assert found["torch"].kept.unique().numel() > 2
 
 
+def forgotten(tree):
+    """As if its drafts had been chosen."""
+    return DraftTree(tree.tokens, tree.shape)
+
+
+def of_another_row(tree):
+    return DraftTree(tree.tokens, tree.shape, tree.probs.roll(1, 0))
+
+
 @pytest.mark.parametrize(
-    "broken",
+    ("rule", "twin", "change"),
     [
-        lambda tree: (Traversal(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
-        lambda tree: (Recursive(), tree),  # from the root down
-        lambda tree: (
-            Traversal(),
-            DraftTree(tree.tokens, tree.shape, tree.probs.roll(1, 0)),
-        ),  # another row's q
+        (Traversal, Traversal, forgotten),
+        (Traversal, Traversal, of_another_row),
+        (Traversal, Recursive, lambda tree: tree),  # from the root down
+        (Recursive, Recursive, forgotten),
+        (Recursive, Traversal, lambda tree: tree),  # from the leaves up
     ],
-    ids=["point masses", "recursive", "another row's distributions"],
 )
-def test_broken_twins_of_traversal_are_rejected(
-    broken, random_shape, device, on_triton, monkeypatch
+def test_broken_twins_are_rejected(
+    rule, twin, change, random_shape, device, on_triton, monkeypatch
 ):
     tree, p = draft_tree(random_shape(1, 9, torch.Generator().manual_seed(4)), True, device, 10)
-    found = decide_fused(*broken(tree), p, uniforms(10, device))
+    found = decide_fused(twin(), change(tree), p, uniforms(10, device))
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
-    assert agreement(found, decide(Traversal(), tree, p, uniforms(10, device))) < 1
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        lambda tree: (Recursive(), DraftTree(tree.tokens, tree.shape)),  # q forgotten
-        lambda tree: (Traversal(), tree),  # from the leaves up
-    ],
-    ids=["point masses", "traversal"],
-)
-def test_broken_twins_are_rejected(broken, random_shape, device, on_triton, monkeypatch):
-    tree, p = draft_tree(random_shape(1, 9, torch.Generator().manual_seed(4)), True, device, 10)
-    found = decide_fused(*broken(tree), p, uniforms(10, device))
-    monkeypatch.setenv("SPECMM_KERNELS", "torch")
-    expected = decide(Recursive(), tree, p, uniforms(10, device))
-    assert agreement(found, expected) < 1
+    assert agreement(found, decide(rule(), tree, p, uniforms(10, device))) < 1
 
 
 def test_the_rules_the_kernel_does_not_know_are_left_to_others(random_shape, device, on_triton):

@@ -37,22 +37,13 @@ def test_edit_distance(first: str, second: str, distance: int) -> None:
 @pytest.mark.parametrize(
     ("prediction", "answers", "score"),
     [
-        (
-            "Coca Cola",
-            ["coca cola", "coca cola company"],
-            1.0,
-        ),  # case does not count (Biten et al. 2019, sec. 3.3)
+        # case does not count (Biten et al. 2019, sec. 3.3)
+        ("Coca Cola", ["coca cola", "coca cola company"], 1.0),
         ("coca  cola ", ["coca cola"], 1.0),
-        (
-            "coca colla",
-            ["coca cola", "coca cola company"],
-            0.9,
-        ),  # a slip of the reader costs a little: 1 of 10
-        (
-            "abcd",
-            ["abxx"],
-            0.0,
-        ),  # NL = 0.5 is not below the threshold: another answer, not a misread one
+        # a slip of the reader costs a little: 1 of 10
+        ("coca colla", ["coca cola", "coca cola company"], 0.9),
+        # NL = 0.5 is not below the threshold: another answer, not a misread one
+        ("abcd", ["abxx"], 0.0),
         ("abcde", ["abcxx"], 0.6),  # NL = 0.4 is
         ("cola", ["coca cola company"], 0.0),
         ("", ["coca cola"], 0.0),
@@ -72,11 +63,8 @@ def test_anls_is_the_mean_and_says_its_threshold() -> None:
 @pytest.mark.parametrize(
     ("prediction", "answer", "right"),
     [
-        (
-            "105",
-            "100",
-            True,
-        ),  # within 5% of the gold answer (Masry et al. 2022, sec. 5.1), the edge included
+        # within 5% of the gold answer (Masry et al. 2022, sec. 5.1), the edge included
+        ("105", "100", True),
         ("105.1", "100", False),
         ("95", "100", True),
         ("-95", "-100", True),

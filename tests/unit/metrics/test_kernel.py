@@ -56,13 +56,6 @@ def test_many_blocks_agree_with_subset_route() -> None:
     assert one.mean == pytest.approx(two.mean, rel=1e-9)
 
 
-def test_agrees_with_torchmetrics() -> None:
-    kid = pytest.importorskip("torchmetrics.image.kid")
-    x, y = sets(50, 50)
-    expected = float(kid.poly_mmd(x.double(), y.double()))
-    assert kernel_distance(x, y).full == pytest.approx(expected, rel=1e-8)
-
-
 def test_agrees_with_torch_fidelity_on_its_own_subsets() -> None:
     kid = pytest.importorskip("torch_fidelity.metric_kid")
     x, y = (s.double() for s in sets(80, 70))
@@ -90,16 +83,6 @@ def test_measurement_says_which_estimate() -> None:
     subsets = kernel_distance(x, y, full=False).measurement()
     assert subsets.value == subsets.parts["subsets_mean"]
     assert subsets.protocol["estimate"] == "mean over subsets"
-
-
-def test_equal_distributions_are_near_zero_and_shift_is_not() -> None:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.rand(400, 8, generator=generator)
-    y = torch.rand(400, 8, generator=generator)
-    same = kernel_distance(x, y, subset_size=200)
-    moved = kernel_distance(x, y + 0.2, subset_size=200)
-    assert same.full is not None and moved.full is not None
-    assert abs(same.full) < 0.01 < moved.full
 
 
 def test_seed_decides_and_is_recorded() -> None:

@@ -36,16 +36,6 @@ def test_is_the_definition() -> None:
     assert precision.metric == "precision" and density.protocol == {"counts": [90, 70], "k": 5}
 
 
-def test_agrees_with_torch_fidelity() -> None:
-    prc = pytest.importorskip("torch_fidelity.metric_prc")
-    x, y = sets(300, 260, width=12)
-    options = dict(prc_neighborhood=3, prc_batch_size=128, save_cpu_ram=False, verbose=False)
-    theirs = prc.prc_features_to_metric(y, x, **options)
-    precision, recall = precision_recall(x, y)
-    assert precision.value == pytest.approx(theirs["precision"], rel=1e-5)
-    assert recall.value == pytest.approx(theirs["recall"], rel=1e-5)
-
-
 def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = sets()
     whole = [m.value for m in (*precision_recall(x, y), *density_coverage(x, y))]

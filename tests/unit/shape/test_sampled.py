@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from specmm.shape.trees import sample_siblings, sample_siblings_iid, sibling_probs
+from tests.sampling import p_of
 
 PROBS = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
 
@@ -16,22 +16,9 @@ def uniforms(*shape, seed=0, dtype=torch.float32):
 
 
 def p_value(tokens, probs_of, vocab):
-    """Chi-square p-value of ordered draws [n, k] against ``probs_of(tuple)``; draws of probability
-    0 must not occur.
-    """
-    k = tokens.shape[1]
-    code = (tokens * vocab ** torch.arange(k)).sum(1)
-    counts = torch.bincount(code, minlength=vocab**k)
-    statistic, cells = 0.0, 0
-    for draw in itertools.product(range(vocab), repeat=k):
-        seen = int(counts[sum(t * vocab**i for i, t in enumerate(draw))])
-        expected = probs_of(draw) * len(tokens)
-        if expected == 0:
-            assert seen == 0, draw
-            continue
-        statistic += (seen - expected) ** 2 / expected
-        cells += 1
-    return chi2.sf(statistic, cells - 1)
+    """Of ordered draws [n, k] against ``probs_of(tuple)``."""
+    draws = itertools.product(range(vocab), repeat=tokens.shape[1])
+    return p_of(torch.tensor([probs_of(draw) for draw in draws]), tokens)
 
 
 def without_replacement(probs):

@@ -9,6 +9,14 @@ import torch
 from torch import Tensor
 
 from specmm.processors import Processor, guide
+from specmm.tree import TreeShape
+from specmm.verify.exhaustive import (
+    draws,
+    emitted_probs,
+    expected_excess,
+    sequence_probs,
+    total_variation,
+)
 
 TableMaker = Callable[..., list[Tensor]]
 
@@ -31,3 +39,18 @@ def tables() -> TableMaker:
         return [process(guide(logits(vocab**d), logits(vocab**d), cfg)) for d in range(length)]
 
     return make
+
+
+@pytest.fixture
+def drift(tables: TableMaker) -> Callable[..., tuple[float, float]]:
+    """How far the texts of a rule are from the target's, and the excess that it says, over all
+    drafts of a small tree drawn by a scheme.
+    """
+
+    def find(rule: object, scheme: str) -> tuple[float, float]:
+        target = tables(7, 4, 3)
+        drawn = draws(TreeShape.from_parents([-1, 0, 0, 1, 1]), tables(8, 4, 3), scheme)
+        apart = total_variation(emitted_probs(rule, drawn, target), sequence_probs(target, 3))
+        return apart, float(expected_excess(rule, drawn, target))
+
+    return find

@@ -115,31 +115,32 @@ def forgets_the_residual(rule):
     return Broken(lambda tree, p: replace(rule.decisions(tree, p), after=p))
 
 
-def forgets_to_renormalise(rule):
-    """q of a second sibling is zeroed at the first, not renormalised."""
+def misreads_second_siblings(rule, q):
+    """Takes ``q`` of a tree and a node for the node's, where it is a second sibling."""
 
     def decide(tree, p):
         probs = tree.probs.clone()
         for node in range(1, tree.shape.size):
             if tree.shape.ranks[0, node] == 1:
-                left = 1 - tree.probs[:, node - 1].gather(1, tree.tokens[:, node - 1 : node])
-                probs[:, node] *= left
+                probs[:, node] = q(tree, node)
         return rule.decisions(replace(tree, probs=probs), p)
 
     return Broken(decide)
+
+
+def forgets_to_renormalise(rule):
+    """Zeroed at the first sibling."""
+
+    def q(tree, node):
+        left = 1 - tree.probs[:, node - 1].gather(1, tree.tokens[:, node - 1 : node])
+        return tree.probs[:, node] * left
+
+    return misreads_second_siblings(rule, q)
 
 
 def forgets_earlier_siblings(rule):
-    """q of a second sibling is q of the first, though drawn without replacement."""
-
-    def decide(tree, p):
-        probs = tree.probs.clone()
-        for node in range(1, tree.shape.size):
-            if tree.shape.ranks[0, node] == 1:
-                probs[:, node] = tree.probs[:, node - 1]
-        return rule.decisions(replace(tree, probs=probs), p)
-
-    return Broken(decide)
+    """The first one's, though drawn without replacement."""
+    return misreads_second_siblings(rule, lambda tree, node: tree.probs[:, node - 1])
 
 
 def strict_for_all(rule):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from scipy.stats import chi2
 
 from specmm.decode import decide
 from specmm.randomness import Uniforms
@@ -10,6 +9,7 @@ from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import TREES, draw_siblings, likeliest_and_one, make_tree, static_tree
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule, rule_kind
+from tests.sampling import p_value
 
 TARGET = torch.tensor([0.1, 0.35, 0.05, 0.3, 0.2], dtype=torch.float64)
 DRAFT = torch.tensor([0.3, 0.1, 0.25, 0.3, 0.05], dtype=torch.float64)
@@ -92,15 +92,9 @@ class Given:
         return self.numbers[:, self.used - count : self.used]
 
 
-def fits(tokens):
-    seen = torch.bincount(tokens, minlength=5).double()
-    wanted = TARGET * len(tokens)
-    return float(((seen - wanted) ** 2 / wanted).sum()) < chi2.ppf(0.9999, 4)
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_siblings_are_drawn_as_an_exact_rule_wants_them(name):
-    assert fits(first_tokens(make_rule(name), rule_kind(name).siblings))
+    assert p_value(TARGET, first_tokens(make_rule(name), rule_kind(name).siblings)) > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -108,7 +102,7 @@ def test_siblings_are_drawn_as_an_exact_rule_wants_them(name):
     [("k-seq", "distinct"), ("recursive", "likeliest and one"), ("specinfer", "likeliest and one")],
 )
 def test_siblings_drawn_for_another_rule_are_caught(name, siblings):
-    assert not fits(first_tokens(make_rule(name), siblings))
+    assert p_value(TARGET, first_tokens(make_rule(name), siblings)) < 1e-4
 
 
 def test_the_likeliest_and_one():

@@ -25,6 +25,7 @@ from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead
 from tests.commands import as_json, refused, succeed
 from tests.noisy import noisy
+from tests.tiny.chats import undrafted
 from tests.tiny.parts import shaken
 from tests.unit.vlm.test_eagle3 import KINDS, MROPE, ROWS, head_for
 
@@ -123,7 +124,7 @@ def test_what_it_says_of_a_drafter(tmp_path, monkeypatch):
 def test_what_it_refuses(tmp_path):
     assert "data must be given of chats that show pictures" in refused("doctor", "pocket/llava")
     coder, alone = pocket.POCKET / "coder", tmp_path / "model"
-    shutil.copytree(coder, alone, ignore=shutil.ignore_patterns("drafters"))
+    undrafted(coder, alone)
     said = refused("doctor", str(alone))
     assert "must have one drafter of eagle3, msd, block beside it, got none" in said
     deer = str(coder / "drafters" / "deer")

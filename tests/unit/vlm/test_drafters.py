@@ -4,8 +4,6 @@ sampling, broken twins caught.
 Shape letters: B batch, T tokens, V vocabulary.
 """
 
-import itertools
-
 import pytest
 import torch
 import transformers as tf
@@ -18,7 +16,8 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from tests.sampling import Stream, fits, last
+from tests.integration.two_drafts import colder
+from tests.sampling import Stream, fits, last, sequence_distribution
 from tests.tiny.parts import shaken
 
 LENGTH = 12
@@ -104,25 +103,23 @@ SETTINGS = {
 T, ROWS = 3, 3000
 
 
-def sequence_distribution(zoo, name, processor, row):
-    """Probability of every sequence [V, V, V] of T tokens, by the model's own uncached forward."""
-    model, inputs = zoo.model(name), zoo.batch(name, [row])
+def own_distribution(zoo, processor, row):
+    """Of T tokens after ``row``, by the LLaVA's own uncached forward."""
+    model, inputs = zoo.model("llava"), zoo.batch("llava", [row])
     prompt, size = inputs["input_ids"], model.config.get_text_config().vocab_size
     embed = model.get_input_embeddings()
     with torch.inference_mode():
         features = torch.cat(list(model.get_image_features(inputs["pixel_values"]).pooler_output))
         start = embed(prompt).masked_scatter((prompt == zoo.image)[..., None], features)
-    probs = torch.ones(1, dtype=torch.float64)
-    for depth in range(T):
-        paths = torch.tensor(list(itertools.product(range(size), repeat=depth)), dtype=torch.int64)
-        paths = paths.view(size**depth, depth)
+
+    def after(paths):
         ids = torch.cat([prompt.expand(len(paths), -1), paths], 1)
-        with torch.inference_mode():
-            inputs_embeds = torch.cat([start.expand(len(paths), -1, -1), embed(paths)], 1)
-            logits = model(inputs_embeds=inputs_embeds, logits_to_keep=1).logits[:, -1]
+        inputs_embeds = torch.cat([start.expand(len(paths), -1, -1), embed(paths)], 1)
+        logits = model(inputs_embeds=inputs_embeds, logits_to_keep=1).logits[:, -1]
         seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
-        probs = (probs[:, None] * processor(logits.double(), seen)).flatten()
-    return probs
+        return processor(logits.double(), seen)
+
+    return sequence_distribution(after, size, T)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +136,7 @@ SAMPLED += [("top-k and top-p", "text-draft"), ("hot", "text-draft"), ("hot", "p
 def test_samples_follow_the_models_distribution(small_world, processor, method):
     row, processor = [1, 3, "1", 2], SETTINGS[processor]
     tokens = sample(small_world, processor, METHODS.get(method), row)
-    assert fits(sequence_distribution(small_world, "llava", processor, row), tokens)
+    assert fits(own_distribution(small_world, processor, row), tokens)
 
 
 def sample(world, processor, method, row, break_it=None):
@@ -173,22 +170,11 @@ def forget_ancestors(target, drafter):
     target.processor = Forgetful()
 
 
-def draw_from_another_probs(target, drafter):
-    """Drafts come from a colder distribution than the one recorded."""
-    grow = drafter.growth._draw
-
-    def draw(head, logits, width, uniforms):
-        tokens, _ = grow(head, logits * 3, width, uniforms)
-        return tokens, grow(head, logits, width, Stream(len(logits)))[1]
-
-    drafter.growth._draw = draw
-
-
 @pytest.mark.parametrize(
     ("processor", "break_it"),
-    [("repetition penalty", forget_ancestors), ("hot", draw_from_another_probs)],
+    [("repetition penalty", forget_ancestors), ("hot", lambda _, drafter: colder(drafter))],
 )
 def test_the_same_test_rejects_a_broken_twin(small_world, processor, break_it):
     row, processor = [1, 3, "1", 2], SETTINGS[processor]
     tokens = sample(small_world, processor, methods.TextDraft((1, 1)), row, break_it)
-    assert not fits(sequence_distribution(small_world, "llava", processor, row), tokens)
+    assert not fits(own_distribution(small_world, processor, row), tokens)

@@ -29,10 +29,10 @@ from specmm.stats import Clock
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
-from tests.sampling import fits
+from tests.sampling import check_recorded, fits
 from tests.tiny.families import WITH_STATES
 from tests.tiny.parts import shaken
-from tests.unit.vlm.test_continuous_batching import ASKED, SEEDS, answered, prompts_of
+from tests.unit.vlm.test_continuous_batching import check_refilled
 
 LENGTH = 10
 TREE = Dynamic(top_k=8, depth=2, total=60)
@@ -263,16 +263,7 @@ def test_answers_do_not_depend_on_what_their_row_held(zoo, name, kind):
     target = VLMTarget(zoo.model(name), Processor(1.0))
     head = head_for(target, **changes)
     head.layers[0].self_attn.q_proj.weight.data.mul_(8)  # positions matter much
-    drafter = FeatureDrafter(head, target, branching([4, 2, 1]))
-    prompts = prompts_of(zoo, name, ASKED)
-    continuous, rounds = answered(target, drafter, prompts, SEEDS, 2)
-    alone = [
-        answered(target, drafter, prompts_of(zoo, name, [asked]), [seed], 1)
-        for asked, seed in zip(ASKED, SEEDS, strict=True)
-    ]
-    for tokens, ([wanted], _) in zip(continuous, alone, strict=True):
-        assert torch.equal(tokens, wanted)
-    assert rounds < sum(count for _, count in alone)
+    check_refilled(zoo, name, target, FeatureDrafter(head, target, branching([4, 2, 1])))
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
@@ -311,23 +302,16 @@ def test_sections_turn_as_transformers_turns_them():
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["plain", "parallel"])
 def test_recorded_distributions_are_those_drawn_from(zoo, kind):
-    """Siblings without replacement: no mass on earlier ones or on tokens that the head lacks, all
-    mass kept, the token drawn among it.
-    """
+    """And no mass is on tokens that the head lacks."""
     target = VLMTarget(zoo.model("llava"), Processor(0.7, top_k=20))
     head = head_for(target, **KINDS[kind])
     drafter = FeatureDrafter(head, target, branching([3, 2, 1]))
     feedback = Feedback(target.prefill(prompt_of(zoo, "llava"), 20), torch.tensor([3, 4, 5]))
     drafter.begin(feedback, Clock())
     tree = drafter.propose(feedback, Uniforms.from_seeds([0, 1, 2]))
-    probs = tree.probs[:, 1:]
-    torch.testing.assert_close(probs.sum(-1), torch.ones_like(probs[..., 0]))
-    assert bool((probs.gather(-1, tree.tokens[:, 1:, None]) > 0).all())
+    check_recorded(tree)
     lacking = torch.ones(40, dtype=torch.bool).index_fill_(0, head.ids, False)
-    assert float(probs[..., lacking].sum()) == 0
-    earlier = tree.shape.earlier_siblings.expand(3, -1, -1)
-    for row, node in (earlier.any(-1)).nonzero().tolist():
-        assert float(tree.probs[row, node, tree.tokens[row, earlier[row, node]]].sum()) == 0
+    assert float(tree.probs[:, 1:, lacking].sum()) == 0
 
 
 TEXT = [[1, "1", 3, 2]]

@@ -12,17 +12,14 @@ from specmm.processors import Processor
 from specmm.recipes.dflash import build_block
 from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead
+from tests.generating import as_generate
 from tests.tiny.parts import SIZES, ending
 
 
 @pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
 def test_greedy_is_that_of_generate(zoo, family, method):
     model, inputs = zoo.model(family), zoo.batch(family, zoo.rows)
-    wanted = model.generate(**inputs, max_new_tokens=10, do_sample=False)
-    fn = specmm.custom_generate(method=method)
-    assert torch.equal(
-        model.generate(**inputs, max_new_tokens=10, do_sample=False, custom_generate=fn), wanted
-    )
+    assert as_generate(model, inputs, 10, None, method)
 
 
 @pytest.mark.parametrize("family", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"])
@@ -38,12 +35,7 @@ def test_videos(zoo, family):
         input_ids=ids, pixel_values_videos=pixels, video_grid_thw=grid, mm_token_type_ids=kinds
     )
     inputs["attention_mask"] = torch.ones_like(ids)
-    model = zoo.model(family)
-    wanted = model.generate(**inputs, max_new_tokens=10, do_sample=False)
-    fn = specmm.custom_generate()
-    assert torch.equal(
-        model.generate(**inputs, max_new_tokens=10, do_sample=False, custom_generate=fn), wanted
-    )
+    assert as_generate(zoo.model(family), inputs, 10)
 
 
 def test_pictures_that_are_encoded_already_are_not_shown_to_another_model(zoo):
@@ -81,9 +73,8 @@ def block_of(model):
 def test_msd_drafts_for_a_model_without_pictures():
     model = ending(tf.LlamaForCausalLM(tf.LlamaConfig(vocab_size=40, **SIZES)).eval())
     ids = torch.tensor([[5, 6, 7, 5, 6], [0, 0, 9, 8, 7]])
-    given = dict(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=12, do_sample=False)
-    fn = specmm.custom_generate(msd_of(model), "msd")
-    assert torch.equal(model.generate(**given, custom_generate=fn), model.generate(**given))
+    inputs = dict(input_ids=ids, attention_mask=(ids > 0).long())
+    assert as_generate(model, inputs, 12, msd_of(model), "msd")
 
 
 @pytest.mark.parametrize("drafter_of", [msd_of, block_of])

@@ -99,7 +99,7 @@ def test_slots_are_those_of_each_row_alone(target):
     slots = read_slots(target, examples)
     for row, example in enumerate(examples):
         alone, length = read_slots(target, [example]), len(example.input_ids)
-        for name in ("embeddings", "hidden", "wanted", "image", "mask"):
+        for name in ("embeddings", "context", "hidden", "image", "mask"):
             ours = getattr(slots, name)[row, : length - 1]
             torch.testing.assert_close(
                 ours, getattr(alone, name)[0, : length - 1], rtol=1e-4, atol=1e-5
@@ -205,6 +205,7 @@ def test_griffin_leaves_out_what_follows_no_draft(target):
     """From the second pass on, but for first tokens of answers, which follow the prompt."""
     target.wants_context = True
     slots = read_slots(target, [source(0, True), source(1, False)])
+    wanted = slots.hidden.roll(-1, 1)
     first = slots.mask & ~torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))
 
     class Wrong:
@@ -212,16 +213,18 @@ def test_griffin_leaves_out_what_follows_no_draft(target):
             return hidden
 
         def __call__(self, x):
-            return -slots.wanted
+            return -wanted
 
     options = dict(probs_weight=1.0, passes=2, loss="griffin")
-    best = target.head(-slots.wanted).argmax(-1)
-    worst = target.head(-slots.wanted).argmin(-1)
+    best = target.head(-wanted).argmax(-1)
+    worst = target.head(-wanted).argmin(-1)
     found = {
-        name: msd_loss(Wrong(), target.head, replace(slots, tokens=tokens), **options)["griffin"]
+        name: msd_loss(Wrong(), target.head, replace(slots, tokens=tokens.roll(2, 1)), **options)[
+            "griffin"
+        ]
         for name, tokens in (("best", best), ("worst", worst))
     }
-    logits = target.head(slots.wanted), target.head(-slots.wanted)
+    logits = target.head(wanted), target.head(-wanted)
     each = compared("griffin", *logits)[0]
     torch.testing.assert_close(found["best"], each[slots.mask].mean())
     later = each[first].sum() / slots.mask.sum()
@@ -230,7 +233,7 @@ def test_griffin_leaves_out_what_follows_no_draft(target):
 
 def test_later_passes_read_the_head_s_own_states_on_answers(target):
     slots = read_slots(target, [source(0, True), source(1, False)])
-    read = []
+    wanted, read = slots.hidden.roll(-1, 1), []
 
     class Oracle:
         def prompt_slots(self, embeddings, hidden, image):
@@ -238,13 +241,13 @@ def test_later_passes_read_the_head_s_own_states_on_answers(target):
             return hidden
 
         def __call__(self, x):
-            return slots.wanted if len(read) == 1 else slots.wanted + 1.0
+            return wanted if len(read) == 1 else wanted + 1.0
 
     losses = msd_loss(Oracle(), target.head, slots, passes=3)
     assert losses["overlap"] == pytest.approx(1.0, abs=1e-5)
     assert losses["overlap_last"] < losses["overlap"]
-    torch.testing.assert_close(read[1], slots.hidden)  # what is predicted rightly changes nothing
-    changed = (read[2] != slots.hidden).any(-1)
+    torch.testing.assert_close(read[1], slots.context)  # what is predicted rightly changes nothing
+    changed = (read[2] != slots.context).any(-1)
     assert torch.equal(changed, torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))), (
         "only after an answer's slot"
     )

@@ -4,12 +4,12 @@ import pytest
 import torch
 import transformers as tf
 
-import specmm
 from specmm.hf import probe
 from specmm.hf.families import AfterHead, after_head
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
+from tests.generating import as_generate
 from tests.tiny import parts
 
 SIZES = parts.SIZES | dict(vocab_size=60)
@@ -193,11 +193,7 @@ def test_positions_may_be_said_by_the_text_config():
     quantizer |= dict(channel_multiplier=[1, 1], attn_resolutions=[], double_latent=False)
     config = dict(text_config=text, vq_config=quantizer, vocabulary_map={"<image>": 59})
     model = made("Emu3", "ForConditionalGeneration", **config)
-    wanted = model.generate(IDS, max_new_tokens=8, do_sample=False)
-    fn = specmm.custom_generate()
-    assert torch.equal(
-        model.generate(IDS, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted
-    )
+    assert as_generate(model, IDS, 8)
 
 
 @pytest.mark.parametrize(
@@ -237,24 +233,16 @@ def test_longrope_does_not_cross_its_turning_point():
     model = made(
         "Phi3", **SIZES, **SHORT, original_max_position_embeddings=12, rope_parameters=rope
     )
-    fn = specmm.custom_generate()
     for count, ids in ((6, IDS), (6, IDS.repeat(1, 3))):  # below and above it
-        wanted = model.generate(ids, max_new_tokens=count, do_sample=False)
-        assert torch.equal(
-            model.generate(ids, max_new_tokens=count, do_sample=False, custom_generate=fn), wanted
-        )
+        assert as_generate(model, ids, count)
     with pytest.raises(ValueError, match=r"one side of .* 12 positions, got 16"):
-        model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn)
+        as_generate(model, IDS, 10)
 
 
 def test_a_drafter_with_learnt_positions_serves_to_the_last_one():
     sizes = dict(vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=16)
     model, small = made("GPT2", "LMHeadModel", **sizes), made("GPT2", "LMHeadModel", **sizes)
-    wanted = model.generate(IDS, max_new_tokens=10, do_sample=False)
-    fn = specmm.custom_generate(small, "text-draft")
-    assert torch.equal(
-        model.generate(IDS, max_new_tokens=10, do_sample=False, custom_generate=fn), wanted
-    )
+    assert as_generate(model, IDS, 10, small, "text-draft")
 
 
 def test_short_rows_are_padded_with_the_end_where_nothing_is_named():
@@ -262,8 +250,4 @@ def test_short_rows_are_padded_with_the_end_where_nothing_is_named():
     model.generation_config.pad_token_id = None
     first = model.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1]
     model.generation_config.eos_token_id = int(first)
-    wanted = model.generate(ids, max_new_tokens=8, do_sample=False)
-    fn = specmm.custom_generate()
-    assert torch.equal(
-        model.generate(ids, max_new_tokens=8, do_sample=False, custom_generate=fn), wanted
-    )
+    assert as_generate(model, ids, 8)

@@ -125,15 +125,24 @@ def test_facts_need_no_picture_and_repeat_with_their_seed():
     assert len({turn.answer for turn in turns}) > 20
 
 
-def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """Makes sprites of such names, each of one colour, its number."""
+
+    def build(names):
+        numbers = np.arange(len(names), dtype=np.uint8)[:, None, None, None]
+        images = numbers * np.ones((1, 2, 2, 4), np.uint8)
+        np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
+        monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
+
+    return build
+
+
+def test_one_style_of_each_icon_is_held_out(tmp_path, built):
     styles = ["a", "b", "c"]
     icons = [icon for kind in KINDS for icon in kind.icons]
     names = [f"{style}/{icon}" for style in styles for icon in icons]
-    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones(
-        (1, 2, 2, 4), np.uint8
-    )
-    np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
-    monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
+    built(names)
     numbers = {
         split: {int(s.pixels[0, 0, 0]) for s in load_sprites(tmp_path, split).all}
         for split in ("train", "test")
@@ -143,13 +152,8 @@ def test_one_style_of_each_icon_is_held_out(tmp_path, monkeypatch):
     assert len(numbers["train"] | numbers["test"]) == len(names)
 
 
-def test_relatives_of_a_kind_are_for_training_only(tmp_path, monkeypatch):
-    names = [f"{style}/{icon}" for style in "ab" for icon in ("banana", "blowfish", "white-heart")]
-    images = np.arange(len(names), dtype=np.uint8)[:, None, None, None] * np.ones(
-        (1, 2, 2, 4), np.uint8
-    )
-    np.savez(tmp_path / "sprites.npz", images=images, names=np.array(names))
-    monkeypatch.setattr("recipes.scenes.sprites._build", lambda folder: folder / "sprites.npz")
+def test_relatives_of_a_kind_are_for_training_only(tmp_path, monkeypatch, built):
+    built([f"{style}/{icon}" for style in "ab" for icon in ("banana", "blowfish", "white-heart")])
     monkeypatch.setattr(
         "recipes.scenes.sprites.KINDS", [k for k in KINDS if k.name in ("banana", "fish", "heart")]
     )

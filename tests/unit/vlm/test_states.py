@@ -10,19 +10,10 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
 from specmm.randomness import Uniforms
-from specmm.recipes.msd import msd_config
-from specmm.vlm.msd import MSDHead
+from specmm.recipes.msd import build_msd
 
 LENGTH = 20
 METHODS = {"ar": None, "prompt-lookup": methods.PromptLookup(1, 5), "msd": methods.MSD()}
-
-
-def msd_head(target):
-    config = msd_config(target)
-    torch.manual_seed(1)
-    head = MSDHead(config)
-    head.embed_tokens.weight.data.copy_(target.embed(torch.arange(config.vocab_size)))
-    return head
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -42,6 +33,6 @@ def test_answers_about_pictures_equal_generate(zoo, name, method):
     if chosen is None:
         *_, end = decode_plain(target, prompt, LENGTH, uniforms)
     else:
-        parts = assemble(chosen, target, msd_head(target) if method == "msd" else None)
+        parts = assemble(chosen, target, build_msd(target, seed=1) if method == "msd" else None)
         *_, end = decode(target, *parts, prompt, LENGTH, uniforms)
     assert torch.equal(end.tokens[:, :LENGTH], torch.stack(wanted))

@@ -11,8 +11,8 @@ from specmm.hf.drafters.features import candidates, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.processors import Processor
-from specmm.recipes.msd import msd_config
-from specmm.vlm.msd import MSDHead, load_msd, save_msd
+from specmm.recipes.msd import build_msd
+from specmm.vlm.msd import load_msd, save_msd
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +22,7 @@ def target(zoo):
 
 @pytest.fixture(scope="module")
 def head(target):
-    torch.manual_seed(1)
-    made = MSDHead(msd_config(target)).eval()
-    made.embed_tokens.weight.data.copy_(target.embed(torch.arange(made.config.vocab_size)))
-    return made
+    return build_msd(target, seed=1).eval()
 
 
 @pytest.fixture
