@@ -10,6 +10,7 @@ Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -234,7 +235,7 @@ def check_finite(ends: Tensor, origin: str) -> None:
     """Raise ``ValueError`` naming the ``origin`` unless the :func:`extremes` ``ends`` are finite;
     waits for them.
     """
-    if not bool(ends.isfinite().all()):
+    if not all(map(math.isfinite, ends.tolist())):
         raise not_finite(origin)
 
 
