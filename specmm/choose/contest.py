@@ -1,8 +1,8 @@
-"""What is fastest here: candidates tried on a call's own prompt, for a share of what calls decode.
+"""What is fastest here: candidates tried on a call's own prompt, for a share of the time of calls.
 
 A trial is a few tokens by one candidate after the prompt, which are thrown away. Calls are timed,
-too, so that whoever is chosen goes on being measured. Trials may take ``SHARE`` of the tokens that
-calls have decoded and this one will: a short answer is left to what is known by then, or to what is
+too, so that whoever is chosen goes on being measured. Trials may take ``START`` once a call was
+made, and then ``SHARE`` of the time of calls: a short first answer is left plain, or to what is
 forecast from how often drafts are accepted. What is measured is one :class:`Record` a kind of call.
 """
 
@@ -23,8 +23,9 @@ from specmm.decode import Progress
 from specmm.stats import Stats
 from specmm.watching import tell
 
-SHARE = 0.1  # of the tokens of calls: what trials may take
-AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: what they may take more where a gain is forecast
+SHARE = 0.03  # of the time of calls: what trials may take
+START = 24  # plain tokens' time that they may take once a call was made, as soon as may be
+AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: the same before, where a gain is forecast
 FEW, ROUNDS = 8, 6  # tokens and rounds of a trial, beside the prompt's
 PASSES = 3  # trials of each candidate that stays; one, where its tokens a round are known
 TRUST = 64  # rounds that tokens a round which are known count as
@@ -74,7 +75,8 @@ class Measured(NamedTuple):
 class Sample:
     """What a run took: the seconds of its ``prompt`` and first round, and of each of the ``rounds``
     after it, which gave a row so many ``tokens``. ``tv`` is a relaxed rule's total variation a
-    token; ``stats`` are of whole runs.
+    token; ``stats`` are of whole runs. ``beside`` says of a trial by which method the call was that
+    followed it, and how many times that one's speed it had: answers are unlike one another.
     """
 
     prompt: float = 0.0
@@ -82,6 +84,12 @@ class Sample:
     tokens: float = 0.0
     tv: float = 0.0
     stats: Stats | None = None
+    beside: tuple[Any, float] | None = None
+
+    @property
+    def each(self) -> float:
+        """Seconds a token."""
+        return self.round * len(self.rounds) / self.tokens
 
     @property
     def round(self) -> float:
@@ -96,8 +104,9 @@ class Record:
     """What was measured of calls of one kind, of ``rows`` at a time: of ``candidates`` beside plain
     decoding, by method, the newest ``samples`` last.
 
-    ``decoded`` and ``spent`` are tokens of a row, by calls and by trials. A relaxed method is out
-    above a total variation ``tv`` a token.
+    ``decoded`` are the tokens of a row in calls; ``lasted`` and ``spent`` are the time of calls and
+    of trials, in tokens of plain decoding. A relaxed method is out above a total variation ``tv`` a
+    token.
     """
 
     candidates: Sequence[Candidate] = ()
@@ -105,12 +114,14 @@ class Record:
     tv: float = 0.0
     samples: dict[Any, list[Sample]] = field(default_factory=dict)
     decoded: float = 0.0
+    lasted: float = 0.0
     spent: float = 0.0
+    pending: list[Sample] = field(default_factory=list)  # trials before the call that is to come
     calls: int = 0
     now: Callable[[], float] = time.perf_counter  # see ``clock_of``
 
     def played(
-        self, method: Any, steps: Iterator[Progress], few: float = math.inf, least: float = 0.0
+        self, method: Any, steps: Iterator[Progress], few: float, least: float = 0.0
     ) -> Iterator[Progress]:
         """``steps`` of a run by ``method``, of which a sample is taken in the end.
 
@@ -118,9 +129,9 @@ class Record:
         be fewer than ``least`` a second.
         """
         sample = Sample()
+        trial = math.isfinite(few)
         begin = self.now()
         for progress in steps:
-            trial = math.isfinite(few)
             counts = float(progress.counts.float().mean()) if trial or not sample.prompt else 0.0
             seconds = self.now() - begin  # after the counts were read, for which a GPU was waited
             if not sample.prompt:
@@ -139,17 +150,26 @@ class Record:
         if sample.tokens > 0 and sample.rounds:
             sample.tv = float(progress.excess) / max(float(progress.measured), 1.0)
             self.samples[method] = [*self.samples.get(method, []), sample][-LAST:]
+            if trial:
+                self.pending.append(sample)
+            else:
+                for other in self.pending:
+                    other.beside = method, sample.each / other.each
+                self.pending = []
 
     def called(self, method: Any, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """As :meth:`played`, of a call, whose tokens let trials be made."""
-        for progress in self.played(method, steps):
+        """As :meth:`played`, of a call, whose time lets trials be made."""
+        for progress in self.played(method, steps, math.inf):
             yield progress
-        self.decoded += float(progress.counts.float().mean())
+        tokens = float(progress.counts.float().mean())
+        measured = method in self.samples and PLAIN.method in self.samples
+        self.decoded += tokens
+        self.lasted += tokens / self.gain(method) if measured else tokens
         self.calls += 1
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
         """Whether drafters are to be looked at, and read from files: not for a short first call."""
-        return bool(self.calls) or share * coming >= 2 * (PROMPT + FEW)
+        return bool(self.calls) or share * coming >= PROMPT + FEW
 
     @property
     def usual(self) -> float:
@@ -173,8 +193,8 @@ class Record:
         by now has been, in trials of ``few`` tokens.
         """
         order = self.order
-        may = share * (self.decoded + coming)
-        if len(order) > 1 and self.forecast(order[1]) >= SURE:
+        may = share * (self.lasted + coming) + (START if self.calls else 0)
+        if not self.calls and len(order) > 1 and self.forecast(order[1]) >= SURE:
             may += min(AT_ONCE * coming, GRANT)
         needed = [1 if one.tau else passes for one in order]
         while (one := self._next(order, needed)) is not None:
@@ -279,8 +299,16 @@ class Record:
         return rounds / self.tau(method)
 
     def gain(self, method: Any) -> float:
-        """Speed over plain decoding, both measured."""
-        return self.each(PLAIN.method) / self.each(method)
+        """Speed over plain decoding, both measured; of trials alone by that of the calls that they
+        were beside.
+        """
+        samples = self.samples[method]
+        beside = [sample.beside for sample in samples if sample.beside]
+        known = any(one.tau for one in self.candidates if one.method == method)
+        if known or len(beside) < len(samples) or any(other == method for other, _ in beside):
+            return self.each(PLAIN.method) / self.each(method)
+        plain = self.each(PLAIN.method)
+        return statistics.median(plain / self.each(other) * ratio for other, ratio in beside)
 
     def tau(self, method: Any) -> float:
         """Tokens a round of ``method``; what was known before counts as ``TRUST`` rounds."""

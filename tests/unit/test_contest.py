@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.choose.contest import FEW, HOPELESS, PASSES, PLAIN, PROMPT, SHARE, Candidate, Record
+from specmm.choose.contest import (
+    FEW,
+    HOPELESS,
+    PASSES,
+    PLAIN,
+    PROMPT,
+    SHARE,
+    START,
+    Candidate,
+    Record,
+)
 from specmm.decode import Progress
 from specmm.stats import Stats
 
@@ -60,16 +70,37 @@ def called(record, machine, method):
 
 def test_a_short_first_call_is_left_plain_and_trials_wait_for_what_they_may_take():
     machine = Machine()
-    record = machine.record(FAST, SLOW)
-    calls = 0
-    while record.choose(machine.begin, 33) == AR:
-        assert "too short" in record.reason() or record.samples
-        called(record, machine, AR)
-        calls += 1
-        assert record.spent <= SHARE * (record.decoded + 33)
-    cost = machine.prompt + 2 * FEW * EACH[FAST]  # a round more than asked for, and the first
-    assert calls >= 2 and cost / (SHARE * 33) - 2 < calls < cost / (SHARE * 33) + 3
-    assert record.fastest() == FAST and "2.00x" in record.reason()
+    record = machine.record(FAST, SLOW, LAST)
+    assert record.choose(machine.begin, 33) == AR and not machine.begun
+    assert "too short" in record.reason()
+    called(record, machine, AR)
+    for calls in range(1, 80):
+        taken = record.choose(machine.begin, 33)
+        over = 2 * FEW  # by which a slow one exceeds what was thought
+        assert taken == FAST
+        assert record.spent <= SHARE * (record.lasted + 33) + START + over
+        called(record, machine, taken)
+        if calls == 1:
+            assert record.reason().count("x") == 1 and "2.00x" in record.reason()
+    assert record.lasted == pytest.approx(33 + 79 * 33 / 2), "of a call twice as fast half the time"
+    assert {SLOW, LAST} <= record.samples.keys() and machine.begun.count(FAST) > 79
+
+
+def test_a_trial_counts_beside_the_call_that_it_came_before():
+    """Where nobody is sure of anything all are slow: that tells nothing about who is faster."""
+    machine = Machine()
+    record = machine.record(FAST, LAST)
+    for method in (AR, FAST):
+        called(record, machine, method)
+    machine.each = {method: 4 * each for method, each in EACH.items()}
+    for _ in record.played(LAST, machine.begin(LAST), FEW):
+        pass
+    assert record.gain(LAST) == pytest.approx(1 / 3.2)
+    called(record, machine, FAST)
+    machine.each = EACH
+    [sample] = record.samples[LAST]
+    assert sample.beside == (FAST, pytest.approx(0.5 / 0.8))
+    assert record.gain(LAST) == pytest.approx(record.gain(FAST) * 0.5 / 0.8)
 
 
 def test_a_long_call_tries_at_once_and_each_stays_until_it_is_behind():
