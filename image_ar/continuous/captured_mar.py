@@ -14,7 +14,7 @@ from specmm import methods
 from specmm.compiled import NotCompiled
 from specmm.derived import placed
 from specmm.graphs import Graphs, shared_pool
-from specmm.image_ar.continuous.chain_program import ChainProgram, ChainState, Fixed, play_round
+from specmm.image_ar.continuous.chain_program import ChainProgram, Fixed, State, next_state
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead
@@ -86,25 +86,23 @@ class MARGraphs:
         rounds = partial(self._rounds, bound.head)
         return ChainProgram(rounds, bound, tables, options, pictures)
 
-    def _rounds(
-        self, head: ChainHead, fixed: Fixed, state: ChainState, residual: bool
-    ) -> tuple[Tensor, ...]:
+    def _rounds(self, head: ChainHead, fixed: Fixed, state: State, residual: bool) -> State:
         """As :func:`specmm.image_ar.continuous.chain_program.run_rounds`, ``AHEAD`` a graph."""
         key = head, residual
         if key not in self.rounds:
             sizes = len(Fixed._fields) - 1  # all but the weights
 
-            def run(*given: Tensor) -> tuple[Tensor, ...]:
-                own, now = Fixed(head.weights, *given[:sizes]), ChainState(*given[sizes:])
+            def run(*given: Tensor) -> State:
+                own, now = Fixed(head.weights, *given[:sizes]), given[sizes:]
                 for _ in range(AHEAD):
-                    now = play_round(own, now, residual)
+                    now = next_state(own, now, residual)
                 return now
 
             self.rounds[key] = Graphs(run, self.pool, fixed=sizes)
         before: Late | None = None
         while before is None or before.read()[0]:  # one graph too many, but no waiting
-            before = Late(state.going.any())
-            state = ChainState(*self.rounds[key](*fixed[1:], *state))
+            before = Late(state[2].any())
+            state = self.rounds[key](*fixed[1:], *state)
         return state
 
 
