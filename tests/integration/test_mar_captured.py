@@ -65,7 +65,7 @@ def counted(function, calls):
 
 @pytest.mark.parametrize(("name", "most"), [("MOST", 20), ("MOST_BYTES", 12_000)])
 def test_graphs_are_no_more_than_so_many(name, most, taped, monkeypatch):
-    monkeypatch.setattr(f"specmm.image_ar.continuous.captured_mar.{name}", most)
+    monkeypatch.setattr(f"specmm.image_ar.continuous.programs.{name}", most)
     made = pipeline()
     graphs = []
     for iterations in (9, 9, 10, 11):  # with those of chains 14, 14 and 24

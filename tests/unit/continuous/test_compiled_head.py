@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specmm.image_ar.continuous import chain_program, compiled_head, orders
+from specmm.image_ar.continuous import chain_program, orders
+from specmm.image_ar.continuous import programs as compiling
 from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import speculate
 from specmm.image_ar.continuous.chain_windows import WindowTables
-from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
 from specmm.image_ar.continuous.masked_decode import Ancestral
+from specmm.image_ar.continuous.programs import HeadPrograms
 from tests.unit.continuous.test_chain_speculation import plain, pvalues, streams
 
 CPU = torch.device("cpu")
@@ -124,7 +125,7 @@ def test_numbers_that_end_are_drawn_in_their_order(bind, block, most, each, monk
 
 
 def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
-    monkeypatch.setattr(compiled_head, "FEW", 2)
+    monkeypatch.setattr(compiling, "FEW", 2)
     programs = HeadPrograms(CPU)
     monkeypatch.setattr(programs, "chain", None)
     monkeypatch.setattr(programs, "rounds", None)
@@ -138,7 +139,7 @@ def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
 def test_real_programs_keep_the_distribution(bind, frozen, monkeypatch):
     """A broken twin of these rounds, without the residual, is in ``test_chain_speculation.py``."""
     schedule, rows = NoiseSchedule.of("ddim10"), 3000
-    monkeypatch.setattr(compiled_head, "FEW", rows)
+    monkeypatch.setattr(compiling, "FEW", rows)
     programs = HeadPrograms(CPU)
     numbers = streams(4, rows)
     made = []
