@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -167,6 +167,7 @@ class HeadCalls(NamedTuple):
 class MARProgress:
     """The state after an iteration: ``tokens`` [B, L, C], of which ``count`` a picture are made."""
 
+    state: ClassVar[tuple[str, ...]] = ("tokens",)
     tokens: Tensor
     count: int
     stats: ChainStats = field(default_factory=ChainStats)
