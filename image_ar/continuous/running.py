@@ -23,9 +23,9 @@ from specmm.image_ar.continuous.cspd import (
     DraftWindow,
     ReleaseRule,
     StreamNumbers,
+    decode_paper,
     decode_release,
 )
-from specmm.image_ar.continuous.cspd_paper import decode_paper
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.mar import MAR
