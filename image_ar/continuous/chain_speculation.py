@@ -44,7 +44,6 @@ from specmm.image_ar.continuous.chain_round import (
 )
 from specmm.image_ar.continuous.chain_windows import Array, Columns, WindowTables
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
-from specmm.image_ar.continuous.masked_decode import View
 from specmm.image_ar.continuous.orders import PictureStreams, Stream
 
 
@@ -235,8 +234,8 @@ class ChainSpeculation:
             raise ValueError(f"window must be at least 2 steps, got {self.window}")
         self.tables = WindowTables(self.head.schedule, self.window)
 
-    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
+    def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
         bound = self.head.bind(condition)
         streams = (self.normal, self.log_uniform)
-        made = speculate(bound, self.tables, view.rows, *streams, self.options, self.programs)
+        made = speculate(bound, self.tables, rows, *streams, self.options, self.programs)
         return made.tokens, sum(made.row_calls)
