@@ -74,7 +74,7 @@ def _forms(tensors: Iterable[Tensor]) -> list[Any]:
     return [(x.shape, x.dtype, x.device) for x in tensors]
 
 
-def _copy_all(into: list[Tensor], values: list[Tensor]) -> None:
+def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy ``values`` of the same shapes and dtypes, those of a dtype at once."""
     for dtype in {x.dtype for x in into}:
         some = [i for i, x in enumerate(into) if x.dtype == dtype]
@@ -120,7 +120,7 @@ class RecordedRound:
                 raise NotRecorded(f"{name} of one round has another shape than that of the next")
             if x.untyped_storage().data_ptr() in memory:  # another's place may be written first
                 found[name] = x.clone()
-        _copy_all(list(self.given.values()), list(found.values()))
+        copy_all(list(self.given.values()), list(found.values()))
         self.done = done
 
     def serves(self, parts: Parts, feedback: Feedback, progress: Progress) -> bool:
@@ -142,7 +142,7 @@ class RecordedRound:
             there.tensor.copy_(slot.tensor)
             slot.holder[slot.key] = there.tensor
         new = [name for name, x in given.items() if x is not self.given[name]]
-        _copy_all([self.given[name] for name in new], [given[name] for name in new])
+        copy_all([self.given[name] for name in new], [given[name] for name in new])
         self.slots = [b._replace(tensor=a.tensor) for a, b in zip(self.slots, now, strict=True)]
         return True
 
@@ -233,8 +233,10 @@ class GraphRound:
 class Graph:
     """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
 
-    Where nothing is captured it is just called. Results are copies. ``pool`` is another's memory.
-    The first ``fixed`` tensors are not written to by anybody: the same ones are copied once.
+    Where nothing is captured it is just called. Results are copies, but for state that it is given
+    and writes in place: that is the graph's memory, and not copied where it is given again.
+    ``pool`` is another's memory. The first ``fixed`` tensors are not written to by anybody: the
+    same ones are copied once.
     """
 
     def __init__(
@@ -259,13 +261,19 @@ class Graph:
         if self.replay is None:
             self.inputs = [x.clone() for x in inputs]
             self.function(*self.inputs)  # what is made once is made
-            self.replay = record_on_gpu(self._run, self.pool)
         there = [given() for given in self.given]
-        new = [i for i, x in enumerate(inputs) if not (i < len(there) and there[i] is x)]
-        _copy_all([self.inputs[i] for i in new], [inputs[i] for i in new])
+        new = [
+            i
+            for i, x in enumerate(inputs)
+            if x is not self.inputs[i] and not (i < len(there) and there[i] is x)
+        ]
+        copy_all([self.inputs[i] for i in new], [inputs[i] for i in new])
         self.given = [weakref.ref(x) for x in inputs[: self.fixed]]
+        if self.replay is None:
+            self.replay = record_on_gpu(self._run, self.pool)
         self.replay()
-        return tuple(x.clone() for x in self.outputs)
+        own = {id(x) for x in self.inputs}
+        return tuple(x if id(x) in own else x.clone() for x in self.outputs)
 
     def _run(self) -> None:
         self.outputs = self.function(*self.inputs)

@@ -134,7 +134,7 @@ def taped(monkeypatch):
     """Programs are graphs as on a GPU, recorded by what stands in for one there; gives their
     recorder, which counts.
     """
-    families = ("continuous.running", "scales.pipeline", "tokens.running")
+    families = ("continuous.programs", "continuous.running", "scales.pipeline", "tokens.running")
     for module in ("graphs", "hf.running", *(f"image_ar.{name}" for name in families)):
         monkeypatch.setattr(f"specmm.{module}.captures", lambda device: True)
     monkeypatch.setattr("specmm.graphs.record_on_gpu", record_on_tape)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.common import Row, dtype_name, load_pipeline
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled
-from specmm.image_ar.scales.captured_picture import PictureGraph
+from specmm.graphs import Graph
+from specmm.image_ar.scales.collaborative import code_turns, draw_picture
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.tuning import random_vqvae
@@ -25,7 +26,6 @@ from specmm.image_ar.scales.var import VAR, VARConfig, published
 from specmm.randomness import Uniforms
 from specmm.stats import Clock
 
-MODES = ("eager", "graph")
 BATCHES = (1, 16, 64)
 SHARES = (8, 6, 5, 3, 0)  # scales that the large model draws
 CODE = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)  # the release's demonstration
@@ -39,7 +39,7 @@ class Run:
     mode: str
     n: int
     pipe: VARPipeline
-    picture: PictureGraph
+    picture: Callable[[Tensor, Tensor], tuple[Tensor, ...]]  # of labels and uniforms
     tokens: list[float] = field(default_factory=list)
     pixels: list[float] = field(default_factory=list)
 
@@ -51,9 +51,8 @@ class Run:
     def once(self, labels: Tensor, numbers: Tensor) -> None:
         """Draw one batch and note the seconds."""
         clock = Clock(labels.is_cuda)
-        draw = self.picture if self.mode == "graph" else self.picture.eager
         with clock("tokens"):
-            _, sums = draw(labels, numbers)
+            _, sums, _ = self.picture(labels, numbers)
         with clock("pixels"):
             self.pipe.decode(sums)
         self.tokens.append(clock.seconds["tokens"])
@@ -93,16 +92,14 @@ def measure(bench: Bench, pipe: VARPipeline, model: str, batch: int) -> list[Row
     """Rows of every mode and N at ``batch``, interleaved; speed-ups over the fastest plain."""
     scales = len(pipe.transformer.config.schedule)
     shares = [scales, *(n for n in SHARES if n < scales)]
-    models = pipe.transformer, pipe.small or pipe.transformer, pipe.vae.quantize
-    pictures = [PictureGraph(*models, n, pipe.target()) for n in shares]
-    runs = [
-        Run(mode, n, pipe, picture)
-        for mode in MODES
-        for n, picture in zip(shares, pictures, strict=True)
-    ]
+    runs = []
+    for n in shares:
+        turns = code_turns(pipe.transformer, pipe.small or pipe.transformer, n)
+        eager = partial(draw_picture, turns, pipe.vae.quantize, pipe.target())
+        runs += [Run("eager", n, pipe, eager), Run("graph", n, pipe, Graph(eager))]
     labels = torch.arange(batch, device=pipe.device) % pipe.transformer.config.num_classes
     repeats = max(1, bench.repeats // 3)
-    with bench.memory() as memory:
+    with bench.memory() as memory, torch.inference_mode():
         for repeat in range(repeats + 1):  # the first warms up
             seeds = range(repeat * batch, (repeat + 1) * batch)
             generators = [torch.Generator(pipe.device).manual_seed(seed) for seed in seeds]

@@ -1,26 +1,29 @@
-"""What a round of speculation along a denoising chain computes: drafts, the target's distributions,
-which drafts are kept, and what is drawn in the place of a rejected one.
+"""A round of speculation along denoising chains: a window of steps is drafted, the head answers for
+all of its points, and what a coupling keeps of it is taken.
 
-Functions of numpy's arrays on the host, and of tensors in a program; see
-:mod:`specmm.image_ar.continuous.chain_speculation` for the parameter η and shape letters.
+:func:`play_round` is the only one: of numpy's arrays where the host plays rounds one by one
+(:mod:`specmm.image_ar.continuous.chain_speculation`, which also says what η and the shape letters
+are), of tensors in a program (:mod:`specmm.image_ar.continuous.chain_program`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from specmm.image_ar.continuous.chain_windows import Array, Columns, Response, library
-from specmm.image_ar.continuous.orders import Stream
+from specmm.image_ar.continuous.chain_windows import Array, Columns, Response, arange, clamped
+from specmm.image_ar.continuous.chain_windows import library as of
 
 Mask: TypeAlias = Any  # flags, of numpy or torch
 
 WIDEST = 80.0  # beyond this float32 has no such variance
-FIRST_TRIES = 8  # proposals a row gets at first; four times as many in each further turn
-MOST_TRIES = 2**20  # beyond these what p has more of is below float32's rounding
+# Proposals that a row gets in each turn of a residual. After them all what p has more of than q is
+# below float32's rounding (with probability below 1e-6 it is not), and the row is drawn from p.
+TURNS = (*(8 * 4**turn for turn in range(9)), 2**20)
 
 
 @dataclass
@@ -36,11 +39,11 @@ class Normal:
     def energy(self, y: Array) -> Array:
         """-2 log density [..., C] by coordinate, without the constant."""
         off = y - self.mean
-        return off * off * library(off).exp(-self.log_var) + self.log_var
+        return off * off * of(off).exp(-self.log_var) + self.log_var
 
     def sample(self, noise: Array) -> Array:
         """A draw from standard normal ``noise`` [..., C]."""
-        return self.mean + library(noise).exp(0.5 * self.log_var) * noise
+        return self.mean + of(noise).exp(0.5 * self.log_var) * noise
 
 
 def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
@@ -57,6 +60,67 @@ class ChainOptions:
     residual: bool = True
 
 
+class ChainRows(NamedTuple):
+    """Rows as a round begins: the step ``k`` [R] int64 (S: finished) and the head ``calls`` [R] of
+    each, their ``eta`` (a finished row's token), the drafter's N(mean, var) of x0, [R, C] each, and
+    the numbers [R] of their ``Response``.
+    """
+
+    k: Array
+    calls: Array
+    eta: Array
+    mean: Array
+    var: Array
+    seen: Array
+    implied: Array
+
+
+class Numbers(Protocol):
+    """Where rounds get random numbers. ``rows`` [R] are flags of those that take some; None: all.
+
+    What is drawn for ``rows`` is by row, those of :meth:`chosen`; ``turns`` are the proposals that
+    a residual has in each turn.
+    """
+
+    turns: tuple[int, ...]
+
+    def normals(self, rows: Mask | None, count: int) -> Array:
+        """``count`` normal numbers for each of ``rows``."""
+
+    def log_uniforms(self, rows: Mask | None, count: int) -> Array:
+        """``count`` logarithms of uniforms for each of ``rows``."""
+
+    def chosen(self, rows: Mask) -> Any:
+        """An index of at least ``rows``."""
+
+    def needed(self, rows: Mask) -> bool:
+        """Whether there are any ``rows``, as far as that is known."""
+
+
+class Chain(Protocol):
+    """The head's chains of S ``steps`` and how they are speculated on: in windows of so many
+    points, at a ``temperature`` with ``log_temperature`` its variances' log.
+    """
+
+    steps: int
+    window: int
+    temperature: Any
+    log_temperature: Any
+    residual: bool
+
+    def columns(self, k: Array) -> Columns:
+        """The columns of windows that begin at ``k`` [R]; they have at least two points."""
+
+    def answers(self, k: Array, x: Array) -> tuple[Array, Array]:
+        """The head's (eps, v) [R, W, C] for ``x`` [R, W, C] at the steps from ``k`` [R] on."""
+
+    def look(self, p: Normal, wider: Array, k: Array) -> None:
+        """Look whether the target's distributions ``p`` are sane; see :func:`target_probs`."""
+
+    def lack(self, lost: Mask) -> None:
+        """Learn which rows are ``lost`` [R], since a residual needs more proposals."""
+
+
 class Drafts(NamedTuple):
     """A window: ``points`` η [R, W, C], ``steps`` w [R, W-1, C] between, their distributions q."""
 
@@ -65,53 +129,63 @@ class Drafts(NamedTuple):
     q: Normal
 
 
-class RowState(NamedTuple):
-    """Rows as a round begins: their ``eta``, and the drafter's N(mean, var) of x0, [R, C] each."""
+def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
+    """``rows`` after a round; finished ones may be among them and are of no account."""
+    k, calls, eta, *_ = rows
+    response = Response(rows.seen, rows.implied)
+    columns = chain.columns(k)
+    drafted = columns.snr.shape[1] - 2
+    count, channels = eta.shape
+    noise = numbers.normals(None, chain.window * channels).reshape(count, -1, channels)
+    noise = noise[:, : drafted + 1] * chain.temperature
+    log_u = numbers.log_uniforms(None, chain.window - 1)[:, :drafted]
+    drafts = draft(rows, response.shares(), columns, noise, chain.log_temperature)
+    eps, v = chain.answers(k, drafts.points * columns.to_x[:, :-1])
+    p, wider = target_probs(drafts.points, eps, v, columns, chain.log_temperature)
+    chain.look(p, wider, k)
 
-    eta: Array
-    mean: Array
-    var: Array
+    # written so that NaN counts as rejected
+    rejected = ~(log_u < log_ratio(p[:, :-1], drafts.q, drafts.steps))
+    limit = clamped(chain.steps - 1 - k, high=drafted)  # drafts that are not beyond the last point
+    kept = of(k).minimum(first_of(rejected), limit)
+    row = arange(count, k)
+    probs = p[row, kept]
+    step = probs.sample(numbers.normals(None, channels))
+    lost = kept < limit
+    if chain.residual and numbers.needed(lost):
+        over = drafts.q[row, clamped(kept, 0, drafted - 1)]
+        draw_residual(probs, over, step, lost, numbers)
+        chain.lack(lost)
 
-
-class ChainRows(NamedTuple):
-    """Rows at steps ``k``, with their state and response."""
-
-    k: list[int]
-    state: RowState
-    response: Response
-
-
-class Verified(NamedTuple):
-    """A window's ``drafts``, the target's distributions ``p`` of the steps out of its points
-    [R, W, C], the log of how much ``wider`` they are than 1/Δ, and which drafts are ``rejected``
-    [R, W-1].
-    """
-
-    drafts: Drafts
-    p: Normal
-    wider: Array
-    rejected: Mask
+    clean = probs.mean
+    out = columns.gain[row if len(columns.gain) > 1 else 0, kept + 1]
+    excess = clamped(of(wider).expm1(wider), 0.0)  # Δ·Var(x0) by the target
+    response = response.after(columns.seen[:, 1:-1], drafts.steps, p.mean, excess)
+    mean, var = predicted(clean, step, out, excess[row, kept])
+    moved = drafts.points[row, kept] + out * step
+    last = k + kept == chain.steps - 1  # which adds no noise
+    eta = of(eta).where(last[:, None], clean, moved)
+    return ChainRows(k + kept + 1, calls + 1, eta, mean, var, *response)
 
 
 def draft(
-    state: RowState, shares: Array, columns: Columns, noise: Array, log_temperature: float | Array
+    rows: ChainRows, shares: Array, columns: Columns, noise: Array, log_temperature: float | Array
 ) -> Drafts:
     """By the prediction N(m, V · ``shares``), from ``noise`` [R, W, C] that has the temperature;
     ``log_temperature`` is that of variances.
     """
-    eta, own_mean, own_var = state
-    lib = library(eta)
-    var = own_var * shares
+    lib = of(noise)
+    var = rows.var * shares
     snr = columns.snr[:, :-1]
-    clean = own_mean + lib.sqrt(var) * noise[:, 0]
+    clean = rows.mean + lib.sqrt(var) * noise[:, 0]
     steps = clean[:, None] + columns.root[:, 1:-1] * noise[:, 1:]
     sums = lib.cumsum(columns.gain[:, 1:-1] * steps, axis=1)
     moved = lib.concatenate([lib.zeros_like(noise[:, :1]), sums], axis=1)
     surer = 1 + var[:, None] * (snr - snr[:, :1])  # [R, W, C]
-    mean = (own_mean[:, None] + var[:, None] * moved[:, :-1]) / surer[:, :-1]
+    mean = (rows.mean[:, None] + var[:, None] * moved[:, :-1]) / surer[:, :-1]
     log_gain = columns.log_gain[:, 1:-1] + log_temperature
     log_var = lib.log(surer[:, 1:] / surer[:, :-1]) + log_gain
-    return Drafts(eta[:, None] + moved, steps, Normal(mean, log_var))
+    return Drafts(rows.eta[:, None] + moved, steps, Normal(mean, log_var))
 
 
 def target_probs(
@@ -126,14 +200,6 @@ def target_probs(
     return Normal(clean, log_var), wider
 
 
-def rejections(drafts: Drafts, p: Normal, log_u: Array) -> Mask:
-    """Which drafted steps a maximal coupling would not keep [R, W-1], by ``log_u`` [R, W-1]."""
-    _, steps, q = drafts
-    # written so that NaN counts as rejected, and raises when the residual is drawn
-    rejected: Mask = ~(log_u < log_ratio(p[:, :-1], q, steps))
-    return rejected
-
-
 def predicted(clean: Array, step: Array, gain: Array, excess: Any) -> tuple[Array, Array]:
     """The drafter's N(m, V) after a ``step`` [R, C] of ``gain``, where the target predicted
     ``clean`` with Δ·Var(x0) = ``excess``.
@@ -142,49 +208,28 @@ def predicted(clean: Array, step: Array, gain: Array, excess: Any) -> tuple[Arra
     return (clean + excess * step) / surer, excess / (gain * surer)
 
 
-def draw_residual(
-    p: Normal, q: Normal, pictures: list[int], batch: int, normal: Stream, log_uniform: Stream
-) -> Array:
-    """Draws [N, C] from (p - q)+ / mass, row n by the streams of picture ``pictures[n]``.
-
-    Where p and q differ by less than rounding there is no mass to find: after ``MOST_TRIES``
-    proposals, which happens with probability below 1e-6, the row is drawn from p. Raises
-    ``ValueError`` when a distribution is not finite.
+def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Numbers) -> None:
+    """Put draws from (p - q)+ / mass into ``step`` [R, C] where rows are ``lost`` [R], which those
+    are no longer then: ``lost`` stay rows with too few proposals.
     """
-    if not np.isfinite(sum(x.sum() for x in (p.mean, p.log_var, q.mean, q.log_var))):
-        raise ValueError(
-            "distributions to couple must be finite, "
-            "got NaN or infinity in a mean or a log-variance"
-        )
-    found = np.empty_like(p.mean)
-    left = np.arange(len(pictures))
-    tries = FIRST_TRIES
-    while True:
-        counts = counts_of(pictures, batch)
-        noise = take(normal, counts, tries * found.shape[1]).reshape(len(left), tries, -1)
-        y = p[:, None].sample(noise)  # [N, K, C]
-        good = take(log_uniform, counts, tries) > -log_ratio(p[:, None], q[:, None], y)  # [N, K]
-        first: npt.NDArray[np.int64] = good.argmax(1)
-        hit = np.asarray(good.any(1) | (tries >= MOST_TRIES))
-        found[left[hit]] = y[np.arange(len(left)), first][hit]
-        if hit.all():
-            return found
-        left = left[~hit]
-        p = p[~hit]
-        q = q[~hit]
-        tries = min(tries * 4, MOST_TRIES)
-        pictures = [b for b, done in zip(pictures, hit.tolist(), strict=True) if not done]
+    width = step.shape[1]
+    for tries in numbers.turns:
+        at = numbers.chosen(lost)
+        own, other = p[at][:, None], q[at][:, None]
+        y = own.sample(numbers.normals(lost, tries * width).reshape(-1, tries, width))
+        good = numbers.log_uniforms(lost, tries) > -log_ratio(own, other, y)  # [N, K]
+        first = first_of(good)
+        hit = lost[at] & ((first < tries) | (tries == TURNS[-1]))
+        found = y[arange(len(y), first), clamped(first, 0, tries - 1)]
+        step[at] = of(y).where(hit[:, None], found, step[at])
+        lost[at] = lost[at] & ~hit
+        if not numbers.needed(lost):
+            break
 
 
-def take(stream: Stream, rows: list[int], width: int) -> Array:
-    """``stream.draw`` as an array."""
-    drawn: Array = stream.draw(rows, width).cpu().numpy()
-    return drawn
-
-
-def counts_of(pictures: list[int], batch: int) -> list[int]:
-    """How many rows each of ``batch`` pictures has."""
-    if batch == 1:
-        return [len(pictures)]
-    counts: list[int] = np.bincount(pictures, minlength=batch).tolist()
-    return counts
+def first_of(flags: Mask) -> Array:
+    """By row of ``flags`` [R, N], how many come before the first that is True [R]."""
+    count = flags.shape[1]
+    if isinstance(flags, Tensor):
+        return torch.where(flags, arange(count, flags), count).amin(1)
+    return np.where(flags.any(1), flags.argmax(1), count)  # in half the time

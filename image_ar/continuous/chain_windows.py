@@ -6,9 +6,7 @@ rows (tokens), S steps, W points of a window, C token width.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,21 +25,28 @@ def library(x: Array) -> Any:
     return torch if isinstance(x, Tensor) else np
 
 
-def clamped(x: Array, low: float, high: float = math.inf) -> Array:
+def arange(count: int, where: Array) -> Array:
+    """0 to ``count`` - 1, of the kind of ``where`` and where it is."""
+    if isinstance(where, Tensor):
+        return torch.arange(count, device=where.device)
+    return np.arange(count)
+
+
+def clamped(x: Array, low: float | None = None, high: float | None = None) -> Array:
     """``x`` not below ``low`` nor above ``high``."""
     if isinstance(x, Tensor):
         return x.clamp(low, high)
-    x = np.maximum(x, low)  # np.clip takes four times as long
-    return x if high == math.inf else np.minimum(x, high)
+    x = x if low is None else np.maximum(x, low)  # np.clip takes four times as long
+    return x if high is None else np.minimum(x, high)
 
 
-@dataclass
-class Columns:
+class Columns(NamedTuple):
     """Numbers [R or 1, W + 1, 1] of the points of a window.
 
     The step *into* a point has the gain Δ, ``root`` = Δ^-½ and ``log_gain`` = log 1/Δ (all for
-    temperature 1); ``to_x`` turns η into x; x0 = ``x_share``·η - ``eps_share``·eps; ``spread`` is
-    half the log of the learned variance's range in the step *out*.
+    temperature 1), and ``seen`` is Δ, but 0 beyond the last point; ``to_x`` turns η into x; x0 =
+    ``x_share``·η - ``eps_share``·eps; ``spread`` is half the log of the learned variance's range in
+    the step *out*.
     """
 
     snr: Array
@@ -52,10 +57,7 @@ class Columns:
     x_share: Array
     eps_share: Array
     spread: Array
-
-    def pair(self, j: int) -> Columns:
-        """Points j and j + 1."""
-        return Columns(*(column[:, j : j + 2] for column in vars(self).values()))
+    seen: Array
 
 
 class WindowTables:
@@ -71,27 +73,29 @@ class WindowTables:
         shares = [rest / np.sqrt(level), rest / level, np.sqrt(rest / level)]
         table = np.stack([snr, gain, gain**-0.5, -np.log(gain), *shares, spread], axis=1)
         padded = np.concatenate([table, table[-1:].repeat(window, 0)])
-        self.rows = padded.astype(np.float32)[:, :, None]  # [S + W, 8, 1]
+        seen = np.concatenate([gain, np.zeros(window)])
+        self.rows = np.column_stack([padded, seen]).astype(np.float32)[:, :, None]  # [S + W, 9, 1]
         self.steps = len(level)
         self.window = window
         self.made: dict[tuple[int, int], Columns] = {}  # for rows that are all at one step
 
-    def at(self, k: list[int], width: int) -> Columns:
+    def at(self, k: Array, width: int) -> Columns:
         """The columns for windows of ``width`` points that start at steps ``k`` [R]."""
-        if len(k) > 1 and len(set(k)) > 1:
-            return columns_of(self.rows[np.array(k)[:, None] + np.arange(width + 1)])
-        key = (k[0], width)
+        first = int(k[0])
+        if len(k) > 1 and (k != first).any():
+            return columns_of(self.rows[k[:, None] + np.arange(width + 1)])
+        key = (first, width)
         if key not in self.made:
-            self.made[key] = columns_of(self.rows[None, k[0] : k[0] + width + 1])
+            self.made[key] = columns_of(self.rows[None, first : first + width + 1])
         return self.made[key]
 
 
 def columns_of(rows: Array) -> Columns:
-    """Those of ``rows`` [R or 1, W + 1, 8, 1] of the table."""
+    """Those of ``rows`` [R or 1, W + 1, 9, 1] of the table."""
     return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
 
 
-class Response:
+class Response(NamedTuple):
     """How far predictions of x0 followed the steps of their windows, as a share of what the
     variances told with them imply; by row, newer windows counting more.
 
@@ -101,30 +105,21 @@ class Response:
     answered as well. Drafts follow from what was seen before them, so any share is exact.
     """
 
-    def __init__(self, seen: Array, implied: Array) -> None:
-        self.seen = seen
-        self.implied = implied
+    seen: Array  # [R], like ``implied`` 1 at first: what variances imply
+    implied: Array
 
-    @classmethod
-    def of(cls, rows: int) -> Response:
-        """Of ``rows`` that have seen nothing: what variances imply."""
-        return cls(np.ones(rows, np.float32), np.ones(rows, np.float32))
-
-    def observe(self, gain: Array, steps: Array, clean: Array, excess: Array) -> None:
-        """``clean`` [R, W, C] predictions at a window's points, with Δ·Var(x0) = ``excess``, and
+    def after(self, gain: Array, steps: Array, clean: Array, excess: Array) -> Response:
+        """With ``clean`` [R, W, C] predictions at a window's points, Δ·Var(x0) = ``excess``, and
         the ``steps`` between [R, W-1, C] of ``gain`` [R or 1, W-1, 1] (0: no step).
         """
         after = clean[:, 1:]
         off = steps - after
         pull = gain * off
-        self.seen = FORGET * self.seen + (pull * (after - clean[:, :-1])).sum((1, 2))
-        self.implied = FORGET * self.implied + (pull * off * excess[:, :-1]).sum((1, 2))
+        return Response(
+            FORGET * self.seen + (pull * (after - clean[:, :-1])).sum((1, 2)),
+            FORGET * self.implied + (pull * off * excess[:, :-1]).sum((1, 2)),
+        )
 
     def shares(self) -> Array:
         """[R, 1], at most ``STRONGEST``."""
         return clamped(self.seen / self.implied, 0.0, STRONGEST)[:, None]
-
-    def keep(self, rows: list[int]) -> None:
-        """Go on with some ``rows`` only."""
-        self.seen = self.seen[rows]
-        self.implied = self.implied[rows]

@@ -1,50 +1,51 @@
-"""CSpD between two MAR models: how whole drafted tokens are accepted, and the loop of its release.
+"""CSpD between two MAR models: how whole drafted tokens are accepted, and the loops of the paper
+and of the release.
 
 Source: CSpD (arXiv 2411.11925, section 3 and algorithm 1) and facts measured on its release. In
 both, a small model drafts tokens with the same noise at every denoising step as the target will use
 ("aligned"), and the first iterations are the target's own. The release computes the target once for
-a whole window, without showing it the drafts in it, and keeps every position; ``cspd_paper`` is the
-loop of the paper. A token's chain ends in a step whose Gaussian has a mean (the token itself, since
-no noise is added there) and a width that is never used; all rules take that Gaussian for the
-density of the token, which is why none keeps the target's distribution. Rules compute in numpy's
-float64: ratios reach e^-200. Shape letters as in ``masked_decode``; N tokens of a comparison, S
-head steps.
+a whole window, without showing it the drafts in it, and keeps every position. In the paper's loop
+the target's pass over a window has one row for each drafted iteration, with the tokens drafted
+before it among its known ones, and a rejection ends the window; pictures accept different lengths,
+and their rounds are run together.
+
+A token's chain ends in a step whose Gaussian has a mean (the token itself, since no noise is added
+there) and a width that is never used; all rules take that Gaussian for the density of the token,
+which is why none keeps the target's distribution. Rules compute in numpy's float64: ratios reach
+e^-200. Shape letters as in ``masked_decode``; R rows of a pass, N tokens of a comparison or of all
+rows, S head steps.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import islice
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import (
-    BoundHead,
-    ChainHead,
-    HeadCondition,
-    ancestral,
-    finite,
-)
-from specmm.image_ar.continuous.mar import MAR, pick
+from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral, finite
+from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.masked_decode import (
     ChainStats,
     MARProgress,
-    View,
     class_conditions,
     head_conditions,
-    write_tokens,
 )
 from specmm.image_ar.continuous.orders import Iteration, MARSettings, Stream
 from specmm.stats import Clock
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+Parts = Mapping[int, Sequence[Iteration]]  # iterations to make, by picture
 RELAX = 42.0  # the release's factor on standard deviations
 PROPOSALS = 100  # the release's, for a rejected token
 
@@ -59,9 +60,6 @@ class ChainEnd:
     std: Array
     log_stds: Array
 
-    def __getitem__(self, rows: Mask) -> ChainEnd:
-        return ChainEnd(self.mean[rows], self.std[rows], self.log_stds[rows])
-
     def log_density(self, x: Array, widen: float = 1.0) -> Array:
         """Log density [N] of ``x`` under the last step's Gaussian, up to a constant."""
         std = widen * self.std
@@ -69,38 +67,15 @@ class ChainEnd:
         return found
 
 
-class CSpDRule(Protocol):
-    """Compares drafted tokens with the target's; rejected ones get up to ``proposals``."""
-
-    proposals: int
-
-    def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """log r [N] of drafted tokens ``x`` [N, C]: kept with probability min(1, r)."""
-
-    def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """log q/(F p) [N] of proposals ``y`` ~ p: accepted with probability 1 - q/(F p)."""
-
-
-class PaperRule:
-    """r = Π √|Σq|/√|Σp| · p(x)/q(x): the spreads of the steps before, then the last Gaussians."""
-
-    proposals = PROPOSALS
-
-    def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        return -self.log_residual(x, p, q)
-
-    def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """See ``CSpDRule``; p bounds (F p - q)+ / F, so no probability is ever above 1."""
-        spreads: Array = (q.log_stds - p.log_stds).sum(-1)
-        return q.log_density(y) - p.log_density(y) - spreads
-
-
 @dataclass
-class ReleaseRule:
-    """The paper's with the factor of the spreads upside down, and widths times ``relax`` in r."""
+class PaperRule:
+    """r = Π √|Σq|/√|Σp| · p(x)/q(x): the spreads of the steps before, then the last Gaussians,
+    whose widths are times ``relax`` in r. Rejected tokens get up to ``proposals``.
+    """
 
-    relax: float = RELAX
+    relax: float = 1.0
     proposals: int = PROPOSALS
+    sign: ClassVar[int] = 1  # of the factor of the spreads, in the log
 
     def __post_init__(self) -> None:
         if not self.relax > 0:
@@ -109,15 +84,26 @@ class ReleaseRule:
             )
 
     def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
+        """log r [N] of drafted tokens ``x`` [N, C]: kept with probability min(1, r)."""
         return self._spreads(p, q) + p.log_density(x, self.relax) - q.log_density(x, self.relax)
 
     def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
-        """See ``CSpDRule``; not relaxed."""
+        """log q/(F p) [N] of proposals ``y`` ~ p: accepted with probability 1 - q/(F p); not
+        relaxed. p bounds (F p - q)+ / F, so no probability is ever above 1.
+        """
         return q.log_density(y) - p.log_density(y) - self._spreads(p, q)
 
     def _spreads(self, p: ChainEnd, q: ChainEnd) -> Array:
-        factor: Array = (p.log_stds - q.log_stds).sum(-1)
-        return factor
+        spreads: Array = (q.log_stds - p.log_stds).sum(-1)
+        return self.sign * spreads
+
+
+@dataclass
+class ReleaseRule(PaperRule):
+    """The paper's with the factor of the spreads upside down, and relaxed."""
+
+    relax: float = RELAX
+    sign: ClassVar[int] = -1
 
 
 @dataclass
@@ -143,7 +129,7 @@ class StreamNumbers:
         return stream.draw(counts, width).double().cpu().numpy()
 
 
-def accept(rule: CSpDRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers) -> Mask:
+def accept(rule: PaperRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers) -> Mask:
     """Which drafted tokens ``x`` [N, C] are kept [N]; ``ValueError`` for widths of no density."""
     for ends in (p, q):
         if not (np.isfinite(ends.std).all() and (ends.std > 0).all()):
@@ -157,7 +143,7 @@ def accept(rule: CSpDRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNu
 
 
 def resample(
-    rule: CSpDRule, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
+    rule: PaperRule, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
 ) -> tuple[Array, Mask]:
     """Tokens [N, C] of what p has more of than q, and which were found in the rule's proposals [N].
 
@@ -179,7 +165,7 @@ def resample(
 
 
 def verify_tokens(
-    rule: CSpDRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
+    rule: PaperRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
 ) -> tuple[Array, Mask]:
     """Tokens [N, C], kept or drawn in the place of ``drafted`` ones, and which were kept.
 
@@ -221,14 +207,6 @@ class CSpDModel:
         self.steps = ChainSteps.ddpm(self.head.schedule)
         self.classes = class_conditions(model, labels, batch, settings.cfg)
 
-    def conditions(self, view: View) -> Tensor:
-        """Conditions [B · n, G, Z] of the head."""
-        return head_conditions(self.model, view.tokens, view.known, self.classes, view.wanted)
-
-    def bind(self, view: View, scale: float | Tensor) -> BoundHead:
-        """The head for the tokens of ``view``."""
-        return self.head.bind(HeadCondition(self.conditions(view), scale))
-
     def chains(self, z: Tensor, scale: float | Tensor, noise: Tensor) -> tuple[Tensor, ChainEnd]:
         """Tokens [R, C] of ``noise`` [S + 1, R, C] under ``z``, and the ends of their chains."""
         trace: list[Tensor] = []
@@ -252,8 +230,19 @@ class CSpDBatch:
     numbers: Sequence[StreamNumbers]
 
 
+@dataclass
+class MadeTokens:
+    """``tokens`` [n, C] of an iteration at positions ``where`` [n], and how their chains ended."""
+
+    where: Tensor
+    tokens: Tensor
+    ends: ChainEnd
+
+
 class CSpDRun:
-    """Tokens [B, L, C] so far, and the counts of the run."""
+    """Tokens [B, L, C] so far, by position how the chains of drafts ended [3, B, L, C], and the
+    counts of the run.
+    """
 
     def __init__(self, batch: CSpDBatch) -> None:
         self.batch = batch
@@ -261,15 +250,10 @@ class CSpDRun:
         self.tokens = torch.zeros(
             *batch.orders.shape, batch.noise.shape[-1], device=batch.orders.device
         )
-        self.steps = len(batch.target.steps.keep)
+        self.ends = np.zeros((3, *self.tokens.shape))
         self.clock = Clock()
         self.stats = ChainStats()
         self._begin = time.perf_counter()
-
-    def count(self, rows: int, tokens: int) -> None:
-        """Count a pass of the target over ``rows`` that ran the chains of ``tokens``."""
-        self.stats.rounds += rows
-        self.stats.head_calls += self.steps * tokens
 
     def finish(self) -> MARProgress:
         """The last state, with the run's counts."""
@@ -281,80 +265,131 @@ class CSpDRun:
         stats.verify_seconds = self.clock.seconds["verify"]
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
-    def verify(
-        self, rule: CSpDRule | None, b: int, where: Tensor, p: ChainEnd, q: ChainEnd, last: bool
-    ) -> Mask:
-        """Replace the rejected tokens of picture ``b`` at ``where``; returns which were kept."""
-        made = p.mean
-        kept = np.zeros(len(where), dtype=bool)
+    def verify(self, rule: PaperRule | None, b: int, own: MadeTokens, last: bool) -> Mask:
+        """Compare the drafts of picture ``b`` with the target's ``own`` tokens, and replace those
+        that are rejected; returns which were kept.
+        """
+        made = own.ends.mean
+        kept = np.zeros(len(own.where), dtype=bool)
         if rule is not None:
-            drafted = self.tokens[b, where].double().cpu().numpy()
-            made, kept = verify_tokens(rule, drafted, p, q, self.batch.numbers[b], last)
-        self.tokens[b, where] = torch.from_numpy(made).to(self.tokens)
+            drafted = self.tokens[b, own.where].double().cpu().numpy()
+            q = ChainEnd(*self.ends[:, b, own.where.cpu().numpy()])
+            made, kept = verify_tokens(rule, drafted, own.ends, q, self.batch.numbers[b], last)
+        self.tokens[b, own.where] = torch.from_numpy(made).to(self.tokens)
         self.stats.drafted += len(kept)
         self.stats.accepted += int(kept.sum())
         return kept
 
+    def round(self, parts: Parts) -> dict[int, int]:
+        """Draft ``parts``, verify them from left to right as the paper does; how many of each
+        picture are made.
+        """
+        for i in range(max(map(len, parts.values()))):
+            now = {b: own[i : i + 1] for b, own in parts.items() if i < len(own)}
+            self.make(self.batch.draft, now)
+        checked = self.compute(self.batch.target, parts)
+        return {b: self._verified(b, own) for b, own in checked.items()}
+
+    def _verified(self, b: int, checked: list[MadeTokens]) -> int:
+        for n, own in enumerate(checked, 1):
+            if not self.verify(PaperRule(), b, own, last=False).all():
+                return n
+        return len(checked)
+
+    def make(self, model: CSpDModel, parts: Parts) -> None:
+        """Compute ``parts`` by ``model``, and write their tokens."""
+        for b, made in self.compute(model, parts).items():
+            for part in made:
+                self.tokens[b, part.where] = part.tokens
+                ends = part.ends.mean, part.ends.std, part.ends.log_stds
+                self.ends[:, b, part.where.cpu().numpy()] = ends
+
+    def compute(self, model: CSpDModel, parts: Parts) -> dict[int, list[MadeTokens]]:
+        """One pass of ``model``: a row for each part, given the tokens before it."""
+        own = model is self.batch.target
+        with self.clock("verify" if own else "draft"):
+            tokens, ends, where = self._pass(model, [(b, p) for b, of in parts.items() for p in of])
+        if own:
+            self.stats.rounds += len(parts)
+            self.stats.head_calls += len(model.steps.keep) * len(tokens)
+        sizes = [len(w) for w in where]
+        made = map(MadeTokens, where, tokens.split(sizes), _split(ends, sizes))
+        return {b: list(islice(made, len(of))) for b, of in parts.items()}
+
+    def _pass(
+        self, model: CSpDModel, parts: Sequence[tuple[int, Iteration]]
+    ) -> tuple[Tensor, ChainEnd, list[Tensor]]:
+        """Tokens [N, C] of all rows, the ends of their chains, and the positions of each row."""
+        device = self.orders.device
+        rows = torch.tensor([b for b, _ in parts], device=device)
+        where = [self.orders[b, part.first : part.last].sort().values for b, part in parts]
+        counts = torch.tensor([len(w) for w in where], device=device)
+        first = min(part.last for _, part in parts)
+        known = self.orders[rows, first:]
+        valid = None
+        if any(part.last > first for _, part in parts):
+            begin = torch.tensor([part.last - first for _, part in parts], device=device)
+            valid = torch.arange(known.shape[1], device=device) >= begin[:, None]
+        wanted = pad_sequence(where, batch_first=True)  # shorter rows also compute position 0
+        classes = model.classes.unflatten(0, (-1, len(self.orders)))[:, rows].flatten(0, 1)
+        z = head_conditions(model.model, self.tokens[rows], known, classes, wanted, valid)
+        inside = torch.arange(wanted.shape[1], device=device) < counts[:, None]
+        z = z[inside.flatten()]  # [N, G, Z]
+        noise = self.batch.noise[rows.repeat_interleave(counts), torch.cat(where)].transpose(0, 1)
+        scales = torch.tensor([part.scale for _, part in parts], device=device)
+        tokens, ends = model.chains(z, scales.repeat_interleave(counts)[:, None], noise)
+        return tokens, ends, where
+
+
+def _split(ends: ChainEnd, counts: Sequence[int]) -> list[ChainEnd]:
+    bounds = np.cumsum(counts)[:-1]
+    parts = (np.split(t, bounds) for t in (ends.mean, ends.std, ends.log_stds))
+    return [ChainEnd(*part) for part in zip(*parts, strict=True)]
+
 
 @torch.inference_mode()
 def decode_release(
-    batch: CSpDBatch, rule: CSpDRule | None, window: DraftWindow
+    batch: CSpDBatch, rule: PaperRule | None, window: DraftWindow
 ) -> Iterator[MARProgress]:
     """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration.
 
     Without a ``rule`` no draft is kept: each is replaced by the target's sample of its noise. That
     is the baseline which acceptance must beat: as many passes of the target.
     """
-    run = _ReleaseRun(batch)
-    length = batch.orders.shape[1]
+    run = CSpDRun(batch)
+    pictures = range(len(batch.orders))
+    length = begun = batch.orders.shape[1]
     settings = batch.target.settings
     parts = settings.iterations(length)
-    begun = length
     for k, part in enumerate(parts):
         own = k <= window.prefill * settings.num_iter
-        run.make(batch.target if own else batch.draft, part)
+        run.make(batch.target if own else batch.draft, {b: [part] for b in pictures})
         if own:
             begun = part.first
         elif k % window.size == 0 or k == len(parts) - 1:
-            run.verify_window(rule, Iteration(part.first, begun, part.scale))
+            # by the target's own chains, as if nothing were drafted in the window
+            whole = Iteration(part.first, begun, part.scale)
+            for b, [made] in run.compute(batch.target, {b: [whole] for b in pictures}).items():
+                run.verify(rule, b, made, last=True)
             begun = part.first
         yield MARProgress(run.tokens, length - part.first)
     yield run.finish()
 
 
-class _ReleaseRun(CSpDRun):
-    """How the drafts' chains ended is kept by position, [3, B, L, C]."""
-
-    def __init__(self, batch: CSpDBatch) -> None:
-        super().__init__(batch)
-        self.ends = np.zeros((3, *self.tokens.shape))
-
-    def make(self, model: CSpDModel, part: Iteration) -> None:
-        """One iteration by one of the models."""
-        wanted, made, ends = self._chains(model, part)
-        write_tokens(self.tokens, wanted, made)
-        rows = np.arange(len(wanted))[:, None]
-        by_picture = [t.reshape(*wanted.shape, -1) for t in (ends.mean, ends.std, ends.log_stds)]
-        self.ends[:, rows, wanted.cpu().numpy()] = by_picture
-
-    def verify_window(self, rule: CSpDRule | None, part: Iteration) -> None:
-        """Verify a window by the target's own chains, as if nothing were drafted in it."""
-        wanted, _, ends = self._chains(self.batch.target, part)
-        for b, where in enumerate(wanted):
-            rows = np.zeros(len(ends.mean), dtype=bool)
-            rows[b * len(where) : (b + 1) * len(where)] = True
-            q = ChainEnd(*self.ends[:, b, where.cpu().numpy()])
-            self.verify(rule, b, where, ends[rows], q, last=True)
-
-    def _chains(self, model: CSpDModel, part: Iteration) -> tuple[Tensor, Tensor, ChainEnd]:
-        """Positions [B, n] of ``part``, their tokens [B · n, C] by ``model``, and the ends."""
-        own = model is self.batch.target
-        wanted = self.orders[:, part.first : part.last].sort(-1).values
-        with self.clock("verify" if own else "draft"):
-            z = model.conditions(View(self.tokens, self.orders[:, part.last :], wanted))
-            noise = pick(self.batch.noise.flatten(2), wanted)  # [B, n, (S + 1) · C]
-            noise = noise.view(wanted.numel(), self.batch.noise.shape[2], -1).transpose(0, 1)
-            made, ends = model.chains(z, part.scale, noise)
-        if own:
-            self.count(len(wanted), wanted.numel())
-        return wanted, made, ends
+@torch.inference_mode()
+def decode_paper(batch: CSpDBatch, window: DraftWindow) -> Iterator[MARProgress]:
+    """Make the pictures of ``batch`` as the paper does, yielding after each pass of the target."""
+    run = CSpDRun(batch)
+    length = batch.orders.shape[1]
+    parts = batch.target.settings.iterations(length)
+    own = math.ceil(window.prefill * len(parts))
+    for part in parts[:own]:
+        run.make(batch.target, {b: [part] for b in range(len(batch.orders))})
+        yield MARProgress(run.tokens, length - part.first)
+    done = [own] * len(batch.orders)
+    while min(done) < len(parts):
+        wanted = {b: parts[n : n + window.size] for b, n in enumerate(done) if n < len(parts)}
+        for b, made in run.round(wanted).items():
+            done[b] += made
+        yield MARProgress(run.tokens, length - parts[min(done) - 1].first)
+    yield run.finish()

@@ -240,28 +240,26 @@ class BoundHead:
     def __len__(self) -> int:
         return len(self.cond)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with some ``rows`` [R'] only."""
-        self.table = None if self.table is None else self.table[:, rows]
-        self.cond = self.cond[rows]
-
     def at(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Guided noise and variance (eps, v) [R, C] of ``x`` [R, C] at step ``k``, float32."""
         made = self._modulate(self.head.times[k]) if self.table is None else self.table[k]
         return self._predict(x, made)
 
-    def window(self, first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """(eps, v) [R, W, C] of ``x`` [R, W, C], row r from step first[r] on (at most S-1)."""
+    def window(self, rows: list[int], first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
+        """(eps, v) [N, W, C] of ``x`` [N, W, C] for some ``rows``, row rows[n] from step first[n]
+        on (at most S-1).
+        """
         width = x.shape[1]
         last = len(self.head.times) - 1
-        if self.table is not None and len(first) == 1 and first[0] + width <= last + 1:
-            return self._predict(x, self.table[first[0] : first[0] + width].transpose(0, 1))
+        if self.table is not None and len(rows) == 1 and first[0] + width <= last + 1:
+            own = self.table[first[0] : first[0] + width, rows[0]]
+            return self._predict(x, own[None])
         starts = torch.tensor(first, device=x.device)[:, None]
         steps = (starts + torch.arange(width, device=x.device)).clamp_(max=last)
         if self.table is not None:
-            rows = torch.arange(len(x), device=x.device)[:, None]
-            return self._predict(x, self.table[steps, rows])
-        inner = F.silu(self.head.times[steps][:, :, None] + self.cond[:, None])
+            there = torch.tensor(rows, device=x.device)[:, None]
+            return self._predict(x, self.table[steps, there])
+        inner = F.silu(self.head.times[steps][:, :, None] + self.cond[rows][:, None])
         return self._predict(x, F.linear(inner, self.head.weight, self.head.bias))
 
     def _modulate(self, times: Tensor) -> Tensor:

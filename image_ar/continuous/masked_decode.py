@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,27 +69,15 @@ class ChainStats(Stats):
             setattr(self, name, getattr(self, name) + getattr(other, name, 0))
 
 
-@dataclass
-class View:
-    """An iteration: tokens at ``wanted`` [B, n] from those at ``known`` [B, K] of [B, L, C]."""
-
-    tokens: Tensor
-    known: Tensor
-    wanted: Tensor
-
-    @property
-    def rows(self) -> list[int]:
-        """How many tokens each picture gets."""
-        return [self.wanted.shape[1]] * len(self.wanted)
-
-
 class MARSampler(Protocol):
     """Draws the tokens of one iteration by the ``head``."""
 
     head: ChainHead
 
-    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
-        """Tokens [B · n, C] under ``condition``, and the sum of the head calls each waited for."""
+    def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
+        """``rows[b]`` tokens of each picture b [R, C] under ``condition``, and the sum of the head
+        calls each waited for.
+        """
 
 
 class PlainSampler(ABC):
@@ -105,10 +93,10 @@ class PlainSampler(ABC):
         self.normal = normal
         self.run: Callable[[BoundHead, Tensor], Tensor] | None = None
 
-    def sample(self, condition: HeadCondition, view: View) -> tuple[Tensor, int]:
+    def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
         """See ``MARSampler``; raises ``ValueError`` when a chain leaves the finite numbers."""
         run = self.run or self.chains
-        tokens = finite(run(self.head.bind(condition), self.noise(view.rows)))
+        tokens = finite(run(self.head.bind(condition), self.noise(rows)))
         return tokens, len(self.head.times) * len(tokens)
 
     @abstractmethod
@@ -167,6 +155,7 @@ class HeadCalls(NamedTuple):
 class MARProgress:
     """The state after an iteration: ``tokens`` [B, L, C], of which ``count`` a picture are made."""
 
+    state: ClassVar[tuple[str, ...]] = ("tokens",)
     tokens: Tensor
     count: int
     stats: ChainStats = field(default_factory=ChainStats)
@@ -201,7 +190,7 @@ def decode_mar(
         with clock("verify"):
             z = conditions(tokens, known, classes, wanted)
         with clock("head"):
-            made, calls = sampler.sample(HeadCondition(z, part.scale), View(tokens, known, wanted))
+            made, calls = sampler.sample(HeadCondition(z, part.scale), [wanted.shape[1]] * batch)
         write_tokens(tokens, wanted, made)
         progress.count += wanted.shape[1]
         tell(HeadCalls(wanted, calls, len(sampler.head.times)))

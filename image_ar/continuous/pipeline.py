@@ -18,8 +18,6 @@ from specmm import methods, zoo
 from specmm.hardware import Place, choose_dtype
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
-from specmm.image_ar.continuous.captured_mar import MARGraphs
-from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -33,6 +31,7 @@ from specmm.image_ar.continuous.loading import (
 )
 from specmm.image_ar.continuous.mar import MAR, unpatchify
 from specmm.image_ar.continuous.orders import CFGSchedule, MARSettings, Solver
+from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs
 from specmm.image_ar.continuous.running import MARBatch, MARModels, steps_of
 from specmm.image_ar.shared import (
     Drawn,

@@ -15,19 +15,17 @@ from torch import Tensor
 from specmm import methods
 from specmm.derived import Derived
 from specmm.graphs import captures
-from specmm.image_ar.continuous.captured_mar import MARGraphs, check_captured
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
-from specmm.image_ar.continuous.compiled_head import HeadPrograms, check_compiled, check_tokens
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
     CSpDModel,
     DraftWindow,
     ReleaseRule,
     StreamNumbers,
+    decode_paper,
     decode_release,
 )
-from specmm.image_ar.continuous.cspd_paper import decode_paper
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.mar import MAR
@@ -40,6 +38,7 @@ from specmm.image_ar.continuous.masked_decode import (
     decode_mar,
 )
 from specmm.image_ar.continuous.orders import MARSettings, log_uniforms, normals, random_orders
+from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs, check
 from specmm.stats import Certificate
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
@@ -94,18 +93,13 @@ class MARModels:
 
         Raises ``ValueError`` for what has neither, and as ``programs``.
         """
-        device = self.target.mask_token.device
-        if captures(device):
-            check_captured(method)
-            if self.graphs is None or self.graphs.spent:
-                self.graphs = MARGraphs(self.target)
-            return self.graphs
-        check_compiled(method, settings, device.type)
-        parts = settings.iterations(self.target.config.seq_len)
-        sizes = [part.last - part.first for part in parts]
-        branches = 1 if settings.cfg == 1.0 else 2
-        check_tokens(method, self.head(settings.head_steps), sizes, batch, branches)
-        return self.programs
+        head = self.head(settings.head_steps)
+        check(method, settings, head, batch, self.target.config.seq_len)
+        if not captures(head.device):
+            return self.programs
+        if self.graphs is None or self.graphs.spent:
+            self.graphs = MARGraphs(self.target)
+        return self.graphs
 
     @torch.inference_mode()
     def head(self, spec: str) -> ChainHead:
@@ -158,11 +152,9 @@ def steps_of(
             else:
                 sampler = Ancestral(head, normal, settings.temperature)
                 claim = PLAIN
-    conditions = None
     if batch.quick is not None and isinstance(sampler, PlainSampler):
         sampler.run = batch.quick.chains(sampler)
-    if isinstance(batch.quick, MARGraphs):
-        conditions = batch.quick.conditions
+    conditions = None if batch.quick is None else batch.quick.conditions
     return decode_mar(models.target, batch.labels, orders, sampler, settings, conditions), claim
 
 

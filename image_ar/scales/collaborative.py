@@ -8,14 +8,17 @@ unless one model draws everything.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from specmm.image_ar.scales.next_scale import FeatureMap, Session
-from specmm.image_ar.scales.sampling import Sampling, ScaleSampler
+from specmm.image_ar.scales.next_scale import Blocks, FeatureMap, Session
+from specmm.image_ar.scales.sampling import InverseCDF, Sampling, ScaleSampler
 from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
+from specmm.randomness import PredrawnUniforms
 from specmm.stats import Certificate, Clock
 from specmm.watching import tell
 
@@ -30,6 +33,7 @@ class Turn:
     name: str
     model: VAR
     scales: range
+    blocks: Blocks | None = None  # of a ``Session``
 
 
 def split(scales: int, n: int) -> tuple[range, range]:
@@ -70,13 +74,31 @@ def alternate(
         tell(turn)
         part = "draft" if turn.scales.stop < len(feature_map.schedule) else "verify"
         with clock(part):
-            session = Session(turn.model, labels, sampling, turn.scales[-1])
+            session = Session(turn.model, labels, sampling, turn.scales[-1], turn.blocks)
             drawer = sampler(turn.scales)
         for k in turn.scales:
             with clock(part):
                 feature_map.add(drawer.draw(session.advance(feature_map, k), k))
             yield k
         del session
+
+
+def draw_picture(
+    turns: Sequence[Turn],
+    quantizer: MultiScaleQuantizer,
+    sampling: Sampling,
+    labels: Tensor,
+    numbers: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All scales of ``labels`` [B] from uniforms ``numbers`` [B, L]: tokens, f_hat and ``ends``, as
+    of a ``FeatureMap``, which are yet to be checked.
+
+    Scales have fixed sizes and nothing is decided on the host: it can be one graph of a GPU.
+    """
+    made = FeatureMap(quantizer, len(labels), late=True)
+    sampler = InverseCDF(sampling, PredrawnUniforms(numbers), len(made.schedule))
+    deque(alternate(turns, made, labels, sampling, lambda _: sampler, Clock()), maxlen=0)
+    return made.tokens, made.f_hat, made.ends
 
 
 def certificate(turns: Sequence[Turn], target: str) -> Certificate:

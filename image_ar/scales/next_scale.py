@@ -7,8 +7,8 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,63 +19,83 @@ from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
 from specmm.processors import check_finite, extremes
 
+# rows times positions up to which a program is ahead of single operators (pocket/var, two cores)
+FEW = 320
+Blocks: TypeAlias = Callable[..., Tensor]  # as VAR.run
+
 
 class FeatureMap:
-    """What is drawn so far: ``tokens`` [B, p²] and ``f_hats`` [B, E, P, P] by scale.
+    """What is drawn so far: ``tokens`` [B, L], of ``drawn`` scales, and ``f_hat`` [B, E, P, P].
 
     f_hat is the sum of the scales' codes in VAR's algorithm 2. It belongs to no model, so that any
     model of the same tokenizer can predict the next scale. ``ends`` are the least and largest
-    logits [2] of each prediction, which whoever draws checks in the end if that is to be ``late``.
+    logits [K, 2] of predictions, which whoever draws checks in the end if that is to be ``late``.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("tokens", "f_hat", "ends", "_inputs")
 
     def __init__(self, quantizer: MultiScaleQuantizer, batch: int, late: bool = False) -> None:
         self.quantizer = quantizer
         self.batch = batch
         self.schedule = quantizer.schedule
-        self.tokens: list[Tensor] = []
-        self.f_hats: list[Tensor] = []
         self.late = late
-        self.ends: list[Tensor] = []
-        self._inputs: list[Tensor] = []
+        self.drawn = 0
+        codes = quantizer.embedding.weight.detach()
+        width, side, length = codes.shape[1], self.schedule.sides[-1], self.schedule.length
+        self.tokens = codes.new_zeros(batch, length, dtype=torch.int64)
+        # as what is added lies: grids are rows of codes
+        self.f_hat = codes.new_zeros(batch, side, side, width).permute(0, 3, 1, 2)
+        self.ends = codes.new_zeros(len(self.schedule), 2)
+        self._inputs = codes.new_zeros(batch, length - self.schedule.tokens(0), width)
+
+    @property
+    def scales(self) -> list[Tensor]:
+        """The tokens [B, p²] of each scale drawn so far."""
+        return list(self.schedule.split(self.tokens[:, : self.schedule.starts[self.drawn]]))
 
     def add(self, drawn: ScaleTokens) -> None:
         """Add the next scale to f_hat."""
-        k = len(self.tokens)
+        k, starts = self.drawn, self.schedule.starts
         if drawn.weights is None:
             codes = self.quantizer.codes(drawn.tokens)
         else:
             codes = self.quantizer.soft_codes(drawn.weights)
-        added = self.quantizer.contribution(codes, k)
-        self.f_hats.append(self.f_hats[-1] + added if k else added)
-        self.tokens.append(drawn.tokens)
+        self.f_hat += self.quantizer.contribution(codes, k)
+        self.tokens[:, starts[k] : starts[k + 1]] = drawn.tokens
+        self.drawn = k + 1
         if k + 1 < len(self.schedule):
-            self._inputs.append(self.quantizer.downsample(self.f_hats[k], k + 1))
+            self._at(k + 1, k + 1).copy_(self.quantizer.downsample(self.f_hat, k + 1))
+
+    def check(self, model: VAR, k: int) -> None:
+        """Raise ``ValueError`` for logits of scale ``k`` by ``model`` that are not finite."""
+        check_finite(self.ends[k], f"VAR of depth {model.config.depth} in scale {k}")
 
     def inputs(self, first: int, last: int) -> Tensor | None:
         """Inputs [B, T, E] of scales ``first`` … ``last``; None if that is scale 0 alone."""
-        parts = self._inputs[max(first - 1, 0) : last]
-        return torch.cat(parts, dim=1) if parts else None
+        return self._at(max(first, 1), last) if last else None
+
+    def _at(self, first: int, last: int) -> Tensor:
+        starts = self.schedule.starts
+        return self._inputs[:, starts[first] - starts[1] : starts[last + 1] - starts[1]]
 
 
-@dataclass
 class ScaleCache:
-    """One layer's keys and values [R, S, H, D], of which the first ``filled`` are attended.
+    """One layer's ``keys`` and ``values`` [R, S, H, D], of which the first ``filled`` are attended.
 
     Without ``keep`` new keys and values are attended once and not written: those of the last scale.
     """
 
-    keys: Tensor
-    values: Tensor
-    filled: int = 0
-    keep: bool = True
+    state: ClassVar[tuple[str, ...]] = ("keys", "values")
 
-    def before(self) -> tuple[Tensor, Tensor]:
-        """The keys and values written so far."""
-        return self.keys[:, : self.filled], self.values[:, : self.filled]
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        self.filled = 0
+        self.keep = True
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if not self.keep:
-            keys, values = self.before()
+            keys, values = self.keys[:, : self.filled], self.values[:, : self.filled]
             return torch.cat([keys, k], 1), torch.cat([values, v], 1)
         stop = self.filled + k.shape[1]
         self.keys[:, self.filled : stop] = k
@@ -87,13 +107,24 @@ class Session:
     """``model`` predicting pictures of ``labels`` [B] up to scale ``last``.
 
     Holds all state (the class condition, computed once, and the KV cache), the model none: an
-    interrupted run leaves nothing.
+    interrupted run leaves nothing. ``blocks`` may be a faster way than :meth:`VAR.run` to the same
+    for scales of few rows.
     """
 
-    def __init__(self, model: VAR, labels: Tensor, sampling: Sampling, last: int) -> None:
+    state: ClassVar[tuple[str, ...]] = ("caches",)
+
+    def __init__(
+        self,
+        model: VAR,
+        labels: Tensor,
+        sampling: Sampling,
+        last: int,
+        blocks: Blocks | None = None,
+    ) -> None:
         self.model = model
         self.sampling = sampling
         self.last = last
+        self.blocks = blocks or VAR.run
         self.schedule = model.config.schedule
         self.batch = len(labels)
         self.guided = sampling.cfg > 0
@@ -116,13 +147,15 @@ class Session:
         if self.filled < k:
             levels = self.model.lvl_1L[:, : starts[k + 1]]
             bias = scale_bias(levels[:, starts[self.filled] :], levels).to(x.dtype)
-        x = self.model.run(x, self.given, bias, self._stores(k), self.schedule.tokens(k))
+        stores = self._stores(k)
+        few = x.shape[0] * x.shape[1] <= FEW and stores[0] is not None
+        run = self.blocks if few else VAR.run
+        x = run(self.model, x, self.given, bias, stores, self.schedule.tokens(k))
         self.filled = k + 1
         logits = self._guided(x, k)
-        feature_map.ends.append(extremes(logits))
+        feature_map.ends[k] = extremes(logits)
         if not feature_map.late:
-            depth = self.model.config.depth
-            check_finite(feature_map.ends[-1], f"VAR of depth {depth} in scale {k}")
+            feature_map.check(self.model, k)
         return logits
 
     def _embed(self, feature_map: FeatureMap, k: int) -> Tensor:
@@ -148,9 +181,10 @@ class Session:
             rows = len(self.given.embedding)
             width = config.embed_dim // config.num_heads
             slots = self.schedule.starts[self.last]
-            shape = (config.depth, 2, rows, slots, config.num_heads, width)
-            data = torch.empty(shape, dtype=self.model.dtype, device=self.model.device)
-            self.caches = [ScaleCache(keys, values) for keys, values in data]
+            like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+            shape = (rows, slots, config.num_heads, width)
+            made = [like.new_empty(shape) for _ in range(2 * config.depth)]
+            self.caches = list(map(ScaleCache, made[::2], made[1::2]))
         for cache in self.caches:
             cache.filled = first
             cache.keep = k < self.last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
 
@@ -15,15 +16,21 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
+from specmm.compiled import NotCompiled, Program, compiled
 from specmm.derived import placed, version
-from specmm.graphs import captures, prepare_programs
+from specmm.graphs import Graph, captures, prepare_programs
 from specmm.hardware import LARGE as LARGE_MODEL
 from specmm.hardware import Place, choose_dtype, prepack
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, told
-from specmm.image_ar.scales.captured_picture import PictureGraph
-from specmm.image_ar.scales.collaborative import LARGE, alternate, certificate, code_turns
-from specmm.image_ar.scales.compiled_var import CompiledVAR, check_method
+from specmm.image_ar.scales.collaborative import (
+    LARGE,
+    alternate,
+    certificate,
+    code_turns,
+    draw_picture,
+)
+from specmm.image_ar.scales.collaborative import Turn as ScalesTurn
 from specmm.image_ar.scales.loading import (
     check_dtype,
     check_models,
@@ -120,8 +127,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         self.works = Works("var")
         self.method = methods.make(methods.SCALES, method)
         self.chooser = Chooser(transformer, small, vae, self.settings)
-        self.programs: dict[VAR, tuple[object, CompiledVAR]] = {}  # of a version
-        self.graph: tuple[object, PictureGraph] | None = None  # the last, and what it is of
+        self.programs: dict[VAR, tuple[object, Program]] = {}  # of a version
+        self.graph: tuple[object, Graph] | None = None  # the last, and what it is of
 
     @classmethod
     def from_pretrained(
@@ -315,7 +322,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         self, compiled: Compiled, target: Sampling, method: methods.ScalesMethod, batch: int
     ) -> Turn[bool]:
         def programs() -> bool:
-            check_method(method)
+            if not method.static_shapes:
+                raise NotCompiled(f"compiled=True needs ar or code (a scale a pass), got {method}")
             prepare_programs(self.device)
             return True
 
@@ -354,8 +362,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         for _ in steps:
             rounds += 1
             if tell is not None:
-                tell(rounds - 1, len(feature_map.tokens), {"tokens": feature_map.tokens})
-        tokens = torch.cat(feature_map.tokens, dim=1)
+                tell(rounds - 1, feature_map.drawn, {"tokens": feature_map.scales})
+        tokens = feature_map.tokens
         stats = Stats(
             tokens.numel(),
             rounds * len(batch.labels),
@@ -364,46 +372,50 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
             clock.seconds["draft"],
             clock.seconds["verify"],
         )
-        images = None if output_type == "latent" else self.decode(feature_map.f_hats[-1])
+        images = None if output_type == "latent" else self.decode(feature_map.f_hat)
         return Drawn(tokens, images, stats, claim, name)
 
     def _steps(
         self, method: methods.ScalesMethod, feature_map: FeatureMap, batch: VARBatch, clock: Clock
     ) -> tuple[Iterator[int], Certificate]:
         """The rounds of a decided ``method``, and what it may claim."""
-        labels = batch.labels
         sampling = batch.sampling
         scales = len(feature_map.schedule)
         n = method.n if isinstance(method, methods.CoDe) else scales
         large = self.transformer
         # with all scales by the large model there may be no small one
         small = large if n == scales else needed(self.small, method.name)
-        claim = certificate(code_turns(large, small, n), LARGE)
+        turns = code_turns(large, small, n)
+        claim = certificate(turns, LARGE)
         if batch.compiled and batch.state is None and captures(self.device):
-            return self._replayed(large, small, n, feature_map, batch, clock), claim
-        turns = code_turns(self._quick(large, batch), self._quick(small, batch), n)
+            return self._replayed(turns, feature_map, batch, clock), claim
+        if batch.compiled:
+            turns = [replace(turn, blocks=self._blocks(turn.model)) for turn in turns]
         sampler = self._sampler(batch, feature_map)
         if batch.state is not None and sampling.more_smooth:
             claim = SOFT_CODES
         elif batch.state is not None and sampling.top_p < 1:
             claim = TIES
-        return alternate(turns, feature_map, labels, sampling, sampler, clock), claim
+        return alternate(turns, feature_map, batch.labels, sampling, sampler, clock), claim
 
     def _replayed(
-        self, large: VAR, small: VAR, n: int, feature_map: FeatureMap, batch: VARBatch, clock: Clock
+        self, turns: list[ScalesTurn], feature_map: FeatureMap, batch: VARBatch, clock: Clock
     ) -> Iterator[int]:
-        """All rounds at once, as one graph of a GPU: the first ``n`` by ``large``."""
-        networks = large, small, self.vae.quantize
-        key = n, len(batch.labels), batch.sampling, placed(*networks)
+        """All rounds at once, as one graph of a GPU."""
+        quantizer, sampling = self.vae.quantize, batch.sampling
+        networks = *(turn.model for turn in turns), quantizer
+        key = turns[0].scales, len(batch.labels), sampling, placed(*networks)
         if self.graph is None or self.graph[0] != key:  # one at a time: it keeps its memory
-            self.graph = key, PictureGraph(*networks, n, batch.sampling)
-        schedule = feature_map.schedule
+            self.graph = key, Graph(partial(draw_picture, turns, quantizer, sampling))
         with clock("verify"):
-            tokens, sums = self.graph[1](batch.labels, batch.uniforms.draw(schedule.length))
-        feature_map.f_hats = [sums]
-        for k, part in enumerate(tokens.split([side**2 for side in schedule.sides], dim=1)):
-            feature_map.tokens.append(part)
-            yield k
+            numbers = batch.uniforms.draw(feature_map.schedule.length)
+            feature_map.tokens, feature_map.f_hat, ends = self.graph[1](batch.labels, numbers)
+            feature_map.ends = ends.cpu()
+        for turn in turns:
+            for k in turn.scales:
+                feature_map.check(turn.model, k)
+                feature_map.drawn = k + 1
+                yield k
 
     def _sampler(self, batch: VARBatch, feature_map: FeatureMap) -> Callable[[range], ScaleSampler]:
         """What samples in a turn: one sampler for both models, or the release's for each."""
@@ -423,14 +435,12 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
         return sampler
 
-    def _quick(self, model: VAR, batch: VARBatch) -> VAR:
-        """``model``, with programs for its scales if ``batch`` asks for them."""
-        if not batch.compiled:
-            return model
+    def _blocks(self, model: VAR) -> Program:
+        """The blocks of ``model`` as programs: logits may differ by rounding from those without."""
         now = version(model)
         if model not in self.programs or self.programs[model][0] != now:
-            self.programs[model] = now, CompiledVAR(model)
-        return cast(VAR, self.programs[model][1])
+            self.programs[model] = now, compiled(VAR.run, self.device)
+        return self.programs[model][1]
 
 
 if TYPE_CHECKING:

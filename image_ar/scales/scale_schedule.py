@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -30,7 +31,7 @@ class ScaleSchedule:
     def __len__(self) -> int:
         return len(self.sides)
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """First token of each scale, and L at the end: K + 1 numbers."""
         return tuple(accumulate((s * s for s in self.sides), initial=0))

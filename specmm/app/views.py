@@ -48,7 +48,7 @@ def preview(lane: PictureLane) -> Image.Image | None:
         made = FeatureMap(pipe.vae.quantize, 1)
         for scale in tokens:
             made.add(ScaleTokens(scale))
-        pixels = pipe.decode(made.f_hats[-1])
+        pixels = pipe.decode(made.f_hat)
     elif pipe.grid:
         pixels = pipe.decode_tokens(tokens[:, : pipe.grid**2])
     else:

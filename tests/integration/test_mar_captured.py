@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specmm import methods, when_compiled
-from specmm.image_ar.continuous.chain_speculation import _ChainRun
+from specmm.image_ar.continuous.chain_speculation import ChainRun
 from tests.integration.test_mar_compiled import draw, pipe, trained  # noqa: F401
 from tests.integration.test_mar_pipeline import pipeline, seeds
 
@@ -49,7 +49,7 @@ def test_another_temperature_solver_or_schedule_is_another_graph(pipe, taped):  
 def test_most_rounds_are_graphs(trained, taped, monkeypatch):  # noqa: F811
     """Others, whose residual takes too many proposals, are left to the host."""
     alone = []
-    monkeypatch.setattr(_ChainRun, "round", counted(_ChainRun.round, alone))
+    monkeypatch.setattr(ChainRun, "round", counted(ChainRun.round, alone))
     options = dict(head_steps="ddim10", num_iter=20)
     calls = draw(trained, methods.CSpD(), True, **options).stats.head_calls
     assert len(alone) < 0.05 * calls and taped.replays
@@ -65,7 +65,7 @@ def counted(function, calls):
 
 @pytest.mark.parametrize(("name", "most"), [("MOST", 20), ("MOST_BYTES", 12_000)])
 def test_graphs_are_no_more_than_so_many(name, most, taped, monkeypatch):
-    monkeypatch.setattr(f"specmm.image_ar.continuous.captured_mar.{name}", most)
+    monkeypatch.setattr(f"specmm.image_ar.continuous.programs.{name}", most)
     made = pipeline()
     graphs = []
     for iterations in (9, 9, 10, 11):  # with those of chains 14, 14 and 24

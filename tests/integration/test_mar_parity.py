@@ -108,7 +108,7 @@ def test_guided_head(t, model, cfg):
     half = len(g["x"]) // 2
     z = g["z"].view(2, half, -1).transpose(0, 1)
     bound = ChainHead(model.head, NoiseSchedule.of("")).bind(HeadCondition(z, cfg))
-    eps, v = bound.window((999 - g["t"][:half]).tolist(), g["x"][:half, None])
+    eps, v = bound.window(range(half), (999 - g["t"][:half]).tolist(), g["x"][:half, None])
     close(torch.cat([eps[:, 0], v[:, 0]], dim=-1), g[f"out.cfg{cfg}"][:half])
 
 

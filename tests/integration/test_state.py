@@ -1,9 +1,12 @@
-"""What rounds change is what target, drafter and progress declare, and they read nothing else that
-an earlier one made.
+"""What rounds change is what those who take part declare (target, drafter and progress; of MAR the
+tokens and the rows of chains, of VAR the picture so far and the caches), and they read nothing else
+that an earlier one made.
 """
 
 import dataclasses
+from collections import namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,8 +16,14 @@ from specmm import methods
 from specmm.cache import TreeBias, TreeBiases
 from specmm.decode import one_round
 from specmm.drafter import Feedback
-from specmm.graphs import _state
+from specmm.image_ar.continuous import running
+from specmm.image_ar.continuous.chain_speculation import ChainRun
+from specmm.image_ar.continuous.masked_decode import MARProgress
+from specmm.image_ar.continuous.orders import PictureStreams
+from specmm.image_ar.pipeline import ImagePipeline
+from specmm.image_ar.scales.next_scale import FeatureMap, ScaleCache, Session
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
+from specmm.state import slots_of
 from specmm.target import TargetOutput
 from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
@@ -23,17 +32,17 @@ from tests.integration.conftest import tiny_pipeline
 from tests.integration.test_compiled import OPTIONS, draw
 
 WARM = 3  # rounds, in which what lasts is made
-# masks, of which what counts is written before it is read, and tables of a shape
-LASTING = (TreeBias, TreeBiases, TreeShape)
+# masks, of which what counts is written before it is read, tables of a shape, random numbers
+LASTING = (TreeBias, TreeBiases, TreeShape, PictureStreams)
 
 
 def reached(*owners):
-    """All tensors of our own objects, by name."""
+    """All tensors of our own objects, by name, and numpy's arrays as such."""
     found, seen, left = {}, set(), [("", owner) for owner in owners]
     while left:
         name, value = left.pop()
-        if isinstance(value, Tensor):
-            found[name] = value
+        if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.base is None):
+            found[name] = torch.as_tensor(value)
         elif id(value) not in seen and not isinstance(value, (type, str, *LASTING)):
             seen.add(id(value))
             if isinstance(value, (list, tuple)):
@@ -50,6 +59,13 @@ def memory(tensors):
     return {x.untyped_storage().data_ptr() for x in tensors}
 
 
+Before = namedtuple("Before", ("owners", "declared", "reached", "numbers"))
+
+
+def declared(owners):
+    return {slot.name: slot.tensor for name, one in owners.items() for slot in slots_of(one, name)}
+
+
 class Watched:
     """Plays rounds, and notes what they change that is not declared; what they made anew is spoilt
     afterwards.
@@ -61,28 +77,34 @@ class Watched:
         self.spoilt = set()
 
     def __call__(self, parts, feedback, progress, uniforms, clock):
-        state = _state(parts, progress)
-        before = reached(*parts)
-        numbers = {name: x.clone() for name, x in before.items()}
+        before = self.begun(target=parts[0], drafter=parts[1], rule=parts[2], progress=progress)
         done = one_round(parts, feedback, progress, uniforms, clock)
         if feedback.result is None:
             self.rounds = 0
         self.rounds += 1
         if self.rounds > WARM:
-            now = {slot.name: slot.tensor for slot in _state(parts, progress)}
-            self.wrong |= {slot.name for slot in state if now[slot.name] is not slot.tensor}
-            declared = memory(now.values()) | memory(done.tensors().values())
-            after = reached(*parts)
-            for name, x in after.items():
-                if x.untyped_storage().data_ptr() in declared:
-                    continue
-                if name in before and x is before[name]:
-                    if not torch.equal(x, numbers[name]):
-                        self.wrong.add(name)
-                elif x.untyped_storage().data_ptr() not in memory(before.values()):
-                    self.spoilt.add(name)
-                    x.fill_(float("nan") if x.is_floating_point() else 1)
+            self.ended(before, done.tensors().values())
         return done
+
+    def begun(self, **owners):
+        """What there is before a round of ``owners``."""
+        found = reached(*owners.values())
+        return Before(owners, declared(owners), found, {k: x.clone() for k, x in found.items()})
+
+    def ended(self, before, given=()):
+        """Compare with ``before``; the round has ``given`` tensors to the next one."""
+        now = declared(before.owners)
+        self.wrong |= {name for name, x in before.declared.items() if now[name] is not x}
+        known, old = memory(now.values()) | memory(given), memory(before.reached.values())
+        for name, x in reached(*before.owners.values()).items():
+            if x.untyped_storage().data_ptr() in known:
+                continue
+            if name in before.reached and x.data_ptr() == before.reached[name].data_ptr():
+                if not torch.equal(x, before.numbers[name]):
+                    self.wrong.add(name)
+            elif x.untyped_storage().data_ptr() not in old:
+                self.spoilt.add(name)
+                x.fill_(float("nan") if x.is_floating_point() else 1)
 
 
 @pytest.fixture
@@ -158,6 +180,107 @@ def test_a_drafter_that_puts_others_in_their_place_is_found_out(watched, monkeyp
     method, cfg, top_k = OPTIONS["sjd"]
     draw(tiny_pipeline(tokens=36), dataclasses.replace(method, init="left"), cfg, False, top_k)
     assert "drafter.root" in watched.wrong
+
+
+def latents(name, method, **options):
+    pipe = ImagePipeline.from_pretrained(name, dtype="float32")
+    pipe.set_progress_bar_config(disable=True)
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    given = dict(method=method, generator=generators, output_type="latent")
+    return pipe(["heart", "time"], **given, **options).tokens
+
+
+@pytest.fixture
+def watched_chains(monkeypatch):
+    """MAR's iterations, by sampler and progress, and the rounds of its chains."""
+    found, decode, play = Watched(), running.decode_mar, ChainRun.round
+
+    def iterations(model, labels, orders, sampler, settings, conditions=None):
+        steps = decode(model, labels, orders, sampler, settings, conditions)
+        progress = next(steps)
+        yield progress
+        while True:
+            before = found.begun(progress=progress, head=sampler.head)
+            if next(steps, None) is None:
+                return
+            found.ended(before)
+            yield progress
+
+    def rounds(self, left):
+        found.rounds += 1
+        assert self.bound.table is not None  # which is made when it is needed
+        before = found.begun(run=self)
+        play(self, left)
+        found.ended(before)
+
+    monkeypatch.setattr(running, "decode_mar", iterations)
+    monkeypatch.setattr(ChainRun, "round", rounds)
+    return found
+
+
+@pytest.fixture
+def watched_scales(monkeypatch):
+    """VAR's scales, by session and feature map."""
+    found, advance, add, begun = Watched(), Session.advance, FeatureMap.add, []
+
+    def begin(self, feature_map, k):
+        if self.caches:
+            begun.append(found.begun(session=self, feature_map=feature_map))
+        return advance(self, feature_map, k)
+
+    def end(self, drawn):
+        add(self, drawn)
+        if begun:
+            found.rounds += 1
+            found.ended(begun.pop())
+
+    monkeypatch.setattr(Session, "advance", begin)
+    monkeypatch.setattr(FeatureMap, "add", end)
+    return found
+
+
+MAR, VAR = dict(num_iter=12, head_steps="ddim20"), dict(cfg=1.5)
+
+
+def test_rounds_of_chains(watched_chains, monkeypatch):
+    found = latents("pocket/mar", "cspd", **MAR)
+    assert not watched_chains.wrong and watched_chains.rounds > 12
+    monkeypatch.undo()
+    assert torch.equal(found, latents("pocket/mar", "cspd", **MAR))
+
+
+@pytest.mark.parametrize("method", ["ar", methods.CoDe(n=3)], ids=str)
+def test_rounds_of_scales(method, watched_scales, monkeypatch):
+    found = latents("pocket/var", method, **VAR)
+    assert not watched_scales.wrong and watched_scales.rounds
+    monkeypatch.undo()
+    assert torch.equal(found, latents("pocket/var", method, **VAR))
+
+
+@pytest.mark.parametrize("kind", [MARProgress, ChainRun])
+def test_chains_that_declare_nothing_are_found_out(kind, watched_chains, monkeypatch):
+    monkeypatch.setattr(kind, "state", ())
+    latents("pocket/mar", "cspd", **MAR)
+    assert watched_chains.wrong
+
+
+@pytest.mark.parametrize("kind", [FeatureMap, ScaleCache, Session])
+def test_scales_that_declare_nothing_are_found_out(kind, watched_scales, monkeypatch):
+    monkeypatch.setattr(kind, "state", ())
+    latents("pocket/var", "ar", **VAR)
+    assert watched_scales.wrong
+
+
+def test_a_picture_that_is_put_in_anothers_place_is_found_out(watched_scales, monkeypatch):
+    add = FeatureMap.add
+
+    def replacing(self, drawn):
+        self.f_hat = self.f_hat.clone()
+        add(self, drawn)
+
+    monkeypatch.setattr(FeatureMap, "add", replacing)
+    latents("pocket/var", "ar", **VAR)
+    assert watched_scales.wrong == {"feature_map.f_hat"}
 
 
 def test_a_tree_in_other_memory_has_tables_of_its_own():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recipes.training.diffusion import log_variance
-from specmm.image_ar.continuous import chain_program, chain_speculation
+from specmm.image_ar.continuous import chain_round
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition
 from tests.tiny import recorded
@@ -29,9 +29,6 @@ class GaussianHead:
     def __len__(self):
         return self.rows
 
-    def keep(self, rows):
-        self.rows = len(rows)
-
     def _answer(self, level, x):
         spread = level * self.std**2 + 1 - level
         eps = (1 - level).sqrt() * (x - level.sqrt() * self.mean) / spread
@@ -40,7 +37,7 @@ class GaussianHead:
     def at(self, k, x):
         return self._answer(self.level[k], x)
 
-    def window(self, first, x):
+    def window(self, rows, first, x):
         steps = (torch.tensor(first)[:, None] + torch.arange(x.shape[1])).clamp(
             max=len(self.level) - 1
         )
@@ -106,5 +103,4 @@ def frozen(monkeypatch):
     def alone(clean, step, out, excess):
         return clean, 0 * step
 
-    for module in (chain_speculation, chain_program):
-        monkeypatch.setattr(module, "predicted", alone)
+    monkeypatch.setattr(chain_round, "predicted", alone)

@@ -103,7 +103,7 @@ def test_a_response_is_the_share_of_the_variances_that_predictions_follow():
     share, told = np.array([0.3, 1.4], np.float32), np.float32(0.8)
     gain = rng.uniform(0.1, 1.0, (1, 9, 1)).astype(np.float32)
     ahead = np.concatenate([np.zeros((1, 1, 1), np.float32), gain.cumsum(1)], 1)
-    response = Response.of(2)
+    response = Response(*np.ones((2, 2), np.float32))
     for _ in range(20):
         steps = rng.normal(size=(2, 9, 3)).astype(np.float32)
         moved = np.concatenate([np.zeros_like(steps[:, :1]), (gain * steps).cumsum(1)], 1)
@@ -111,7 +111,7 @@ def test_a_response_is_the_share_of_the_variances_that_predictions_follow():
         clean = (0.5 + var * moved) / (1 + var * ahead)
         excess = gain * (var / (1 + var * ahead) / share[:, None, None])[:, :-1]
         excess = np.concatenate([excess, excess[:, -1:]], 1)  # the last point has no step
-        response.observe(gain, steps, clean, excess)
+        response = response.after(gain, steps, clean, excess)
     np.testing.assert_allclose(response.shares()[:, 0], share, rtol=1e-4)
 
 
@@ -206,8 +206,8 @@ def test_a_chain_without_noise_cannot_be_speculated(bind):
         run(bind(1, spec="ddim50"), NoiseSchedule.of("ddim50"), [1], temperature=0.0)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), 1e6])
-def test_answers_that_are_no_numbers_or_overflow(gaussian, bad):
-    head = gaussian(NoiseSchedule.of("25"), MEAN, STD, 2, bad)
+@pytest.mark.parametrize(("noise", "width"), [(0.0, float("nan")), (0.0, 1e6), (float("nan"), 0)])
+def test_answers_that_are_no_numbers_or_overflow(gaussian, noise, width):
+    head = gaussian(NoiseSchedule.of("25"), MEAN + noise, STD, 2, width)
     with pytest.raises(ValueError, match="finite"):
         run(head, NoiseSchedule.of("25"), [2])

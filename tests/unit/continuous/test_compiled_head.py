@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from specmm.image_ar.continuous import chain_program, compiled_head, orders
+from specmm.image_ar.continuous import chain_program, orders
+from specmm.image_ar.continuous import programs as compiling
 from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import speculate
 from specmm.image_ar.continuous.chain_windows import WindowTables
-from specmm.image_ar.continuous.compiled_head import HeadPrograms
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
 from specmm.image_ar.continuous.masked_decode import Ancestral
+from specmm.image_ar.continuous.programs import HeadPrograms
 from tests.unit.continuous.test_chain_speculation import plain, pvalues, streams
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ class Plainly:
 
     def rounds(self, *given):
         made = run_rounds(*given)
-        self.played += int(made[0][:, 1].sum())
+        self.played += int((made[4] - given[1][4]).sum())
         return made
 
     def speculation(self, *given):
@@ -106,7 +107,7 @@ def test_most_rounds_are_the_programs(bind, kind):
 
 
 @pytest.mark.parametrize("each", [1, 3])
-@pytest.mark.parametrize(("name", "value"), [("TRIES", (8,)), ("WIDEST", 0.01)])
+@pytest.mark.parametrize(("name", "value"), [("PROPOSED", 1), ("WIDEST", 0.01)])
 def test_what_a_program_cannot_play_is_played_outside(bind, name, value, each, monkeypatch):
     monkeypatch.setattr(chain_program, name, value)
     same(bind, 3, Plainly(), temperature=0.9, each=each)
@@ -124,7 +125,7 @@ def test_numbers_that_end_are_drawn_in_their_order(bind, block, most, each, monk
 
 
 def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
-    monkeypatch.setattr(compiled_head, "FEW", 2)
+    monkeypatch.setattr(compiling, "FEW", 2)
     programs = HeadPrograms(CPU)
     monkeypatch.setattr(programs, "chain", None)
     monkeypatch.setattr(programs, "rounds", None)
@@ -138,7 +139,7 @@ def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
 def test_real_programs_keep_the_distribution(bind, frozen, monkeypatch):
     """A broken twin of these rounds, without the residual, is in ``test_chain_speculation.py``."""
     schedule, rows = NoiseSchedule.of("ddim10"), 3000
-    monkeypatch.setattr(compiled_head, "FEW", rows)
+    monkeypatch.setattr(compiling, "FEW", rows)
     programs = HeadPrograms(CPU)
     numbers = streams(4, rows)
     made = []

@@ -4,10 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.image_ar.continuous.cspd import CSpDBatch, CSpDModel, DraftWindow, StreamNumbers
-from specmm.image_ar.continuous.cspd_paper import PaperRun, decode_paper
+from specmm.image_ar.continuous.cspd import (
+    CSpDBatch,
+    CSpDModel,
+    CSpDRun,
+    DraftWindow,
+    StreamNumbers,
+    decode_paper,
+)
 from specmm.image_ar.continuous.diffusion_head import ChainHead
-from specmm.image_ar.continuous.masked_decode import View
+from specmm.image_ar.continuous.masked_decode import head_conditions
 from specmm.image_ar.continuous.orders import MARSettings, iterations, log_uniforms, normals
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))[None]
@@ -46,7 +52,7 @@ class Scripted:
 
 def make(model, how, scale=1.0, numbers=None):
     batch = CSpDBatch(*sides(model, how, scale), ORDER, noise(), [numbers or uniforms()])
-    return PaperRun(batch)
+    return CSpDRun(batch)
 
 
 @pytest.mark.parametrize("cfg", [1.0, 2.5])
@@ -64,7 +70,9 @@ def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
     side, checked = seen[3]
     assert side is run.batch.target and len(seen) == 4
     for part, made in zip(parts, checked[0], strict=False):
-        alone = run.batch.target.conditions(View(before, ORDER[:, part.last :], made.where[None]))
+        classes = run.batch.target.classes
+        given = before, ORDER[:, part.last :], classes, made.where[None]
+        alone = head_conditions(tiny_mar, *given)
         tokens, _ = run.batch.target.chains(
             alone, part.scale, noise()[0, made.where].transpose(0, 1)
         )

@@ -33,7 +33,7 @@ def alive(monkeypatch):
     opened = []
 
     class Session:
-        def __init__(self, model, labels, sampling, last):
+        def __init__(self, model, labels, sampling, last, blocks):
             assert all(session() is None for session in opened)
             opened.append(weakref.ref(self))
             self.model, self.last = model, last

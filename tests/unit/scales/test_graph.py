@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmm import methods
-from specmm.image_ar.scales.captured_picture import PictureGraph
+from specmm.image_ar.scales.collaborative import code_turns, draw_picture
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.randomness import Uniforms
 
@@ -39,18 +39,18 @@ OPTIONS = [{}, dict(cfg=2.0, top_k=5, top_p=0.9, temperature=0.8)]
 
 @pytest.mark.parametrize("n", [0, 2, 5])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_captured_picture_is_the_pipelines(pipe, n, options, monkeypatch):
-    models = pipe.transformer, pipe.small, pipe.vae.quantize
-    graph = PictureGraph(*models, n, pipe.target(**options))
+def test_a_captured_picture_is_the_pipelines(pipe, n, options):
+    turns = code_turns(pipe.transformer, pipe.small, n)
     labels, length = torch.tensor([1, 4, 7]), pipe.transformer.config.schedule.length
     numbers = Uniforms(uniforms(3)).draw(length)
     with NoWaiting():
-        tokens, sums, _ = graph._checked(labels, numbers)
+        given = turns, pipe.vae.quantize, pipe.target(**options), labels, numbers
+        tokens, f_hat, _ = draw_picture(*given)
     method = methods.CoDe(n) if n < 5 else methods.AR()
     given = dict(classes=labels.tolist(), generator=uniforms(3), method=method, output_type="uint8")
     wanted = pipe(**options, **given)
     assert torch.equal(tokens, wanted.tokens)
-    assert (pipe.decode(sums).numpy() == wanted.images).all()
+    assert (pipe.decode(f_hat).numpy() == wanted.images).all()
 
 
 def test_what_waits_is_seen():

@@ -21,8 +21,8 @@ def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
     tokens, f_hat = straightforward(
         model, vqvae.quantize, LABELS, *options, Uniforms.from_seeds([1, 2, 3])
     )
-    assert all(torch.equal(a, b) for a, b in zip(feature_map.tokens, tokens, strict=True))
-    torch.testing.assert_close(feature_map.f_hats[-1], f_hat, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(feature_map.scales, tokens, strict=True))
+    torch.testing.assert_close(feature_map.f_hat, f_hat, atol=1e-4, rtol=1e-4)
     # the test would prove little with one token everywhere
     assert len(torch.cat(tokens, 1).unique()) > 8
 
@@ -33,7 +33,7 @@ def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
     for row in range(3):
         single = plain(large, vqvae, LABELS[row : row + 1], sampling, [row + 1])
         assert all(
-            torch.equal(a[row], b[0]) for a, b in zip(together.tokens, single.tokens, strict=True)
+            torch.equal(a[row], b[0]) for a, b in zip(together.scales, single.scales, strict=True)
         )
 
 
@@ -86,7 +86,7 @@ def drawn_map(vqvae, labels, seed=0):
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
 def test_likelihood_is_that_of_teacher_forcing(large, vqvae, cfg):
     feature_map, sampling = drawn_map(vqvae, LABELS), Sampling(cfg, temperature=0.7)
-    tokens = torch.cat(feature_map.tokens, 1)
+    tokens = feature_map.tokens
     own, null = (
         large(rows, feature_map.inputs(1, 4)) for rows in (LABELS, torch.full_like(LABELS, 10))
     )

@@ -1,0 +1,220 @@
+"""MAR compiled: on a CPU programs of its head, a whole chain each, plain or with speculation; on a
+GPU graphs of the transformer's passes, too.
+
+On a CPU for iterations of few tokens, where operators cost more to call than to run. Both compute
+what single operators do, up to rounding, from the same random numbers. Shape letters as in
+:mod:`specmm.image_ar.continuous.diffusion_head`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm import methods
+from specmm.compiled import NotCompiled, compiled, looped, prepare_compiler
+from specmm.derived import placed
+from specmm.graphs import Graphs, captures, copy_all, shared_pool
+from specmm.image_ar.continuous.chain_program import (
+    ChainProgram,
+    Fixed,
+    State,
+    next_state,
+    run_rounds,
+)
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_windows import WindowTables
+from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadWeights, guided
+from specmm.image_ar.continuous.mar import MAR
+from specmm.image_ar.continuous.masked_decode import Ancestral, PlainSampler, head_conditions
+from specmm.image_ar.continuous.orders import MARSettings
+from specmm.late import Late
+
+FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
+MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
+MOST_BYTES = 4 * 2**30  # of what they are given: tables of modulations are large
+AHEAD = 2  # rounds of a graph: those of rows that are finished do nothing
+Chains = Callable[[BoundHead, Tensor], Tensor]
+
+
+class HeadPrograms:
+    """Programs of any head on ``device``, one for each number of tokens of an iteration."""
+
+    conditions = None  # passes run as they are
+
+    def __init__(self, device: torch.device) -> None:
+        prepare_compiler(device)
+        self.chain = compiled(run_chain, device)
+        self.rounds = compiled(run_rounds, device)
+
+    def chains(self, sampler: PlainSampler) -> Chains:
+        """What runs the chains of ``sampler``, by DDPM, and as they are for iterations of many
+        tokens.
+        """
+        assert isinstance(sampler, Ancestral), "see check"
+        steps = sampler.steps
+        table = torch.tensor([steps.keep, steps.noise, steps.mid, steps.half]).T.contiguous()
+
+        def chains(bound: BoundHead, noise: Tensor) -> Tensor:
+            if not _served(bound):
+                return sampler.chains(bound, noise)
+            scale = torch.as_tensor(bound.scale, dtype=torch.float32)
+            noise = noise.clone(memory_format=torch.contiguous_format)
+            noise[1:] *= sampler.temperature  # not of the start
+            made: Tensor = self.chain(bound.head.weights, bound.table, table, noise, scale)
+            return made
+
+        return chains
+
+    def speculation(
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
+    ) -> ChainProgram | None:
+        """Speculation of the tokens of ``bound``, if there is one of each of so many ``pictures``;
+        None where it runs as it is: windows of more are bound by arithmetic.
+        """
+        if not _served(bound) or len(bound) > pictures:
+            return None
+        return ChainProgram(self.rounds, bound, tables, options, pictures)
+
+
+def run_chain(
+    weights: HeadWeights, modulations: Tensor, steps: Tensor, noise: Tensor, scale: Tensor
+) -> Tensor:
+    """Tokens [R, C] by ``steps`` [S, 4] (``ChainSteps``) from ``noise`` [S + 1, R, C], under
+    ``modulations`` [S, R, G, F].
+    """
+    last = len(steps) - 1
+
+    def step(k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        at = k.reshape(1)
+        keep, lost, mid, half = steps.index_select(0, at)[0]
+        eps, v = guided(weights, x, modulations.index_select(0, at)[0], scale)
+        added = (v * half + mid).exp() * noise.index_select(0, at + 1)[0]
+        return k + 1, x * keep + eps * lost + torch.where(k < last, added, 0.0)
+
+    k = torch.zeros((), dtype=torch.int64)
+    x = noise[0].clone()  # what a loop carries shares no memory with what it reads
+    tokens: Tensor = looped(lambda k, _: k <= last, step, (k, x))[1]
+    return tokens
+
+
+def _served(bound: BoundHead) -> bool:
+    """Whether programs serve the tokens of ``bound``."""
+    return bound.table is not None and len(bound) <= FEW
+
+
+class MARGraphs:
+    """Graphs of a ``model``, one for each number of tokens, as long as its weights lie where they
+    do. They share memory: one runs at a time.
+    """
+
+    def __init__(self, model: MAR) -> None:
+        self.model = model
+        self.weights = placed(model)
+        self.pool = shared_pool(model.mask_token.device)
+        self.made: dict[Any, Graphs] = {}
+
+    @property
+    def spent(self) -> bool:
+        """Whether weights lie elsewhere than when the first graph was recorded, or there are too
+        many of them, or they hold too much.
+        """
+        graphs = [graph for some in self.made.values() for graph in some.by_form.values()]
+        moved = placed(self.model) != self.weights
+        return moved or len(graphs) > MOST or sum(x.held for x in graphs) > MOST_BYTES
+
+    def _of(self, key: Any, function: Callable[..., tuple[Tensor, ...]], fixed: int = 0) -> Graphs:
+        if key not in self.made:
+            self.made[key] = Graphs(function, self.pool, fixed)
+        return self.made[key]
+
+    def conditions(self, *given: Tensor) -> Tensor:
+        """As :func:`specmm.image_ar.continuous.masked_decode.head_conditions` of the model."""
+        return self._of("passes", lambda *x: (head_conditions(self.model, *x),))(*given)[0]
+
+    def chains(self, sampler: PlainSampler) -> Chains:
+        """What runs the chains of ``sampler``."""
+        head = sampler.head
+
+        def run(cond: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor]:
+            return (sampler.chains(BoundHead(head, cond, scale), noise),)
+
+        graphs = self._of((type(sampler), head, sampler.temperature), run)
+
+        def chains(bound: BoundHead, noise: Tensor) -> Tensor:
+            scale = torch.as_tensor(bound.scale, dtype=torch.float32, device=noise.device)
+            return graphs(bound.cond, scale, noise)[0]
+
+        return chains
+
+    def speculation(
+        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
+    ) -> ChainProgram | None:
+        """Speculation of the tokens of ``bound``, as many of each of so many ``pictures``; None
+        where it runs as it is.
+        """
+        if bound.table is None:
+            return None
+        given = partial(_play, bound.head.weights, options.residual)
+        graphs = self._of((bound.head, options.residual), given, fixed=FIXED)
+
+        def rounds(fixed: Fixed, state: State, residual: bool) -> State:
+            before: Late | None = None
+            while before is None or before.read()[0]:  # one graph too many, but no waiting
+                before = Late(state[2].any())
+                state = graphs(*fixed[1:], *state)
+            return state
+
+        return ChainProgram(rounds, bound, tables, options, pictures)
+
+
+FIXED = len(Fixed._fields) - 1  # all but the weights
+
+
+def _play(weights: HeadWeights, residual: bool, *given: Tensor) -> State:
+    """``AHEAD`` rounds of what is ``given``, the tensors of ``Fixed`` and the state, in place."""
+    fixed, state = Fixed(weights, *given[:FIXED]), given[FIXED:]
+    now = state
+    for _ in range(AHEAD):
+        now = next_state(fixed, now, residual)
+    copy_all(list(state), list(now))
+    return state
+
+
+def check(
+    method: methods.ContinuousMethod,
+    settings: MARSettings,
+    head: ChainHead,
+    batch: int,
+    length: int,
+) -> None:
+    """Raise ``ValueError`` for what has no programs where the ``head`` is: on a CPU they must draw
+    at least half of the ``length`` tokens of each of ``batch`` pictures.
+    """
+    if captures(head.device):
+        if not method.static_shapes:
+            raise NotCompiled(
+                f"compiled=True of MAR needs, on a GPU, ar or an exact cspd, got {method}"
+            )
+        return
+    if not method.static_shapes or settings.solver != "ddpm" or head.device.type != "cpu":
+        raise NotCompiled(
+            "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd, "
+            f"got {head.device.type}, {settings.solver!r} and {method}"
+        )
+    sizes = [part.last - part.first for part in settings.iterations(length)]
+    branches = 1 if settings.cfg == 1.0 else 2
+    most = 1 if method.drafts else FEW
+    served = (
+        n for n in sizes if n <= most and n * batch <= FEW and head.keeps(n * batch, branches)
+    )
+    if 2 * sum(served) < sum(sizes):
+        raise NotCompiled(
+            f"compiled=True of MAR needs iterations of at most {FEW} tokens in a batch, for cspd "
+            f"of one a picture, got up to {max(sizes)} in each of {batch} pictures: give a larger "
+            "num_iter or a smaller batch_size"
+        )
