@@ -31,15 +31,15 @@ from benchmarks.drafting import GreedyDrafter, IndependentDrafter, through_rank_
 from benchmarks.settings import Options
 from benchmarks.single import Recorder, single_position
 from specmm import methods
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Stats
+from specmm.core.tree import TreeShape
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine
-from specmm.stats import Stats
-from specmm.tree import TreeShape
 from specmm.verify import (
     Block,
     GreedyMultiDraft,

@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import MtpModel
 
-from specmm.hardware import prepack
 from specmm.hf.drafters.mtp_layers import MtpLayers
+from specmm.loading.hardware import prepack
 
 SIZES = dict(
     vocab_size=4096,

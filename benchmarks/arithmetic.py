@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from specmm.stats import Stats
-from specmm.stats import quartiles as quartiles
-from specmm.stats import speedup as speedup
+from specmm.core.stats import Stats
+from specmm.core.stats import quartiles as quartiles
+from specmm.core.stats import speedup as speedup
 
 
 def paired_speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:

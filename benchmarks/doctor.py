@@ -21,7 +21,8 @@ import typer
 from torch import nn
 
 from benchmarks.common import RESULTS, Out, Row, environment, write_results
-from specmm.decode import EndTokens, decode
+from specmm.core.decode import EndTokens, decode
+from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.block_drafters import DrawnTreeDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
@@ -42,7 +43,6 @@ from specmm.recipes.following import (
 )
 from specmm.recipes.misreadings import HALVES, PAIRS, altered, repaired, swapped
 from specmm.recipes.settings import load_frozen
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmm.core.randomness import Uniforms, categorical
+from specmm.core.tree import TreeShape
 from specmm.image_ar.tokens.drafters.block import BlockDrafter, BlockLevel
-from specmm.randomness import Uniforms, categorical
 from specmm.shape.trees import sample_siblings, sample_siblings_iid
-from specmm.tree import TreeShape
 
 
 class IndependentDrafter(BlockDrafter):

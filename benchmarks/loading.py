@@ -6,7 +6,7 @@ Files of the published sizes are made with random weights in the releases' conta
 at a time, and deleted; LLaVA has two of its 32 layers. A reading is the most memory that a process
 had resident, less what it had before it opened the files (Linux; as root, who may begin a peak
 anew). A row "as it runs" is of a whole pipeline, which stores a network of up to 2^30 weights twice
-where the processor multiplies in bfloat16 (``specmm.hardware.prepack``).
+where the processor multiplies in bfloat16 (``specmm.loading.hardware.prepack``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from torch import Tensor, nn
 
 from benchmarks.common import CACHE, RESULTS, Out, Row, environment, read_results, write_results
 from benchmarks.gpu.published import llava
-from specmm import mapped
-from specmm.hardware import Place
 from specmm.hf.placing import Placing
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
@@ -43,6 +41,8 @@ from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.scales.var import VAR, published
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.loading import mapped
+from specmm.loading.hardware import Place
 from specmm.runs.convert import CONVERTERS, convert
 from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import MSDConfig, MSDHead, load_msd

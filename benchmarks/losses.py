@@ -21,19 +21,22 @@ import typer
 from benchmarks.common import EMOJI, RESULTS, Out, Row, environment, write_results
 from benchmarks.training import ANSWER, HELD, LENGTH, PROMPT, Data, drafted
 from recipes.data import emoji_pictures, scene_conversations
-from specmm.decode import decode
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Stats
+from specmm.core.tree import TreeShape
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.image_ar.shared import read_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter
 from specmm.image_ar.tokens.loading import load_gpt, load_vq
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.conversations import Opening
 from specmm.recipes.drafter import picture_tokens, train_block
 from specmm.recipes.features import CLIP, RolledEagle3, build_eagle3, head_rate, rollout_loss
+from specmm.recipes.loop import Losses, Run
 from specmm.recipes.losses import LOSSES, ONE_PASS
 from specmm.recipes.msd import build_msd, train_msd
 from specmm.recipes.recipe import Places
@@ -41,10 +44,7 @@ from specmm.recipes.settings import load_frozen
 from specmm.recipes.source import Data as Chats
 from specmm.recipes.training.seen import Seen, learn
 from specmm.recipes.training.texts import text_stream, windows
-from specmm.stats import Stats
 from specmm.text.pipeline import TextPipeline
-from specmm.training import Losses, Run
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.zoo import POCKET
 

@@ -53,8 +53,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _stored(x: object) -> TypeGuard[Tensor]:
-    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks (``specmm.hardware``)
-    have none to be seen.
+    """Whether ``x`` is a tensor with a storage: weights in oneDNN's blocks
+    (``specmm.loading.hardware``) have none to be seen.
     """
     return isinstance(x, Tensor) and x.layout == torch.strided
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.common import Row
 from benchmarks.drafting import draw_siblings
-from specmm.randomness import Uniforms
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree
 from specmm.shape.trees import spine
-from specmm.tree import DraftTree
 from specmm.verify import (
     GreedyMultiDraft,
     KSeq,

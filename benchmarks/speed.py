@@ -28,11 +28,11 @@ from benchmarks.common import (
 )
 from benchmarks.settings import Options
 from specmm import methods
+from specmm.core.stats import Certificate, Stats
 from specmm.image_ar.shared import ImageOutput
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import Prompt, log_likelihood
 from specmm.runs.race import in_turn
-from specmm.stats import Certificate, Stats
 
 Draw = Callable[[int, int], ImageOutput]  # class and seed to one picture
 

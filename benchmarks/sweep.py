@@ -22,10 +22,10 @@ from benchmarks.arithmetic import quartiles, speedup
 from benchmarks.common import Budget, Row, balanced_labels, generators
 from benchmarks.quality import Real
 from benchmarks.samples import SampleSet, save, weights_key
+from specmm.core.stats import Certificate, Stats, total
 from specmm.image_ar.shared import ImageOutput
 from specmm.metrics.report import draw_trade
 from specmm.runs.race import in_turn
-from specmm.stats import Certificate, Stats, total
 
 
 @dataclass

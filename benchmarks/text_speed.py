@@ -32,7 +32,7 @@ from benchmarks.common import (
 )
 from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, dynamic, race, row
 from specmm import methods
-from specmm.hardware import named_dtype
+from specmm.loading.hardware import named_dtype
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 

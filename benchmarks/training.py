@@ -30,24 +30,24 @@ from torch import nn
 from transformers import get_linear_schedule_with_warmup
 
 from benchmarks.common import RESULTS, Out, Row, environment, write_results
-from specmm.decode import EndTokens, decode
+from specmm.core.decode import EndTokens, decode
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Stats
+from specmm.core.tree import TreeShape
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.pretrained import load_target
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.features import CLIP, RolledEagle3, build_eagle3, head_rate, rollout_loss
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.recipe import load
 from specmm.recipes.settings import WARMUP
 from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.texts import text_stream, windows
-from specmm.stats import Stats
 from specmm.text.pipeline import TextPipeline
-from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.zoo import POCKET
 

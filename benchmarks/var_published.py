@@ -19,11 +19,11 @@ from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, environ
 from benchmarks.sweep import Setting, time_settings
 from benchmarks.var import loop, over_ideal
 from specmm import methods
-from specmm.hardware import LARGE, choose_dtype, named_dtype
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import Sampling, VARSettings
 from specmm.image_ar.scales.tuning import Forecast, plan_of_sizes, random_var, random_vqvae
 from specmm.image_ar.scales.var import published
+from specmm.loading.hardware import LARGE, choose_dtype, named_dtype
 
 DEMO = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)
 

@@ -41,10 +41,10 @@ from benchmarks.common import (
 from recipes.scenes.facts import fact
 from recipes.scenes.stream import World, load_world
 from specmm import methods
-from specmm.hardware import named_dtype
+from specmm.core.stats import Stats
 from specmm.hf.prompt import on_device
+from specmm.loading.hardware import named_dtype
 from specmm.runs.race import in_turn
-from specmm.stats import Stats
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
 

@@ -33,8 +33,8 @@ from benchmarks.common import (
 )
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from specmm import methods
-from specmm.hardware import named_dtype
 from specmm.hf.pretrained import find
+from specmm.loading.hardware import named_dtype
 
 PROMPTS = (  # of things and styles that pocket/janus was trained on, some of them not together
     "a red heart, flat",

@@ -17,7 +17,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.checkpoints import read_json
 from specmm.choose.contest import Candidate
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.cached_sources import CausalSource
@@ -29,12 +28,13 @@ from specmm.diffusion_drafters.models.diffusion_lms import load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
-from specmm.hardware import prepack
 from specmm.hf.drafters.files import check_target
 from specmm.hf.drafting import Assembly, Verification, chain_rule, translated
 from specmm.hf.pretrained import own_tokenizer
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import PADDING
+from specmm.loading.checkpoints import read_json
+from specmm.loading.hardware import prepack
 from specmm.shape.trees import static_tree
 from specmm.verify import Recursive
 

@@ -25,19 +25,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.growth import Level
+from specmm.core.randomness import UniformSource, categorical
+from specmm.core.sorting import largest
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.sources import BlockSource, NextLogits
-from specmm.drafter import DrafterVocabulary, Feedback
-from specmm.growth import Level
 from specmm.hf.drafters.prompt_lookup import Recall
 from specmm.hf.drafting import drafting_probs
 from specmm.hf.target import VLMTarget
-from specmm.randomness import UniformSource, categorical
 from specmm.shape import eagle2
 from specmm.shape.blocks import block_tree
 from specmm.shape.trees import Siblings, draw_siblings
-from specmm.sorting import largest
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 
 Probs = Callable[[Tensor], Tensor]  # from logits [..., v] to probabilities
 BEAM = 8  # least width of the beam that finds a likeliest tree
@@ -116,7 +116,7 @@ class ChainDrafter(SourceDrafter):
                 self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The chain after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         root = feedback.token
         numbers = None if self.greedy else uniforms
         with self.clock("draft"):
@@ -158,7 +158,7 @@ class TreeDrafter(SourceDrafter):
         self.max_nodes = total
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         root = feedback.token
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
@@ -195,7 +195,7 @@ class DrawnTreeDrafter(SourceDrafter):
         self.levels = Level.all_of(shape)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         vocabulary = self.source.vocabulary
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.processors import Processor
 from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.sources import NextLogits, end_token, shared_tokens
-from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.processors import Processor
 
 
 class CachedModel:

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import UniformSource, categorical
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.block_drafters import SourceDrafter, with_root
 from specmm.diffusion_drafters.lattice_search import CausalProxy, Objective, beam_path, prune
 from specmm.diffusion_drafters.sources import DiffusionSource
-from specmm.drafter import Feedback
 from specmm.hf.target import VLMTarget
-from specmm.randomness import UniformSource, categorical
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class DiffuSpecDrafter:
         self.source.begin(feedback, self.max_depth)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Each row's path after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """Each row's path after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         if feedback.result is not None:
             for row, kept in zip(self.rows, feedback.result.kept.tolist(), strict=True):
                 row.observe(kept)
@@ -203,7 +203,7 @@ class StepsDrafter(SourceDrafter):
         self.shape = TreeShape.chain(length, target.device)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The chain after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         with self.clock("draft"):
             logits = self.source.logits(feedback, self.max_depth)
             drafts = feedback.token.new_empty(len(feedback.token), 0)

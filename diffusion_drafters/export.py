@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.checkpoints import State, embeddings_of, fingerprint, write_checkpoint
+from specmm.core.processors import Processor
 from specmm.diffusion_drafters.models.dflash import OWN_HEAD, DFlash, load_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, HeadSizes
 from specmm.diffusion_drafters.sources import check_dflash
 from specmm.hf.drafters.eagle3_files import SPECULATORS_VERSION, speculators_facts
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
+from specmm.loading.checkpoints import State, embeddings_of, fingerprint, write_checkpoint
 
 
 def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:

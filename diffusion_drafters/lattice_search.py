@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from specmm.sorting import by_columns
+from specmm.core.sorting import by_columns
 
 # Decimals of a score: paths that agree so far are equal, and the one with smaller tokens is taken.
 SAME = 11

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from specmm.checkpoints import save_readable
+from specmm.loading.checkpoints import save_readable
 
 Gram = tuple[int, ...]
 

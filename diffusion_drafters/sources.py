@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.processors import History
 from specmm.diffusion_drafters.models.block_heads import DominoHead
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
-from specmm.drafter import DrafterVocabulary, Feedback
 from specmm.hf.families import Family
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.processors import History
 
 
 class NextLogits(Protocol):

@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from specmm.kinds import check_whole, shown, texts_of
-from specmm.registry import unknown
+from specmm.extending.kinds import check_whole, shown, texts_of
+from specmm.extending.registry import unknown
 
 Classes: TypeAlias = str | int | Sequence[str | int] | Tensor | npt.NDArray[np.integer[Any]]
 Callback: TypeAlias = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from specmm import methods, zoo
-from specmm.checkpoints import read_json
+from specmm.extending.registry import Registry, unknown
 from specmm.hf.picture_models import picture_type as picture_type
-from specmm.registry import Registry, unknown
+from specmm.loading.checkpoints import read_json
 
 if TYPE_CHECKING:
     import torch

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm import __version__, methods
-from specmm.checkpoints import FileError, read_json, weights_file, write_checkpoint
-from specmm.hardware import named_device
+from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.core.stats import Certificate, Stats, merged_certificate, total
+from specmm.core.turns import turns_of
+from specmm.extending.registry import unknown
 from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
-from specmm.registry import unknown
-from specmm.stats import Certificate, Stats, merged_certificate, total
-from specmm.turns import turns_of
-from specmm.when_compiled import Compiled, Turn, Works
+from specmm.loading.checkpoints import FileError, read_json, weights_file, write_checkpoint
+from specmm.loading.hardware import named_device
 from specmm.zoo import SETTINGS as SETTINGS
 
 if TYPE_CHECKING:

@@ -15,8 +15,12 @@ import transformers
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.guidance import Guidance
-from specmm.hardware import Place, contiguous_state, prepack
+from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import further, sample_generators
+from specmm.extending.kinds import check_numbers, check_whole, either, texts_of
+from specmm.extending.outside import with_own
 from specmm.hf.drafter_formats import ModelFolder
 from specmm.hf.picture_tokens import (
     Decoder,
@@ -48,11 +52,7 @@ from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.choosing import ran_as, settled
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
-from specmm.kinds import check_numbers, check_whole, either, texts_of
-from specmm.outside import with_own
-from specmm.processors import Processor
-from specmm.randomness import further, sample_generators
-from specmm.when_compiled import Compiled, Turn, Works
+from specmm.loading.hardware import Place, contiguous_state, prepack
 
 EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
@@ -199,7 +199,7 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         own seed only. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and
         rounds as programs of ``torch.compile``, made at the first call of a method, its options, a
         size and a number of pictures at a time; "auto" does so once it pays
-        (:mod:`specmm.when_compiled`). Raises ``ValueError`` for an empty list of prompts,
+        (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an empty list of prompts,
         an unknown method, options out of range, a size that the model does not draw, pixels where
         the folder has nothing to decode tokens with, and what cannot be compiled.
         """

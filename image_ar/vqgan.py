@@ -16,9 +16,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from specmm.checkpoints import PICKLED, State, load_strict, read_checkpoint
 from specmm.hf.drafter_formats import ModelFolder
 from specmm.image_ar.autoencoder import AttnBlock, Decoder, Stack
+from specmm.loading.checkpoints import PICKLED, State, load_strict, read_checkpoint
 
 FILE = "vqgan.ckpt"
 DIFFUSERS = "vq"  # the folder of a tokenizer in diffusers' layout

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.features import Protocol
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specmm import __version__
+from specmm.extending.registry import Registry
 from specmm.metrics.features import FeatureSet, Protocol
-from specmm.registry import Registry
 
 Pictures = np.ndarray | Tensor | Iterable[np.ndarray] | Iterable[Tensor]
 Step = Callable[[Tensor], Tensor]

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.extending.registry import unknown
 from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate
-from specmm.registry import unknown
 
 SHIFT = (-0.030, -0.088, -0.188)  # of ImageNet's pictures in [-1, 1]
 SCALE = (0.458, 0.448, 0.450)

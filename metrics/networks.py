@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, float32
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.extractors import Extractor, channels_first
 from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate, main_file

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.extractors import Extractor, batches, channels_first, checked
 from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance

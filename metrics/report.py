@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.measurement import Measurement, difference, parse_measurements, read_json
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal, get_args
 
+from specmm.extending.registry import unknown
 from specmm.metrics.answers import Answers, Predictions, mean_score
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement
-from specmm.registry import unknown
 
 Variant = Literal["protocol", "official-code"]
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from specmm.extras import install
-from specmm.registry import unknown
+from specmm.extending.registry import unknown
+from specmm.loading.extras import install
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from recipes.data import emoji
 from recipes.training.llamagen import train_target
 from recipes.training.vq import train_tokenizer
-from specmm.files import writable
 from specmm.image_ar.autoencoder import VQConfig
 from specmm.image_ar.tokens.gpt import GPTConfig
 from specmm.image_ar.tokens.loading import load_vq, save_vq
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
+from specmm.loading.files import writable
 from specmm.recipes.drafter import picture_tokens
 from specmm.recipes.recipe import Count, Found, Seed, Width
 

@@ -10,7 +10,6 @@ import torch
 from recipes.data import emoji
 from recipes.training.kl import encode_moments, train_kl
 from recipes.training.mar import train_mar
-from specmm.files import writable
 from specmm.image_ar.continuous.kl import KLConfig
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -24,6 +23,7 @@ from specmm.image_ar.continuous.loading import (
 from specmm.image_ar.continuous.mar import MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
+from specmm.loading.files import writable
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 
 HEAD_STEPS = (

@@ -13,7 +13,6 @@ import torch
 from recipes.data import emoji
 from recipes.training.var import Examples, train_drafter, train_refiner, train_var
 from recipes.training.vqvae import encode_pictures, train_vqvae
-from specmm.files import writable
 from specmm.image_ar.scales.collaborative import split
 from specmm.image_ar.scales.loading import (
     check_models,
@@ -29,6 +28,7 @@ from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import VQVAEConfig
+from specmm.loading.files import writable
 from specmm.recipes.recipe import Count, Found, Seed, Width
 
 

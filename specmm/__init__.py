@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from specmm import methods as methods
     from specmm import structured as structured
     from specmm.choose.threads import threads as threads
-    from specmm.extension import register as register
+    from specmm.extending.extension import register as register
     from specmm.hf.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
     from specmm.image_ar.pipeline import custom_pipeline as custom_pipeline
@@ -27,7 +27,7 @@ _LAZY = {  # heavy names, imported on first use
     "VQAPipeline": "specmm.vlm.pipeline",
     "custom_generate": "specmm.hf.generate",
     "custom_pipeline": "specmm.image_ar.pipeline",
-    "register": "specmm.extension",
+    "register": "specmm.extending.extension",
     "threads": "specmm.choose.threads",
 }
 __all__ = [

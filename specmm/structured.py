@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
-from specmm.drafter import BatchingDrafter, Drafter, Feedback, widened
-from specmm.extras import install
-from specmm.processors import History, Processor
-from specmm.randomness import UniformSource
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape, paths
+from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, widened
+from specmm.core.processors import History, Processor
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape, paths
+from specmm.loading.extras import install
 
 BITS = 32  # of a word of a mask
 LATEST = 256  # masks that are kept: those of a round are asked for twice

@@ -23,8 +23,8 @@ os.environ.setdefault("SPECMM_PROGRAMS", f"{tempfile.gettempdir()}/specmm-progra
 import pytest
 import torch
 
-from specmm import program_cache
 from specmm.choose import threads
+from specmm.programs import program_cache
 from tests.tape import record_on_tape
 
 if not torch.cuda.is_available():
@@ -67,7 +67,7 @@ def pytest_collection_finish() -> None:
 def on_the_cpu() -> Iterator[None]:
     """Models are opened on the CPU, whose numbers tests compare; those of a GPU name it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specmm.hardware.choose_device", lambda: torch.device("cpu"))
+        patch.setattr("specmm.loading.hardware.choose_device", lambda: torch.device("cpu"))
         yield
 
 
@@ -137,7 +137,7 @@ def taped(monkeypatch):
     families = ("continuous.programs", "continuous.running", "scales.pipeline", "tokens.running")
     for module in ("graphs", "hf.running", *(f"image_ar.{name}" for name in families)):
         monkeypatch.setattr(f"specmm.{module}.captures", lambda device: True)
-    monkeypatch.setattr("specmm.graphs.record_on_gpu", record_on_tape)
-    monkeypatch.setattr("specmm.processors.by_numpy", lambda x: False)
+    monkeypatch.setattr("specmm.programs.graphs.record_on_gpu", record_on_tape)
+    monkeypatch.setattr("specmm.core.processors.by_numpy", lambda x: False)
     record_on_tape.records = record_on_tape.replays = 0
     return record_on_tape

@@ -5,7 +5,7 @@ import itertools
 import torch
 from scipy.stats import chi2
 
-from specmm.randomness import Uniforms
+from specmm.core.randomness import Uniforms
 
 
 class Stream(Uniforms):

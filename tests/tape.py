@@ -53,8 +53,8 @@ def tensors(value):
 
 
 def record_on_tape(function, pool=None):
-    """As :func:`specmm.graphs.record_on_gpu`; the first replay is the recording. Nothing of what
-    is computed on the way is freed: a ``pool`` has no part in it.
+    """As :func:`specmm.programs.graphs.record_on_gpu`; the first replay is the recording. Nothing
+    of what is computed on the way is freed: a ``pool`` has no part in it.
     """
     tape = Tape()
     with tape:

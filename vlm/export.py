@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specmm.checkpoints import fingerprint, write_checkpoint
+from specmm.loading.checkpoints import fingerprint, write_checkpoint
 from specmm.vlm.msd import drafted_embeddings, load_msd
 
 

@@ -37,15 +37,6 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from specmm.checkpoints import (
-    check_fingerprint,
-    embeddings_of,
-    fingerprint,
-    load_strict,
-    read_checkpoint,
-    read_json,
-)
-from specmm.hardware import prepack
 from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.pretrained import (
@@ -55,7 +46,16 @@ from specmm.hf.pretrained import (
     missing_packages,
     weights_folder,
 )
-from specmm.training import seeded
+from specmm.loading.checkpoints import (
+    check_fingerprint,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+    read_json,
+)
+from specmm.loading.hardware import prepack
+from specmm.recipes.loop import seeded
 from specmm.zoo import efficientnet
 
 PROJECTOR = "projector.safetensors"

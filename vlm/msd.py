@@ -29,8 +29,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
-from specmm.cache import LayerSize, Memory, alike
-from specmm.checkpoints import (
+from specmm.core.cache import LayerSize, Memory, alike
+from specmm.core.drafter import DrafterVocabulary
+from specmm.hf.drafters.files import Acceptance, read_acceptance, write_acceptance
+from specmm.hf.target import VLMTarget
+from specmm.loading.checkpoints import (
     check_fingerprint,
     fingerprint,
     load_strict,
@@ -39,11 +42,8 @@ from specmm.checkpoints import (
     weights_file,
     write_checkpoint,
 )
-from specmm.drafter import DrafterVocabulary
-from specmm.hardware import prepack
-from specmm.hf.drafters.files import Acceptance, read_acceptance, write_acceptance
-from specmm.hf.target import VLMTarget
-from specmm.mapped import WithoutWeights
+from specmm.loading.hardware import prepack
+from specmm.loading.mapped import WithoutWeights
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 PLAIN_ROPE = ("default", "mrope")  # the release turns M-RoPE models' slots one-dimensionally, too

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from specmm.kinds import shown
+from specmm.extending.kinds import shown
 
 Source: TypeAlias = str | Path | bytes | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down

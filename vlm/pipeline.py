@@ -22,7 +22,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.choose.contest import SHARE
-from specmm.compiled import NotCompiled, uncompiled_calls
+from specmm.core.stats import Certificate, Stats
+from specmm.core.turns import in_its_turn, turns_of
+from specmm.extending.registry import named
 from specmm.hf.choosing_drawn import DrawnAnswers
 from specmm.hf.drafting import KINDS
 from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
@@ -43,9 +45,7 @@ from specmm.hf.running import (
 from specmm.hf.static import CapturedTarget
 from specmm.hf.stop_strings import Ids, StopStrings
 from specmm.hf.target import VLMTarget
-from specmm.registry import named
-from specmm.stats import Certificate, Stats
-from specmm.turns import in_its_turn, turns_of
+from specmm.programs.compiled import NotCompiled, uncompiled_calls
 from specmm.vlm import wording
 from specmm.vlm.asking import Images, Questions, Texts, Videos
 from specmm.vlm.loading import is_composed, load_model, load_processor

@@ -22,8 +22,8 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from transformers.video_utils import VideoMetadata, load_video
 
-from specmm.extras import install
-from specmm.kinds import check_numbers
+from specmm.extending.kinds import check_numbers
+from specmm.loading.extras import install
 from specmm.vlm.pictures import Source, open_image, rgb
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]

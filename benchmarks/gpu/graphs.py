@@ -13,13 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, CacheSize
-from specmm.graphs import Graphs
+from specmm.core.cache import Cache, CacheSize
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
+from specmm.programs.graphs import Graphs
 
 
 class TreeGraphs:

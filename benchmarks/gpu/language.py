@@ -28,12 +28,12 @@ from benchmarks.gpu.rounds import (
     round_row,
 )
 from specmm import methods
+from specmm.core.processors import Processor
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.static import CapturedTarget
 from specmm.hf.target import VLMTarget
 from specmm.kernels.tree_attention.interface import NAME
-from specmm.processors import Processor
 
 PROMPT, ANSWER = 700, 320
 TINY = dict(

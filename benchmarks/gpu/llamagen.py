@@ -18,14 +18,14 @@ from benchmarks.gpu.graphs import GraphTarget
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.rounds import ROUND
 from specmm import methods
-from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
-from specmm.drafter import Drafter
-from specmm.graphs import GraphRound
+from specmm.core.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
+from specmm.core.drafter import Drafter
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
+from specmm.programs.graphs import GraphRound
 from specmm.verify import Rule
 
 METHODS = ("ar", "speculative", "lantern++(lambda_=2.0, k=10)")

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 
 from benchmarks.common import RESULTS, Budget, Row
-from specmm.registry import named, unknown
+from specmm.extending.registry import named, unknown
 
 MOST_MINUTES = 8.0  # that a part may take in all
 MINUTES = 6.0  # no case begins later; the last one and loading come on top

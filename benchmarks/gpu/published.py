@@ -22,7 +22,7 @@ from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED as GPTS
 from specmm.image_ar.tokens.gpt import GPTConfig
-from specmm.mapped import META, WithoutWeights
+from specmm.loading.mapped import META, WithoutWeights
 from specmm.vlm.msd import MSDConfig, MSDHead
 
 STD = 0.02

@@ -18,13 +18,21 @@ import torch
 from benchmarks.common import Row
 from benchmarks.gpu.parts import Bench
 from benchmarks.gpu.timing import measure
-from specmm.decode import Play, Progress, decide, decode, decode_plain, one_round, without_drafts
-from specmm.drafter import DeferredDrafter, Drafter, Feedback, committed
-from specmm.graphs import GraphRound
-from specmm.hardware import attention_of_any_length
-from specmm.randomness import Uniforms, categorical
-from specmm.stats import Clock
-from specmm.target import Target
+from specmm.core.decode import (
+    Play,
+    Progress,
+    decide,
+    decode,
+    decode_plain,
+    one_round,
+    without_drafts,
+)
+from specmm.core.drafter import DeferredDrafter, Drafter, Feedback, committed
+from specmm.core.randomness import Uniforms, categorical
+from specmm.core.stats import Clock
+from specmm.core.target import Target
+from specmm.loading.hardware import attention_of_any_length
+from specmm.programs.graphs import GraphRound
 from specmm.verify.rule import Rule
 
 WARM = 3  # rounds of the loop that do not count: graphs are captured in them

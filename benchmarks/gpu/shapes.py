@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specmm.core.tree import TreeShape
 from specmm.kernels.tree_attention import TreeMask
-from specmm.tree import TreeShape
 
 MODELS = {
     "LLaVA-7B": (32, 32, 128),

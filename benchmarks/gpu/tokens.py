@@ -25,11 +25,11 @@ from benchmarks.gpu.rounds import (
     round_row,
 )
 from specmm import methods
-from specmm.guidance import Guidance
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
-from specmm.processors import Processor
 
 TINY = GPTConfig(64, 2, 2, 128, 64, num_classes=5, multiple_of=16)
 CODE = 8  # width of LlamaGen's codebook

@@ -22,12 +22,12 @@ from benchmarks.common import Row
 from benchmarks.gpu.language import TINY, TINY_MROPE
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled, qwen3, qwen_vl
+from specmm.core.processors import Processor
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.recipes.features import RolledEagle3, build_eagle3, rollout_loss
+from specmm.recipes.loop import MUON, Losses, Run, fit
 from specmm.recipes.training.seen import Seen, SeenRows
-from specmm.training import MUON, Losses, Run, fit
 
 LENGTH, SIDE, STEPS = 2048, 32, 200  # tokens, patches along a picture
 DRAFTED, ROLLOUT = 32000, 4

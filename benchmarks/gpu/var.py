@@ -17,14 +17,14 @@ from torch import Tensor
 from benchmarks.common import Row, dtype_name, load_pipeline
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled
-from specmm.graphs import Graph
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.image_ar.scales.collaborative import code_turns, draw_picture
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.tuning import random_vqvae
 from specmm.image_ar.scales.var import VAR, VARConfig, published
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
+from specmm.programs.graphs import Graph
 
 BATCHES = (1, 16, 64)
 SHARES = (8, 6, 5, 3, 0)  # scales that the large model draws

@@ -27,13 +27,13 @@ from benchmarks.official import duel, tokens
 from benchmarks.official.duel import Draw, Made, Program
 from benchmarks.official.releases import Modules, Source, running, with_constant, with_weights
 from specmm import methods
+from specmm.core.tree import TreeShape
 from specmm.image_ar.tokens.drafters.eagle import EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig
 from specmm.image_ar.tokens.loading import to_lantern
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import static_tree
-from specmm.tree import TreeShape
 from specmm.verify.lantern import neighbour_table
 
 TARGET = "models.kv_variants.modeling_llamagen_kv"

@@ -27,8 +27,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-from specmm.checkpoints import read_checkpoint
 from specmm.jobs.items import read_items
+from specmm.loading.checkpoints import read_checkpoint
 from specmm.vlm.pictures import open_image
 
 CANARY = "specmm-canary"

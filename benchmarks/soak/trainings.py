@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from benchmarks.soak.kills import one_thread, struck
-from specmm.training import Losses, Run, batch_rows, fit, seeded
+from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
 
 STEPS = 400
 

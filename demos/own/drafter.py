@@ -2,9 +2,9 @@
 
     specmm --load demos/own/drafter.py bench pocket/llamagen --drafter echo
 
-A drafter sees what the last round gave (:class:`specmm.drafter.Feedback`) and proposes a tree. The
-one duty that exactness rests on: every draft that is drawn records the distribution it was drawn
-from, given its earlier siblings. ``draw_siblings`` returns both.
+A drafter sees what the last round gave (:class:`specmm.core.drafter.Feedback`) and proposes a tree.
+The one duty that exactness rests on: every draft that is drawn records the distribution it was
+drawn from, given its earlier siblings. ``draw_siblings`` returns both.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import specmm
-from specmm.drafter import Feedback
-from specmm.outside import DraftRequest
-from specmm.randomness import UniformSource
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree
+from specmm.extending.outside import DraftRequest
 from specmm.shape.trees import draw_siblings
-from specmm.stats import Clock
-from specmm.tree import DraftTree
 
 
 @specmm.register("drafter", "echo")

@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 import specmm
-from specmm.tree import DraftTree
+from specmm.core.tree import DraftTree
 from specmm.verify.exact import Trial, normalised, strict_step, take, top_down, top_down_measured
 from specmm.verify.rule import Decisions
 

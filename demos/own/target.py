@@ -16,13 +16,13 @@ import torch
 import typer
 from torch import Tensor
 
-from specmm.decode import decode, decode_plain
-from specmm.outside import DraftRequest
-from specmm.randomness import Uniforms
+from specmm.core.decode import decode, decode_plain
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Stats
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree
+from specmm.extending.outside import DraftRequest
 from specmm.shape.trees import branching
-from specmm.stats import Stats
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
 

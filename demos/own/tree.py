@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 import specmm
-from specmm.tree import TreeShape
+from specmm.core.tree import TreeShape
 
 
 @specmm.register("tree", "comb")

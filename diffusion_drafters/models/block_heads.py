@@ -2,10 +2,11 @@
 DFlash drafter's states.
 
 A block's marginals do not depend on which of its tokens were drawn. Our own :class:`PairTable` and
-:class:`specmm.block_memory.BlockMemory` add that, and so do the heads of others' releases under the
-names of their files: DSpark's :class:`MarkovHead` and :class:`ConfidenceHead` (arXiv 2607.05147;
-speculators, SpecForge), Domino's :class:`DominoHead` (SpecForge). Each of theirs reads a whole
-block's states once (``read``) and then adds to the logits of one place after another.
+:class:`specmm.diffusion_drafters.models.block_memory.BlockMemory` add that, and so do the heads of
+others' releases under the names of their files: DSpark's :class:`MarkovHead` and
+:class:`ConfidenceHead` (arXiv 2607.05147; speculators, SpecForge), Domino's :class:`DominoHead`
+(SpecForge). Each of theirs reads a whole block's states once (``read``) and then adds to the logits
+of one place after another.
 
 Shape letters: C width, R rank or size of the memory, E what a head reads of a state, V vocabulary,
 v the drafter's.

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from specmm.checkpoints import fingerprint, load_strict, read_json, write_checkpoint
 from specmm.diffusion_drafters.models.masked import check_mask
 from specmm.hf.drafters.files import (
     HEAD,
@@ -28,6 +27,7 @@ from specmm.hf.drafters.files import (
     qwen_config,
     read_state,
 )
+from specmm.loading.checkpoints import fingerprint, load_strict, read_json, write_checkpoint
 
 KIND = "deer"
 SHARED = (TOKENS, HEAD)

@@ -10,8 +10,8 @@ Three things may be added. ``draft_vocab_size`` v: the drafter knows only v of t
 and draft token i is the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper.
 ``markov_rank``: a token's logits depend on the token before it in the block, too
 (:class:`PairTable`). ``recurrent_size``: and on all before it
-(:class:`specmm.block_memory.BlockMemory`). Releases have heads of their own for that
-(:mod:`block_heads`).
+(:class:`specmm.diffusion_drafters.models.block_memory.BlockMemory`). Releases have heads of their
+own for that (:mod:`block_heads`).
 
 Shape letters: B batch, M new context positions, K block (anchor included), F
 target layers read, C width, H heads, D head width, R size of the memory or rank of the table, S
@@ -33,20 +33,20 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from specmm.block_memory import BlockMemory
-from specmm.cache import Cache, CacheSize, alike
-from specmm.checkpoints import State, fingerprint, load_strict, read_json, write_checkpoint
+from specmm.core.cache import Cache, CacheSize, alike
 from specmm.diffusion_drafters.models.block_heads import (
     ConfidenceHead,
     DominoHead,
     MarkovHead,
     PairTable,
 )
+from specmm.diffusion_drafters.models.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state
 from specmm.hf.families import cache_name
-from specmm.mapped import WithoutWeights
+from specmm.loading.checkpoints import State, fingerprint, load_strict, read_json, write_checkpoint
+from specmm.loading.mapped import WithoutWeights
 
 RENAMED = {
     "encoder.fc.": "fc.",  # transformers'

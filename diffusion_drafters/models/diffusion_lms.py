@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM
 
-from specmm.checkpoints import State, load_strict, read_json
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
 from specmm.diffusion_drafters.models.masked import DiffusionLM, check_mask, positions
+from specmm.extending.registry import unknown
 from specmm.hf.drafters.files import (
     HEAD,
     LEFTOVERS,
@@ -33,8 +33,8 @@ from specmm.hf.drafters.files import (
     read_sizes,
     read_state,
 )
-from specmm.mapped import WithoutWeights
-from specmm.registry import unknown
+from specmm.loading.checkpoints import State, load_strict, read_json
+from specmm.loading.mapped import WithoutWeights
 
 LLADA_SIZES = {
     "vocab_size": "embedding_size",

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from specmm.compiled import looped
 from specmm.image_ar.continuous.chain_round import (
     TURNS,
     WIDEST,
@@ -34,6 +33,7 @@ from specmm.image_ar.continuous.chain_windows import (
 )
 from specmm.image_ar.continuous.diffusion_head import BoundHead, HeadWeights, guided
 from specmm.image_ar.continuous.orders import PictureStreams
+from specmm.programs.compiled import looped
 
 MOST = (16_384, 1024)  # normal numbers and uniforms that a program is given for each row
 PROPOSED = 3  # turns of a residual

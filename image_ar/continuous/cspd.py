@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specmm.core.stats import Clock
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral, finite
 from specmm.image_ar.continuous.mar import MAR
@@ -41,7 +42,6 @@ from specmm.image_ar.continuous.masked_decode import (
     head_conditions,
 )
 from specmm.image_ar.continuous.orders import Iteration, MARSettings, Stream
-from specmm.stats import Clock
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

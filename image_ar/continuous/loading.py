@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from specmm.checkpoints import NESTING, fingerprint, load_strict, read_checkpoint, read_json
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
 from specmm.image_ar.shared import count, read_config, save_module, shape_of
-from specmm.mapped import DtypeChoice, WithoutWeights, chosen_dtype
+from specmm.loading.checkpoints import NESTING, fingerprint, load_strict, read_checkpoint, read_json
+from specmm.loading.mapped import DtypeChoice, WithoutWeights, chosen_dtype
 
 EMA = "model_ema"
 KL_LEFTOVERS = ("loss",)  # the discriminator of latent diffusion's training

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from specmm.choose.threads import look_again
-from specmm.hardware import attention_of_any_length
+from specmm.core.stats import Clock, Stats
+from specmm.core.watching import tell
 from specmm.image_ar.continuous.diffusion import ChainSteps
 from specmm.image_ar.continuous.diffusion_head import (
     BoundHead,
@@ -30,8 +31,7 @@ from specmm.image_ar.continuous.diffusion_head import (
 )
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.orders import MARSettings, Stream
-from specmm.stats import Clock, Stats
-from specmm.watching import tell
+from specmm.loading.hardware import attention_of_any_length
 
 
 @dataclass

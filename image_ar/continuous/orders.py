@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from specmm.kinds import check_at_least, check_whole
+from specmm.extending.kinds import check_at_least, check_whole
 
 CFGSchedule = Literal["linear", "constant"]
 Solver = Literal["ddpm", "ddim"]

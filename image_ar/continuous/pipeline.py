@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.hardware import Place, choose_dtype
+from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.core.randomness import sample_generators
+from specmm.extending.kinds import either
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
 from specmm.image_ar.continuous.kl import AutoencoderKL
@@ -45,9 +47,7 @@ from specmm.image_ar.shared import (
     write_index,
     write_settings,
 )
-from specmm.kinds import either
-from specmm.randomness import sample_generators
-from specmm.when_compiled import Compiled, Turn, Works
+from specmm.loading.hardware import Place, choose_dtype
 
 
 class MARPictures(PicturePipeline[methods.ContinuousMethod]):

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.compiled import NotCompiled, compiled, looped, prepare_compiler
-from specmm.derived import placed
-from specmm.graphs import Graphs, captures, copy_all, shared_pool
+from specmm.core.derived import placed
+from specmm.core.late import Late
 from specmm.image_ar.continuous.chain_program import (
     ChainProgram,
     Fixed,
@@ -32,7 +31,8 @@ from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, Head
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.masked_decode import Ancestral, PlainSampler, head_conditions
 from specmm.image_ar.continuous.orders import MARSettings
-from specmm.late import Late
+from specmm.programs.compiled import NotCompiled, compiled, looped, prepare_compiler
+from specmm.programs.graphs import Graphs, captures, copy_all, shared_pool
 
 FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
 MOST = 1000  # graphs: a picture of 256 iterations has 256 passes

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.derived import Derived
-from specmm.graphs import captures
+from specmm.core.derived import Derived
+from specmm.core.stats import Certificate
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.cspd import (
@@ -39,7 +39,7 @@ from specmm.image_ar.continuous.masked_decode import (
 )
 from specmm.image_ar.continuous.orders import MARSettings, log_uniforms, normals, random_orders
 from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs, check
-from specmm.stats import Certificate
+from specmm.programs.graphs import captures
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
 ITERATIONS = 8  # that of the other variants

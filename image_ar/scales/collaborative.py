@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from specmm.core.randomness import PredrawnUniforms
+from specmm.core.stats import Certificate, Clock
+from specmm.core.watching import tell
 from specmm.image_ar.scales.next_scale import Blocks, FeatureMap, Session
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling, ScaleSampler
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.randomness import PredrawnUniforms
-from specmm.stats import Certificate, Clock
-from specmm.watching import tell
 
 LARGE = "large"
 SMALL = "small"

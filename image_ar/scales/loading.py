@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from specmm import zoo
-from specmm.checkpoints import NESTING, FileError, State, fingerprint, load_strict, read_checkpoint
-from specmm.hardware import gpu_has_bfloat16
 from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import PUBLISHED_HEAD_DIM, VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.shared import count, read_config, save_module, shape_of
-from specmm.mapped import WithoutWeights
+from specmm.loading.checkpoints import (
+    NESTING,
+    FileError,
+    State,
+    fingerprint,
+    load_strict,
+    read_checkpoint,
+)
+from specmm.loading.hardware import gpu_has_bfloat16
+from specmm.loading.mapped import WithoutWeights
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
 TRAINER_NAMES = {VARConfig: ("var_wo_ddp", "var"), VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae")}

@@ -13,11 +13,11 @@ from typing import ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from specmm.core.processors import check_finite, extremes
 from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.image_ar.scales.scale_schedule import scale_bias
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.processors import check_finite, extremes
 
 # rows times positions up to which a program is ahead of single operators (pocket/var, two cores)
 FEW = 320

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.compiled import NotCompiled, Program, compiled
-from specmm.derived import placed, version
-from specmm.graphs import Graph, captures, prepare_programs
-from specmm.hardware import LARGE as LARGE_MODEL
-from specmm.hardware import Place, choose_dtype, prepack
+from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.core.derived import placed, version
+from specmm.core.randomness import Uniforms, sample_generators
+from specmm.core.stats import Certificate, Clock, Stats
+from specmm.core.turns import in_its_turn
+from specmm.extending.kinds import either
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, told
 from specmm.image_ar.scales.collaborative import (
@@ -65,11 +66,10 @@ from specmm.image_ar.shared import (
     write_index,
     write_settings,
 )
-from specmm.kinds import either
-from specmm.randomness import Uniforms, sample_generators
-from specmm.stats import Certificate, Clock, Stats
-from specmm.turns import in_its_turn
-from specmm.when_compiled import Compiled, Turn, Works
+from specmm.loading.hardware import LARGE as LARGE_MODEL
+from specmm.loading.hardware import Place, choose_dtype, prepack
+from specmm.programs.compiled import NotCompiled, Program, compiled
+from specmm.programs.graphs import Graph, captures, prepare_programs
 
 SOFT_CODES = Certificate(
     "heuristic", "as released, the picture is made from soft codes; tokens are sampled separately"
@@ -262,7 +262,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         ``compiled`` runs scales of few rows (up to 320, batches of one or a few) as programs of
         ``torch.compile``: pocket/var draws one picture in four fifths of the time, after a quarter
         of a minute a scale at the first call for a batch size; "auto" does so once it pays
-        (:mod:`specmm.when_compiled`). Raises ``ValueError`` for an unknown
+        (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an unknown
         class or method, for options out of range, for a method without the small model it needs,
         for ``release`` with several generators or batches, and where there is no compiler.
         """

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from specmm.core.processors import Processor
+from specmm.core.randomness import UniformSource, categorical
+from specmm.extending.kinds import check_at_least
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
-from specmm.kinds import check_at_least
-from specmm.processors import Processor
-from specmm.randomness import UniformSource, categorical
 
 Temperature = float | tuple[float, ...]  # one, or one for each scale
 

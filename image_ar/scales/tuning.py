@@ -16,16 +16,16 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.choose.contest import MARGIN, Measured
-from specmm.hardware import MOST, prepack
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.watching import tell
 from specmm.image_ar.scales.collaborative import LARGE, Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
-from specmm.watching import tell
+from specmm.loading.hardware import MOST, prepack
 
 REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
 CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's first pass over all scales

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.hardware import product
 from specmm.image_ar.scales.scale_schedule import (
     PATCHES_256,
     PATCHES_512,
     ScaleSchedule,
     scale_bias,
 )
+from specmm.loading.hardware import product
 
 LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
 NORM_EPS = 1e-12  # the least that a query or a key is divided by

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.choose.contest import Record
-from specmm.drafter import Drafter, looks_ahead
-from specmm.drawing import DrawingTarget
+from specmm.core.drafter import Drafter, looks_ahead
+from specmm.core.drawing import DrawingTarget
+from specmm.core.processors import Processor
+from specmm.extending.kinds import check_whole
+from specmm.extending.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
+from specmm.extending.registry import named, parse_spec, unknown
 from specmm.image_ar.tokens.drafters.block import BlockDrafter
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.loading import DrafterHead
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.kinds import check_whole
 from specmm.methods.base import DRAFTERS as PLACES
 from specmm.methods.images import Init
-from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
-from specmm.processors import Processor
-from specmm.registry import named, parse_spec, unknown
 from specmm.shape.trees import make_tree, static_tree
 from specmm.verify import GreedyMatch, Rule, neighbour_table
 from specmm.verify.rule import RuleKind, RuleName, make_rule, rule_kind

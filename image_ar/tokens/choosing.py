@@ -16,10 +16,10 @@ import torch
 
 from specmm import methods
 from specmm.choose.contest import FEW, PASSES, SHARE, Candidate, Record, clock_of
-from specmm.decode import Progress, decode, decode_plain
-from specmm.drawing import DrawingTarget
+from specmm.core.decode import Progress, decode, decode_plain
+from specmm.core.drawing import DrawingTarget
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.tokens.assemble import DEFAULT_TREE, Method, PictureParts, assemble
-from specmm.randomness import Uniforms
 from specmm.shape.sequoia import best_tree, expected_tau
 from specmm.shape.trees import static_tree
 

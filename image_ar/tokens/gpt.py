@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.cache import Memory
+from specmm.core.cache import Memory
 from specmm.kernels.tree_attention import Mask, attend
 
 

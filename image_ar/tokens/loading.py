@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specmm.checkpoints import (
+from specmm.image_ar.autoencoder import VQConfig, VQModel
+from specmm.image_ar.shared import count, read_config, save_module, shape_of
+from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
+from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
+from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
+from specmm.loading.checkpoints import (
     LEFTOVERS,
     FileError,
     State,
@@ -29,12 +34,7 @@ from specmm.checkpoints import (
     weights_file,
     write_checkpoint,
 )
-from specmm.image_ar.autoencoder import VQConfig, VQModel
-from specmm.image_ar.shared import count, read_config, save_module, shape_of
-from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
-from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
-from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
-from specmm.mapped import DtypeChoice, WithoutWeights, chosen_dtype, give_back
+from specmm.loading.mapped import DtypeChoice, WithoutWeights, chosen_dtype, give_back
 
 DrafterHead = BlockHead | EagleHead
 VQ_LEFTOVERS = ("codebook_used",)  # the release's ring buffer of used codes

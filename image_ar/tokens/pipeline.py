@@ -18,9 +18,13 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.choose.contest import Record
-from specmm.continuous_batching import Queue
-from specmm.guidance import Guidance
-from specmm.hardware import Place, choose_dtype, prepack
+from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.core.continuous_batching import Queue
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import sample_generators
+from specmm.extending.kinds import either, texts_of
+from specmm.extending.outside import with_own
 from specmm.image_ar.autoencoder import VQModel, to_uint8
 from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, listed, told
 from specmm.image_ar.shared import (
@@ -52,11 +56,7 @@ from specmm.image_ar.tokens.loading import (
 )
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
-from specmm.kinds import either, texts_of
-from specmm.outside import with_own
-from specmm.processors import Processor
-from specmm.randomness import sample_generators
-from specmm.when_compiled import Compiled, Turn, Works
+from specmm.loading.hardware import Place, choose_dtype, prepack
 
 # With continuous batching one loop draws as many pictures as so many batches
 TURNS = 8
@@ -251,14 +251,14 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
 
         ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
         one's own (see :func:`specmm.register`). ``class_labels`` is another name of ``classes``,
-        and ``guidance_scale`` of ``cfg``.
-        What is not given comes from the model's settings. ``generator`` is one for all (each
-        picture gets a seed from it) or one a picture; its uniforms depend on its own seed only, not
-        on the batch. ``compiled`` runs steps and rounds as programs of ``torch.compile``, about
-        twice as fast on a CPU after some tens of seconds at the first call for a method, its
-        options and a batch size; "auto" does so once it pays (:mod:`specmm.when_compiled`), and
-        draws other tokens then where numbers are near to a tie. Raises ``ValueError`` for an
-        unknown class or method, for options out of range and where there is no compiler.
+        and ``guidance_scale`` of ``cfg``. What is not given comes from the model's settings.
+        ``generator`` is one for all (each picture gets a seed from it) or one a picture; its
+        uniforms depend on its own seed only, not on the batch. ``compiled`` runs steps and rounds
+        as programs of ``torch.compile``, about twice as fast on a CPU after some tens of seconds at
+        the first call for a method, its options and a batch size; "auto" does so once it pays
+        (:mod:`specmm.choose.when_compiled`), and draws other tokens then where numbers are near to
+        a tie. Raises ``ValueError`` for an unknown class or method, for options out of range and
+        where there is no compiler.
         """
         check_call(output_type, batch_size, num_images_per_prompt)
         cfg = either("cfg", cfg, "guidance_scale", guidance_scale)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.drawing import DrawingTarget
+from specmm.core.drawing import DrawingTarget
 
 
 def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:

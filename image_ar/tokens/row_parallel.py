@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.decode import Progress, begun, check_output
-from specmm.drawing import DrawingTarget
-from specmm.randomness import Uniforms, categorical
-from specmm.stats import Certificate, Clock, Stats
+from specmm.core.decode import Progress, begun, check_output
+from specmm.core.drawing import DrawingTarget
+from specmm.core.randomness import Uniforms, categorical
+from specmm.core.stats import Certificate, Clock, Stats
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,8 @@ def _nodes(
 def decode_rows(
     target: DrawingTarget, prompt: Any, window: int, uniforms: Uniforms, sync: bool = False
 ) -> Iterator[Progress]:
-    """Draw a picture for every row of ``prompt``; yields as :func:`specmm.decode.decode_plain`.
+    """Draw a picture for every row of ``prompt``; yields as
+    :func:`specmm.core.decode.decode_plain`.
 
     The tokens of a progress are by place; those of rows that have not got there are 0. Raises
     ``ValueError`` for a window below 1 and a picture that is not made of whole rows.

@@ -14,21 +14,21 @@ import torch
 
 from specmm import methods
 from specmm.choose.contest import Record
-from specmm.compiled import NotCompiled
-from specmm.continuous_batching import Queue
-from specmm.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
-from specmm.derived import placed, version
-from specmm.drafter import Drafter
-from specmm.drawing import DrawingTarget
-from specmm.graphs import captures, prepare_programs, round_program
+from specmm.choose.when_compiled import Works
+from specmm.core.continuous_batching import Queue
+from specmm.core.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
+from specmm.core.derived import placed, version
+from specmm.core.drafter import Drafter
+from specmm.core.drawing import DrawingTarget
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.calls import Tell
 from specmm.image_ar.shared import Drawn
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
-from specmm.randomness import Uniforms
+from specmm.programs.compiled import NotCompiled
+from specmm.programs.graphs import captures, prepare_programs, round_program
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
-from specmm.when_compiled import Works
 
 T = TypeVar("T")
 

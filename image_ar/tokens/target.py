@@ -15,14 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, CacheSize, StaticMemory, alike, branched
-from specmm.compiled import NotCompiled, compiled
-from specmm.guidance import Guidance as Guidance
+from specmm.core.cache import Cache, CacheSize, StaticMemory, alike, branched
+from specmm.core.guidance import Guidance as Guidance
+from specmm.core.processors import Processor, extremes
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.kernels.tree_attention import Mask
-from specmm.processors import Processor, extremes
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
+from specmm.programs.compiled import NotCompiled, compiled
 from specmm.verify.rule import VerifyResult
 
 
@@ -109,7 +109,7 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def prefill(self, prompt: Prompt, scratch: int) -> TargetOutput:
-        """Run the prefix of ``prompt``; see :class:`specmm.target.Target`."""
+        """Run the prefix of ``prompt``; see :class:`specmm.core.target.Target`."""
         config = self.model.config
         rows = prompt.condition
         size = CacheSize(
@@ -138,7 +138,7 @@ class LlamaGenTarget:
     @torch.inference_mode()
     def start_row(self, row: int, prompt: Prompt) -> TargetOutput:
         """Begin ``prompt``, of one picture, in ``row``; see
-        :class:`specmm.target.BatchingTarget`.
+        :class:`specmm.core.target.BatchingTarget`.
         """
         alone = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
         alone.aux_layers = self.aux_layers
@@ -148,7 +148,7 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One tree-attention forward; see :class:`specmm.target.Target`."""
+        """One tree-attention forward; see :class:`specmm.core.target.Target`."""
         return self._scored(tree)
 
     def _scored(self, tree: DraftTree) -> TargetOutput:
@@ -176,7 +176,7 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
-        """A plain step of several places; see :class:`specmm.drawing.DrawingTarget`."""
+        """A plain step of several places; see :class:`specmm.core.drawing.DrawingTarget`."""
         prefix = self.model.config.cls_token_num
         hidden = self.cache.hidden_prefix
         if hidden is None:

@@ -11,11 +11,11 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from specmm.core.processors import Processor
+from specmm.core.randomness import UniformSource
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending.registry import maker_of
 from specmm.kernels.backend import backend
-from specmm.processors import Processor
-from specmm.randomness import UniformSource
-from specmm.registry import maker_of
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result

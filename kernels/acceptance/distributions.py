@@ -70,7 +70,7 @@ def process(
     GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the distribution of a row of logits: temperature, top-k, top-p, softmax
-    (:class:`specmm.processors.Processor`).
+    (:class:`specmm.core.processors.Processor`).
     """
     top, place = argmax(row, V, temperature, BLOCK)
     least = tl.full([], -(2**31), tl.int32)

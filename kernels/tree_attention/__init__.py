@@ -26,9 +26,9 @@ MOST_NODES = 256
 class TreeMask:
     """What each node of a tree attends: its row's committed slots, and the slots of its ancestors.
 
-    ``words`` [1 or B, T, W] int64 is :attr:`specmm.tree.TreeShape.ancestor_words`; ``lengths`` [B]
-    int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden`` [R,
-    up to S] bool hides committed ones. ``row_invariant`` is the operator's.
+    ``words`` [1 or B, T, W] int64 is :attr:`specmm.core.tree.TreeShape.ancestor_words`; ``lengths``
+    [B] int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden``
+    [R, up to S] bool hides committed ones. ``row_invariant`` is the operator's.
     """
 
     words: Tensor

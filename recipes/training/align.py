@@ -26,7 +26,7 @@ from recipes.scenes.patches import HEADS, IGNORED, NAMES, labelled
 from recipes.scenes.scenes import PLACES, SIZES
 from recipes.scenes.stream import World
 from recipes.training.llava import image_features
-from specmm.training import Losses, Run, fit
+from specmm.recipes.loop import Losses, Run, fit
 
 WORDS: dict[str, tuple[str, ...]] = {
     "kind": ("background", *NAMES[1:]),

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from recipes.scenes.tokenizer import byte_pairs
+from specmm.recipes.loop import Losses, Run, fit
 from specmm.recipes.training.small_qwen import LENGTH, compile_layers
 from specmm.recipes.training.texts import windows
-from specmm.training import Losses, Run, fit
 
 END = "<|end|>"
 PAD = "<|pad|>"

@@ -23,8 +23,8 @@ from transformers import GenerationConfig, JanusConfig, JanusForConditionalGener
 
 from recipes.captioned import KINDS, SIDE, STYLES, Captioned
 from recipes.wording import BEGIN, IMAGE, chat, prompt
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
-from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
 
 PROMPT = 16  # P: at most, with what begins a picture
 TALK = 40  # tokens of a chat about a picture, at most

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from recipes.training.pictures import flip_some, reconstruction_loss
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig, Posterior
+from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.training.encoding import encode_views, to_float
-from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 
 def train_kl(

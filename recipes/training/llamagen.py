@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recipes.training.pictures import labelled_batch
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.training import Losses, Run, fit, seeded
+from specmm.recipes.loop import Losses, Run, fit, seeded
 
 
 def train_target(

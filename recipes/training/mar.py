@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from recipes.training.diffusion import diffusion_loss, noised
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.training.encoding import CLASS_DROPOUT
-from specmm.training import MUON, Losses, Run, batch_rows, fit, seeded
 
 MASK_MEAN = 1.0  # of the share of tokens that are masked, cut at 1
 MASK_STD = 0.25

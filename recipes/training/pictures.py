@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmm.recipes.loop import batch_rows
 from specmm.recipes.training.encoding import CLASS_DROPOUT
-from specmm.training import batch_rows
 
 RESTART_EVERY = 200  # steps between two moves of unused codes
 

@@ -22,7 +22,7 @@ from transformers import LlavaForConditionalGeneration
 from recipes.scenes.packing import Batch, Encoder, stack
 from recipes.scenes.stream import World
 from recipes.training.llava import answer_states
-from specmm.training import Losses, Run, fit
+from specmm.recipes.loop import Losses, Run, fit
 
 LENGTH = 224  # tokens of a row
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from recipes.training.pictures import labelled_batch
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.training import MUON, Losses, Run, fit, seeded
+from specmm.recipes.loop import MUON, Losses, Run, fit, seeded
 
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales
 

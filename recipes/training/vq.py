@@ -15,8 +15,8 @@ from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
 from specmm.image_ar.autoencoder import VQCodes, VQConfig, VQModel
+from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.training.encoding import to_float
-from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 
 def train_tokenizer(

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig
+from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.training.encoding import encode_views, to_float
-from specmm.training import Losses, Run, batch_rows, fit, seeded
 
 
 @dataclass

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipes.scenes.packing import Encoder, stack
 from recipes.scenes.stream import World
 from recipes.training.llava import TEXT_LENGTH, answer_loss
-from specmm.training import Losses, Run, fit, seeded
+from specmm.recipes.loop import Losses, Run, fit, seeded
 
 
 def build_text_model(

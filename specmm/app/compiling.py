@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specmm.app.clock import Racer
-from specmm.when_compiled import Turn, Work
+from specmm.choose.when_compiled import Turn, Work
 
 
 class RaceCompiling:

@@ -16,12 +16,12 @@ import torch
 
 from specmm.app.clock import Racer, Stopwatch
 from specmm.app.trace import Node, nodes_of
-from specmm.decode import DecodedRound, Progress
+from specmm.core.decode import DecodedRound, Progress
+from specmm.core.turns import turns_of
+from specmm.core.watching import watched
 from specmm.hf.running import Run
 from specmm.image_ar.continuous.masked_decode import HeadCalls
 from specmm.image_ar.scales.collaborative import Turn
-from specmm.turns import turns_of
-from specmm.watching import watched
 
 MOST_ROUNDS = 64  # whose trees are kept for the trace
 WARM_UP = 3  # rounds

@@ -12,7 +12,7 @@ from html import escape
 import torch
 
 from specmm.app.tables import table
-from specmm.decode import DecodedRound
+from specmm.core.decode import DecodedRound
 
 COLUMNS = ("token", "after", "drafter's q", "target's p", "chance to be kept", "outcome")
 ACROSS = 112  # pixels between levels

@@ -17,13 +17,13 @@ import torch
 from PIL import Image, ImageDraw
 
 from specmm.app.lanes import PictureLane, TextLane
-from specmm.files import slug
 from specmm.image_ar.continuous.masked_decode import ChainStats
 from specmm.image_ar.scales.collaborative import LARGE
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import ScaleTokens
 from specmm.jobs.items import Item
 from specmm.jobs.results import Result, encode
+from specmm.loading.files import slug
 
 CELL = 16  # pixels of a token
 SIDE = 336  # pixels of a picture shown

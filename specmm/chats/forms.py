@@ -22,8 +22,8 @@ from urllib.parse import unquote, urlparse
 
 from PIL import Image
 
-from specmm.extras import install
-from specmm.kinds import shown
+from specmm.extending.kinds import shown
+from specmm.loading.extras import install
 from specmm.vlm.pictures import ADDRESS
 
 ROLES = {

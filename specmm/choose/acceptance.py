@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.drafter import Drafter, Feedback
-from specmm.randomness import UniformSource
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.drafter import Drafter, Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 
 # Children by level of a spine wide enough to measure whatever a tree may hold.
 WIDEST = (6, 5, 4, 4, 3, 3, 2, 2, 1, 1)

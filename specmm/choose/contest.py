@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from specmm import methods
-from specmm.decode import Progress
-from specmm.stats import Stats
-from specmm.watching import tell
+from specmm.core.decode import Progress
+from specmm.core.stats import Stats
+from specmm.core.watching import tell
 
 SHARE = 0.03  # of the time of calls: what trials may take
 START = 24  # plain tokens' time that they may take once a call was made, as soon as may be

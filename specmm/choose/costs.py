@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from specmm.choose.contest import PLAIN, Record
+from specmm.core.stats import total
+from specmm.core.tree import TreeShape
 from specmm.shape.sequoia import Acceptance, expected_tau
-from specmm.stats import total
-from specmm.tree import TreeShape
 
 NOISE = 1.03  # speedups nearer to one another than this factor count as equal
 Table: TypeAlias = Mapping[int, float] | Callable[[int], float]

@@ -32,8 +32,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specmm import program_cache
-from specmm.files import write_whole
+from specmm.loading.files import write_whole
+from specmm.programs import program_cache
 
 VARIABLE = "OMP_NUM_THREADS"
 ROWS = 8  # of an input: a round's draft tree

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specmm.checkpoints import save_readable
 from specmm.choose.costs import Costs, Plan, plan
+from specmm.core.tree import TreeShape
+from specmm.loading.checkpoints import save_readable
 from specmm.shape.sequoia import best_tree
-from specmm.tree import TreeShape
 
 FORMAT = "specmm trace"
 VERSION = 1

@@ -74,7 +74,7 @@ def options(
     distribution.
     """
     if load:
-        from specmm import extension
+        from specmm.extending import extension
 
         for place in load:
             extension.load(place)

@@ -10,8 +10,8 @@ import typer
 
 from specmm.cli.options import Compiled, Device, Dtype, Json, Options, Threads, compiled_as, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
-from specmm.extras import install
-from specmm.files import writable
+from specmm.loading.extras import install
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     from specmm.jobs.run import JobCounts
@@ -99,12 +99,12 @@ def batch(
     """
     if verify:
         return _verify(jobs, out, as_json)
+    from specmm.extending.outside import of_others
     from specmm.jobs.engines import run_job
     from specmm.jobs.folder import Job, Limits, Spec
     from specmm.jobs.items import read_items
     from specmm.jobs.run import Metrics
     from specmm.jobs.workers import kind_of_items
-    from specmm.outside import of_others
     from specmm.runs.run import Place, methods_of, parse_method
 
     if model is None:

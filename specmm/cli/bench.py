@@ -25,8 +25,8 @@ from specmm.cli.options import (
     refuse,
 )
 from specmm.cli.output import emit, say, stdout_reserved, table
-from specmm.extras import install
-from specmm.files import writable
+from specmm.loading.extras import install
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     from specmm.runs.run import Place
@@ -254,7 +254,7 @@ def demo(
     """Draw a few classes by three methods, one picture at a time, and compare them; or open the
     app.
     """
-    from specmm.hardware import Place
+    from specmm.loading.hardware import Place
 
     if app:
         refuse("the app, which shows what it makes", out=out, n=n, seed=seed, json=as_json)

@@ -14,7 +14,7 @@ from specmm import methods
 from specmm.cli.options import Json
 from specmm.cli.output import emit, table
 from specmm.cli.published import list_published
-from specmm.registry import Registry, maker_of, unknown
+from specmm.extending.registry import Registry, maker_of, unknown
 
 HEAD = ("model", "size", "licence", "what it is")
 SHORT = (24, 60)  # letters of a licence and of a description in the table of models
@@ -24,8 +24,8 @@ HINT = "specmm zoo NAME prints a model's card: data, what was measured, classes"
 
 def methods_command(as_json: Json = False) -> None:
     """List methods by family, and the drafters, trees and rules that method draft puts together."""
+    from specmm.extending.outside import OTHERS
     from specmm.image_ar.tokens.assemble import DRAFTERS
-    from specmm.outside import OTHERS
     from specmm.shape.trees import NAMED, TREES
     from specmm.verify.rule import RULES
 

@@ -10,7 +10,7 @@ import typer
 
 from specmm.cli.options import Json, Threads
 from specmm.cli.output import emit, say, stdout_reserved, table
-from specmm.files import writable
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     from specmm.recipes.doctor import Diagnosis

@@ -26,7 +26,7 @@ from specmm.cli.options import (
 )
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.cli.starting import started, starting
-from specmm.files import writable
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     from specmm.runs.run import PictureRun
@@ -93,7 +93,7 @@ def generate(
     """Draw pictures; each is saved as soon as its batch is done."""
     starting()
     from specmm.choose.threads import settled
-    from specmm.outside import with_own
+    from specmm.extending.outside import with_own
     from specmm.runs import run as runs
 
     if bool(classes) == bool(prompt):

@@ -31,7 +31,7 @@ from specmm.cli.options import (
 )
 from specmm.cli.output import emit, say, stdout_reserved
 from specmm.cli.starting import started, starting
-from specmm.files import writable
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,8 @@ import typer
 from typer.core import TyperGroup
 
 from specmm.cli.starting import started
-from specmm.files import sentence_of, write_whole
-from specmm.registry import OPTION, nearest
+from specmm.extending.registry import OPTION, nearest
+from specmm.loading.files import sentence_of, write_whole
 
 DEBUG = "SPECMM_DEBUG"  # if set, the traceback of a mistake is shown, too
 ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -77,7 +77,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Write a folder of ours, in safetensors, from a release's files."""
-    from specmm.hardware import named_dtype
+    from specmm.loading.hardware import named_dtype
     from specmm.runs.convert import convert as write
 
     with stdout_reserved():

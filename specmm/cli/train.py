@@ -50,8 +50,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train by a recipe: a config file for each. An interrupted run resumes from OUT."""
+    from specmm.recipes.loop import rank
     from specmm.recipes.recipe import load, recipes
-    from specmm.training import rank
 
     if not words:
         return typer.echo(table([("recipe", "what it trains"), *map(_listed, recipes().values())]))

@@ -11,8 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from specmm.checkpoints import read_json
-from specmm.extras import install
+from specmm.loading.checkpoints import read_json
+from specmm.loading.extras import install
 
 CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"

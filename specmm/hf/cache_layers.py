@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-from specmm.cache import LayerSize, Memory, StaticMemory
+from specmm.core.cache import LayerSize, Memory, StaticMemory
 from specmm.hf.families import has_states
 from specmm.hf.mixers import StateLayer
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.guidance import AllowedTokens
+from specmm.core.guidance import AllowedTokens
+from specmm.extending.registry import named
 from specmm.hf.diffusers_parts import load_part
 from specmm.hf.interleaved import Writer
 from specmm.hf.picture_tokens import (
@@ -35,7 +36,6 @@ from specmm.hf.picture_tokens import (
     token_codes,
     token_side,
 )
-from specmm.registry import named
 
 START = "<s>"
 BEGIN = "<racm3:break>"  # of a picture

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specmm import methods
 from specmm.choose.contest import MARGIN, PLAIN, Candidate, Record, clock_of
-from specmm.decode import Progress, decode, decode_plain
+from specmm.core.decode import Progress, decode, decode_plain
 from specmm.hf.drafting import Method, assemble, row_uniforms
 from specmm.hf.interleaved import DRAFTING, Grammar, InterleavedTarget
 from specmm.hf.prompt import VLMPrompt

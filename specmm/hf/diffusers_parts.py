@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specmm.checkpoints import check_names
+from specmm.loading.checkpoints import check_names
 
 ADVICE = "fetch it again, or give output_type='latent' for tokens alone"
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from specmm import zoo
-from specmm.checkpoints import FOLDER_NAMES, PICKLED, read_json
+from specmm.extending.registry import named
 from specmm.hf.drafters.files import INDEX, Facts
 from specmm.hf.picture_models import draws_pictures
 from specmm.hf.pretrained import MTP
-from specmm.registry import named
+from specmm.loading.checkpoints import FOLDER_NAMES, PICKLED, read_json
 
 SPECULATORS = "speculators_model_type"
 ASSISTANT = "_assistant"  # how transformers' types of them end

@@ -19,15 +19,15 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.drafter import Drafter, DrafterVocabulary
+from specmm.core.drafter import Drafter, DrafterVocabulary
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.extending.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
+from specmm.extending.registry import named, unknown
 from specmm.hf.drafter_formats import ModelFolder, recognised
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.registry import named, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, make_tree
 from specmm.verify import Block, Recursive, Rule

@@ -27,11 +27,11 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from specmm.cache import LayerSize
-from specmm.derived import fact, facts
-from specmm.hardware import prepack
+from specmm.core.cache import LayerSize
+from specmm.core.derived import fact, facts
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
+from specmm.loading.hardware import prepack
 
 GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
 CACHES = ("cache", "past_key_values", "cache_params")  # what models call theirs, now and before
@@ -68,7 +68,7 @@ class AfterHead:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
-# names of facts (specmm.derived)
+# names of facts (specmm.core.derived)
 AFTER_HEAD, LAYER_SIZES, CACHE_KINDS = "after head", "layer sizes", "cache kinds"
 
 

@@ -31,7 +31,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from specmm import methods
 from specmm.choose.contest import Record
-from specmm.decode import Progress, decode, decode_plain
+from specmm.core.decode import Progress, decode, decode_plain
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms, sample_generators
+from specmm.core.stats import Certificate, Stats
+from specmm.core.turns import in_its_turn
+from specmm.extending.kinds import shown
+from specmm.extending.outside import of_others, with_own
+from specmm.extending.registry import maker_of
 from specmm.hf.choosing import choose, record_of
 from specmm.hf.drafting import (
     Assembly,
@@ -49,13 +56,6 @@ from specmm.hf.pretrained import find
 from specmm.hf.prompt import POSITIONS, VLMPrompt
 from specmm.hf.running import ending, last_of
 from specmm.hf.target import VLMTarget
-from specmm.kinds import shown
-from specmm.outside import of_others, with_own
-from specmm.processors import Processor
-from specmm.randomness import Uniforms, sample_generators
-from specmm.registry import maker_of
-from specmm.stats import Certificate, Stats
-from specmm.turns import in_its_turn
 from specmm.verify.claims import run_claim
 
 NOT_INPUTS = {*CACHES, "logits_to_keep", "use_cache", "cache_position"}

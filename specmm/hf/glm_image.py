@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, T5EncoderModel
 
 from specmm import zoo
-from specmm.guidance import AllowedTokens
+from specmm.core.guidance import AllowedTokens
 from specmm.hf.diffusers_parts import load_part, unreadable
 from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, unit_codebook
 from specmm.hf.pretrained import load_model

@@ -24,12 +24,12 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree
+from specmm.extending.registry import named
 from specmm.hf.picture_tokens import Decoder, Layout, Painting
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import ProbsProcessor, VLMTarget
-from specmm.registry import named
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult
 
 WRITERS = {"chameleon": "specmm.hf.chameleon:INTERLEAVED"}  # descriptions by model type

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.guidance import AllowedTokens
+from specmm.core.guidance import AllowedTokens
 from specmm.hf.picture_tokens import (
     Decoder,
     Layout,

@@ -16,7 +16,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specmm.kinds import shown
+from specmm.extending.kinds import shown
 
 KINDS = ("image", "video")
 # what templates and processors raise

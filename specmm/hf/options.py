@@ -12,15 +12,15 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from specmm import methods
-from specmm.compiled import NotCompiled
+from specmm.choose.when_compiled import Compiled, check_compiled
+from specmm.core.processors import Processor
+from specmm.core.randomness import sample_generators
+from specmm.extending.kinds import check_whole, shown, texts_of
+from specmm.extending.registry import OPTION, Registry, unknown
 from specmm.hf.drafting import KINDS
 from specmm.hf.messages import chats_of
-from specmm.kinds import check_whole, shown, texts_of
-from specmm.processors import Processor
-from specmm.randomness import sample_generators
-from specmm.registry import OPTION, Registry, unknown
+from specmm.programs.compiled import NotCompiled
 from specmm.structured import of_call
-from specmm.when_compiled import Compiled, check_compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
 OF_GENERATE = {  # what its users look for here, and what to do instead
@@ -118,8 +118,8 @@ class Options:
     many rows are answered at a time, and one that ends takes the next prompt, by methods that can
     refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
     ``torch.compile``, which are made at the first call of a method, batch and length; "auto" makes
-    them once they pay (:mod:`specmm.when_compiled`), and never for streams. On a GPU rounds, of
-    questions about pictures, too, are graphs (:mod:`specmm.graphs`). ``drafter``,
+    them once they pay (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds,
+    of questions about pictures, too, are graphs (:mod:`specmm.programs.graphs`). ``drafter``,
     ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
     :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
     answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).

@@ -23,10 +23,10 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
+from specmm.core.processors import History
+from specmm.core.tree import DraftTree, paths
 from specmm.hf.options import SCORES, Options
-from specmm.processors import History
 from specmm.structured import Constrained, GrammarProcessor, Matchers
-from specmm.tree import DraftTree, paths
 
 T = TypeVar("T")
 Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by what they have heard
@@ -269,7 +269,7 @@ def _in_rows(places: list[Place]) -> Iterator[list[Place]]:
 
 
 class Criteria:
-    """transformers' stopping criteria as a :class:`specmm.decode.Stop`, tried after every new
+    """transformers' stopping criteria as a :class:`specmm.core.decode.Stop`, tried after every new
     token of every row.
 
     Rows that end are padded where one of the criteria knows an end token. Where none does, they go

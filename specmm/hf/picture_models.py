@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specmm import zoo
-from specmm.checkpoints import read_json
-from specmm.registry import named
+from specmm.extending.registry import named
+from specmm.loading.checkpoints import read_json
 
 if TYPE_CHECKING:
     from specmm.hf.picture_tokens import PictureModel

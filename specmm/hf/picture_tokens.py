@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specmm import zoo
-from specmm.cache import branched
-from specmm.guidance import AllowedTokens, Guidance
+from specmm.core.cache import branched
+from specmm.core.guidance import AllowedTokens, Guidance
+from specmm.core.processors import Processor
+from specmm.core.target import TargetOutput
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.restricted_head import restricted
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.target import TargetOutput
 
 Size = tuple[int, int]
 """Height and width in pixels."""

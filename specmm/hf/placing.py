@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from specmm import mapped, zoo
-from specmm.checkpoints import read_json, stored_dtype
-from specmm.hardware import Place, choose_dtype
-from specmm.kinds import shown
+from specmm import zoo
+from specmm.extending.kinds import shown
+from specmm.loading import mapped
+from specmm.loading.checkpoints import read_json, stored_dtype
+from specmm.loading.hardware import Place, choose_dtype
 
 T = TypeVar("T")
 FREQUENCIES = "inv_freq"  # of rotary embeddings, float32 in every dtype

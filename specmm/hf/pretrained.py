@@ -36,10 +36,10 @@ from transformers import (
 )
 
 from specmm import zoo
-from specmm.checkpoints import check_names, no_tensors, read_json, some_names
 from specmm.hf.unpacking import unpacking
 from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention.interface import NAME
+from specmm.loading.checkpoints import check_names, no_tensors, read_json, some_names
 
 LOGGER = logging.getLogger(__name__)
 REPORTS = "transformers.modeling_utils"  # the logger of loading reports

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specmm.derived import Derived, fact
+from specmm.core.derived import Derived, fact
 from specmm.hf.families import rows_of
 
 LEAST = 1024  # rows saved, below which nothing is gained

@@ -21,9 +21,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.choose.contest import SHARE, Record
-from specmm.compiled import NotCompiled
-from specmm.continuous_batching import Queue
-from specmm.decode import (
+from specmm.core.continuous_batching import Queue
+from specmm.core.decode import (
     EndTokens,
     Play,
     Progress,
@@ -33,10 +32,14 @@ from specmm.decode import (
     one_round,
     without_drafts,
 )
-from specmm.derived import placed, version
-from specmm.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
-from specmm.graphs import GraphRound, captures
-from specmm.hardware import Place, contiguous_state, prepack
+from specmm.core.derived import placed, version
+from specmm.core.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Certificate
+from specmm.core.turns import in_its_turn
+from specmm.extending.kinds import shown
+from specmm.extending.outside import of_others, with_own
+from specmm.extending.registry import Registry
 from specmm.hf.adapters import base_of, split, with_adapter
 from specmm.hf.choosing import choose, kinds_of, record_of
 from specmm.hf.drafting import (
@@ -59,13 +62,10 @@ from specmm.hf.prompt import VLMPrompt
 from specmm.hf.shared_rounds import KeptRounds, SharedRounds
 from specmm.hf.stop_strings import Continuations, Ids, StopStrings
 from specmm.hf.target import VLMTarget
-from specmm.kinds import shown
-from specmm.outside import of_others, with_own
-from specmm.randomness import Uniforms
-from specmm.registry import Registry
-from specmm.stats import Certificate
+from specmm.loading.hardware import Place, contiguous_state, prepack
+from specmm.programs.compiled import NotCompiled
+from specmm.programs.graphs import GraphRound, captures
 from specmm.structured import Constrained, Matchers, SpelledDrafts, Spelling, of_call
-from specmm.turns import in_its_turn
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
 from specmm.zoo import Source
@@ -606,7 +606,7 @@ class Pipeline:
         self, drafter: object, of: Callable[..., tuple[Any, ...]] = version
     ) -> tuple[Any, ...]:
         """Equal as long as programs of the model and a ``drafter`` serve, ``of`` being
-        :func:`specmm.derived.version`, or ``placed``.
+        :func:`specmm.core.derived.version`, or ``placed``.
         """
         networks = (self.model, network_of(drafter))
         return of(*(network for network in networks if network is not None))

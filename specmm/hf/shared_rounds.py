@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from specmm.decode import Play, Progress
-from specmm.graphs import GraphRound
-from specmm.hardware import is_nearly_full
+from specmm.core.decode import Play, Progress
 from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
+from specmm.loading.hardware import is_nearly_full
+from specmm.programs.graphs import GraphRound
 
 MOST = 4  # methods or options in turn whose graphs are kept
 SPARE = 0.25  # of a GPU's memory, without which only a run's own are

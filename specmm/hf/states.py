@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache as TransformersCache
 
-from specmm.cache import branched
-from specmm.derived import facts
+from specmm.core.cache import branched
+from specmm.core.derived import facts
 from specmm.hf.mixers import (
     Call,
     Mixer,

@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.cache import Cache, CacheSize, StaticMemory, branched
-from specmm.compiled import NotCompiled, compiled
-from specmm.decode import room
-from specmm.guidance import Guidance
+from specmm.core.cache import Cache, CacheSize, StaticMemory, branched
+from specmm.core.decode import room
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor, extremes
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS
 from specmm.hf.picture_tokens import PictureTarget
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Past, ProbsProcessor, VLMTarget
-from specmm.processors import Processor, extremes
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree
+from specmm.programs.compiled import NotCompiled, compiled
 
 
 class CapturedTarget(VLMTarget):
-    """A model whose rounds are graphs on a GPU (:mod:`specmm.graphs`); plain decoding is rounds
-    without drafts.
+    """A model whose rounds are graphs on a GPU (:mod:`specmm.programs.graphs`); plain decoding is
+    rounds without drafts.
 
     All calls with room for as many tokens, rounded up, have the same memory.
     """

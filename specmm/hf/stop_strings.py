@@ -57,7 +57,7 @@ class Continuations:
 
 
 class StopStrings:
-    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.decode.Stop`.
+    """Ends a row at the token that completes one of ``texts``; a :class:`specmm.core.decode.Stop`.
 
     They are looked for in the ``whole`` text of a row's ids, special tokens included; readers are
     ``shown`` another, without. Every round reads the whole row: a token may be half a letter only.

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from specmm.cache import Cache, CacheSize, branched
-from specmm.guidance import AllowedTokens, Guidance
+from specmm.core.cache import Cache, CacheSize, branched
+from specmm.core.guidance import AllowedTokens, Guidance
+from specmm.core.processors import History, Processor, extremes
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.cache_layers import as_transformers
 from specmm.hf.families import WAYS, Family, Way
@@ -33,16 +36,15 @@ from specmm.hf.prompt import VLMPrompt as VLMPrompt
 from specmm.hf.states import States
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
-from specmm.processors import History, Processor, extremes
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree
 from specmm.verify.rule import VerifyResult
 
 Past: TypeAlias = tuple[TransformersCache, States | None]
 
 
 class ProbsProcessor(Protocol):
-    """From logits to distributions: :class:`specmm.processors.Processor`, or transformers' own."""
+    """From logits to distributions: :class:`specmm.core.processors.Processor`, or transformers'
+    own.
+    """
 
     @property
     def greedy(self) -> bool:
@@ -203,7 +205,7 @@ class VLMTarget:
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """Run ``prompt`` through the whole model; see :class:`specmm.target.Target`.
+        """Run ``prompt`` through the whole model; see :class:`specmm.core.target.Target`.
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do
         not fit pictures, for a prompt that the model reads as we cannot, and under guidance for one
@@ -333,7 +335,7 @@ class VLMTarget:
     @torch.inference_mode()
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
         """Begin ``prompt``, of one sample, in ``row``; see
-        :class:`specmm.target.BatchingTarget`.
+        :class:`specmm.core.target.BatchingTarget`.
         """
         alone = copy.copy(self)
         alone.__dict__.pop("started", None)  # or every row that ever began would be kept

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specmm.extras import install
+from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
@@ -28,7 +28,7 @@ from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
-from specmm.registry import unknown
+from specmm.loading.extras import install
 
 CHUNK = 32  # items an actor is given at a time, which it makes in batches
 

@@ -17,11 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specmm.files import sync_folder, write_whole
 from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
 from specmm.jobs.items import Item
 from specmm.jobs.programs import threads_of
 from specmm.jobs.results import files_of
+from specmm.loading.files import sync_folder, write_whole
 
 log = logging.getLogger(__name__)
 HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index

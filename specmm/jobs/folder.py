@@ -19,12 +19,12 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
-from specmm.checkpoints import read_json
-from specmm.files import sync_folder, write_whole
+from specmm.choose.when_compiled import Compiled, check_compiled
+from specmm.extending.registry import unknown
 from specmm.jobs.items import Item
 from specmm.jobs.model_files import check_files
-from specmm.registry import unknown
-from specmm.when_compiled import Compiled, check_compiled
+from specmm.loading.checkpoints import read_json
+from specmm.loading.files import sync_folder, write_whole
 
 JOB = "job.json"
 FILES = "files"  # in it, beside the spec: the models', see model_files.py

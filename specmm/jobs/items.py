@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from specmm.extras import install
-from specmm.kinds import shown
-from specmm.registry import unknown
+from specmm.extending.kinds import shown
+from specmm.extending.registry import unknown
+from specmm.loading.extras import install
 
 FIELDS = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw")
 MOST_ID = 512  # characters

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from specmm import zoo
-from specmm.checkpoints import FOLDER_NAMES, PICKLED
+from specmm.loading.checkpoints import FOLDER_NAMES, PICKLED
 
 PARTS = 256
 PIECE = 4096  # bytes

@@ -19,12 +19,12 @@ from typing import Any
 
 from torch import nn
 
-from specmm.checkpoints import read_json
 from specmm.choose.threads import settled
-from specmm.files import sync_folder, write_whole
+from specmm.choose.when_compiled import Compiled
 from specmm.jobs.folder import PROGRAMS, Job, alone
 from specmm.jobs.items import Item
-from specmm.when_compiled import Compiled
+from specmm.loading.checkpoints import read_json
+from specmm.loading.files import sync_folder, write_whole
 
 USUAL = 4  # rows of a program, where the job does not say how many items are made at a time
 THREADS, ROWS = "threads", "rows"  # what programs.json holds

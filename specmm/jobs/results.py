@@ -20,9 +20,9 @@ from typing import IO, Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from specmm.files import slug, sync_folder, write_whole
 from specmm.jobs.folder import FORMATS, RESULTS, Record
 from specmm.jobs.items import Item
+from specmm.loading.files import slug, sync_folder, write_whole
 
 DESCRIPTION = 0x010E  # EXIF ImageDescription
 WRITERS = 16  # files on their way to the disk at a time: it takes many in the time of one

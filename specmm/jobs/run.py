@@ -19,13 +19,13 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from specmm.extras import install
-from specmm.files import sentence_of
 from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger
 from specmm.jobs.items import Item
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import save
 from specmm.jobs.workers import Worker
+from specmm.loading.extras import install
+from specmm.loading.files import sentence_of
 
 log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]

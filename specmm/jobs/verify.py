@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specmm.files import write_whole
 from specmm.jobs.finish import members
 from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, ledger
 from specmm.jobs.items import Item
 from specmm.jobs.results import description, files_of
+from specmm.loading.files import write_whole
 
 
 @dataclass

@@ -16,15 +16,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from specmm.batch_invariant import batch_invariant
-from specmm.compiled import UNCOMPILED
+from specmm.choose.when_compiled import Compiled, Turn
+from specmm.extending.registry import Registry
 from specmm.hf.families import Family
 from specmm.hf.options import Options
 from specmm.jobs.folder import Job, Spec
 from specmm.jobs.items import Item
 from specmm.jobs.programs import Programs, check_compiled_items, padded
 from specmm.jobs.results import Result
-from specmm.registry import Registry
+from specmm.programs.batch_invariant import batch_invariant
+from specmm.programs.compiled import UNCOMPILED
 from specmm.runs.run import (
     Kind,
     Place,
@@ -35,7 +36,6 @@ from specmm.runs.run import (
     open_model,
     parse_method,
 )
-from specmm.when_compiled import Compiled, Turn
 
 TURNS = 4  # batches' worth of items that a killed job may have to make again
 

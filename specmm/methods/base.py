@@ -8,8 +8,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
-from specmm.kinds import check_kind, shown
-from specmm.registry import (
+from specmm.extending.kinds import check_kind, shown
+from specmm.extending.registry import (
     OPTION,
     Registry,
     maker_of,

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from specmm.chats.forms import UNSAID, Chat
 from specmm.chats.tokens import ChatReader
-from specmm.checkpoints import read_json
-from specmm.files import writable, write_whole
+from specmm.loading.checkpoints import read_json
+from specmm.loading.files import writable, write_whole
 from specmm.recipes.training.drawn_rows import made_by
 
 TEMPERATURES = (0.0, 1.0)  # of answers, by question

@@ -26,8 +26,8 @@ from specmm.chats.forms import Chat, Unusable, bytes_of, chat_of, rows_of
 from specmm.chats.tokens import ChatReader
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.recipes.loop import rank
 from specmm.recipes.training.seen import Read
-from specmm.training import rank
 from specmm.vlm.pictures import ADDRESS, fetched, open_image
 from specmm.vlm.videos import open_video
 

@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.target import VLMTarget
+from specmm.recipes.loop import Losses, seeded
 from specmm.recipes.losses import ONE_PASS, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
 from specmm.recipes.settings import Targeted
@@ -29,7 +30,6 @@ from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
 from specmm.recipes.training.seen import Seen, learn
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import Losses, seeded
 
 Block = Annotated[int, 2]  # drafts a round
 

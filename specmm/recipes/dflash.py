@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
-from specmm.checkpoints import read_json
 from specmm.diffusion_drafters.models.dflash import (
     CACHE,
     DFlash,
@@ -29,7 +28,9 @@ from specmm.diffusion_drafters.models.dflash import (
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.drafters.files import check_target
 from specmm.hf.target import VLMTarget
+from specmm.loading.checkpoints import read_json
 from specmm.recipes.features import layer_sizes, spread
+from specmm.recipes.loop import Losses, seeded
 from specmm.recipes.losses import ONE_PASS, Head, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted
@@ -37,7 +38,6 @@ from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import ANCHORS, Anchors, along, fading, probs_loss, silence
 from specmm.recipes.training.seen import Seen, learn
 from specmm.recipes.training.small_qwen import compile_layers
-from specmm.training import Losses, seeded
 
 # of a block drafter, which start brings
 SIZES = ("layers", "block", "mask", "inner", "read", "markov", "vocabulary")

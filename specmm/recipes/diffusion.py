@@ -19,21 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.checkpoints import write_checkpoint
 from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.ngram import Gram, NGram
-from specmm.files import writable
-from specmm.hardware import named_device
 from specmm.hf.drafters.files import HEAD
 from specmm.hf.drafting import KINDS
 from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
+from specmm.loading.checkpoints import write_checkpoint
+from specmm.loading.files import writable
+from specmm.loading.hardware import named_device
+from specmm.recipes.loop import MUON, Losses, Run, fit, one_first, own_device, share
 from specmm.recipes.recipe import Count, Found, Recipe, Size, beside
 from specmm.recipes.settings import Training
 from specmm.recipes.source import key_of
 from specmm.recipes.training.small_qwen import Sizes, build_model, compile_layers
 from specmm.recipes.training.texts import text_stream, windows
-from specmm.training import MUON, Losses, Run, fit, one_first, own_device, share
 
 
 def diffusion(

@@ -21,11 +21,13 @@ from tqdm import tqdm
 
 from specmm import zoo
 from specmm.choose.acceptance import WIDEST, AcceptanceCounter
-from specmm.decode import decode
-from specmm.derived import digest
-from specmm.drawing import DrawingTarget
-from specmm.files import writable
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.derived import digest
+from specmm.core.drawing import DrawingTarget
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.extending.registry import unknown
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
@@ -36,17 +38,15 @@ from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import load_block, load_gpt, load_vq, save_drafters
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.loading.files import writable
+from specmm.recipes.loop import Losses, Run, batch_rows, check_same, fit, one_first, seeded, share
 from specmm.recipes.losses import ONE_PASS, Head, check_loss, compared
 from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
 from specmm.recipes.settings import facts_of
 from specmm.recipes.source import key_of
 from specmm.recipes.training.drawn_rows import made_by
 from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
-from specmm.registry import unknown
 from specmm.shape.trees import spine
-from specmm.training import Losses, Run, batch_rows, check_same, fit, one_first, seeded, share
 from specmm.verify import Recursive
 
 KINDS = ("block", "eagle")

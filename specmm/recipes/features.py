@@ -29,12 +29,12 @@ from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.families import cache_name
 from specmm.hf.pretrained import load_config
 from specmm.hf.target import VLMTarget
+from specmm.recipes.loop import Losses, seeded
 from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted, sees, served
 from specmm.recipes.source import Source
 from specmm.recipes.training.seen import Seen, learn
-from specmm.training import Losses, seeded
 
 CLIP = 0.5  # of gradients
 RATE = 2.0  # over its width, a head's learning rate: 5e-4 at 4,096, too little for small ones

@@ -21,23 +21,23 @@ from torch import Tensor, nn
 
 from specmm.chats.tokens import answered
 from specmm.choose.traces import Trace
-from specmm.decode import EndTokens, decode_plain
+from specmm.core.decode import EndTokens, decode_plain
+from specmm.core.drafter import DrafterVocabulary
+from specmm.core.processors import Processor
+from specmm.core.randomness import categorical
+from specmm.core.sorting import largest
+from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.diffusion_drafters.sources import DFlashSource
-from specmm.drafter import DrafterVocabulary
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import BoundNetwork, FeatureNetwork
 from specmm.hf.drafting import drafting_probs, row_uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import categorical
 from specmm.recipes.dflash import blocks_after
 from specmm.recipes.features import rollout_bias
 from specmm.recipes.training.blocks import Anchors
-from specmm.sorting import largest
-from specmm.tree import TreeShape
 
 DEPTH = 5  # drafts of a chain
 RANKS = 6  # drafts of a token that are traced

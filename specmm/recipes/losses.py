@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from specmm.registry import unknown
+from specmm.extending.registry import unknown
 
 ETA = 3.0  # the paper's best
 BEST = 10  # of the target's tokens count more (HASS, GRIFFIN)

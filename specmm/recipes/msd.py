@@ -23,12 +23,12 @@ from torch import Tensor
 from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
+from specmm.recipes.loop import Losses, Run, fit, one_first, seeded, share
 from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted, served
 from specmm.recipes.source import Data, key_of
 from specmm.recipes.training.seen import Read, Seen, seen_of
-from specmm.training import Losses, Run, fit, one_first, seeded, share
 from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import specmm
-from specmm.registry import named, unknown
+from specmm.extending.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
 CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # of the pocket models, no wheel

@@ -1,5 +1,5 @@
 """How drafters are trained, as recipes' settings name it, and what all such recipes do: where the
-drafter goes, the target, the loop's :class:`specmm.training.Run`, and the end.
+drafter goes, the target, the loop's :class:`specmm.recipes.loop.Run`, and the end.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch import nn
 
 from specmm import __version__, methods
-from specmm.decode import EndTokens, decode
-from specmm.derived import digest
-from specmm.files import writable
-from specmm.hardware import Place
+from specmm.core.decode import EndTokens, decode
+from specmm.core.derived import digest
+from specmm.core.processors import Processor
 from specmm.hf.drafting import KINDS, assemble, row_uniforms
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
+from specmm.loading.files import writable
+from specmm.loading.hardware import Place
+from specmm.recipes.loop import Run, check_same, one_first, own_device
 from specmm.recipes.losses import check_loss
 from specmm.recipes.recipe import Amount, Count, Found, Places, Recipe, Seed, Size, beside
 from specmm.recipes.training.seen import SeenRows
 from specmm.text.pipeline import TextPipeline
-from specmm.training import Run, check_same, one_first, own_device
 from specmm.vlm.loading import is_composed
 from specmm.vlm.pipeline import VQAPipeline
 

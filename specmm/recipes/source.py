@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from specmm.chats.tokens import ChatReader
-from specmm.checkpoints import read_json
+from specmm.extending.registry import unknown
 from specmm.hf.families import room_of
 from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
+from specmm.loading.checkpoints import read_json
 from specmm.recipes.answers import answered
 from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
+from specmm.recipes.loop import one_first
 from specmm.recipes.recipe import Count, Places, Share
 from specmm.recipes.settings import Begun, sees
 from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows, frequent
 from specmm.recipes.training.seen import Read
 from specmm.recipes.training.small_qwen import LENGTH
 from specmm.recipes.training.texts import Rows, split, text_stream, windows
-from specmm.registry import unknown
-from specmm.training import one_first
 from specmm.vlm.loading import is_composed, load_processor
 
 TOO_LONG = ("skip", "cut")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from specmm import methods
+from specmm.extending.outside import of_others
 from specmm.image_ar.pipeline import family_of
-from specmm.outside import of_others
 from specmm.runs.race import Quickest, measure, measure_language, usual
 from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model, parse_methods
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from specmm import zoo
-from specmm.checkpoints import NESTING, PICKLED, FileError, read_checkpoint
-from specmm.files import writable
+from specmm.extending.registry import unknown
 from specmm.image_ar.continuous import loading as mar
 from specmm.image_ar.scales import loading as var
 from specmm.image_ar.tokens import loading as llamagen
 from specmm.image_ar.tokens.gpt import GPTConfig
-from specmm.registry import unknown
+from specmm.loading.checkpoints import NESTING, PICKLED, FileError, read_checkpoint
+from specmm.loading.files import writable
 from specmm.zoo.published import (
     TRANSFORMER,
     Published,

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from specmm.choose.threads import settled
-from specmm.files import slug, write_whole
+from specmm.loading.files import slug, write_whole
 from specmm.methods import IMAGE_TOKENS
 from specmm.runs.race import Lane, race, summaries
 from specmm.runs.run import Place, open_model, parse_methods, save_picture

@@ -7,10 +7,10 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from specmm.extending.registry import named
 from specmm.hf.drafter_formats import FORMATS, ModelFolder, recognised
 from specmm.hf.inspection import find_folder, read_folder
 from specmm.hf.pretrained import find, find_target, load_target
-from specmm.registry import named
 from specmm.runs.run import kinds_of
 
 

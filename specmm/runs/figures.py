@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specmm.extras import install
-from specmm.files import writable
-from specmm.stats import Stats
+from specmm.core.stats import Stats
+from specmm.loading.extras import install
+from specmm.loading.files import writable
 
 # ---- methods compared
 

@@ -16,15 +16,15 @@ from specmm.choose.contest import PLAIN, Candidate, Record, clock_of
 from specmm.choose.costs import Expected, Plan, measured
 from specmm.choose.threads import settled
 from specmm.choose.traces import Trace, costs_of
-from specmm.decode import Progress, decode, decode_plain
-from specmm.hardware import LARGE, choose_dtype
+from specmm.core.decode import Progress, decode, decode_plain
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import TreeShape
+from specmm.extending.outside import DraftRequest, make_drafter, of_others
 from specmm.hf.drafting import row_uniforms
-from specmm.outside import DraftRequest, make_drafter, of_others
-from specmm.randomness import Uniforms
+from specmm.loading.hardware import LARGE, choose_dtype
 from specmm.runs.run import Kind, Place, label, open_model, place_of, planning_bar, tree_of
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 
 if TYPE_CHECKING:

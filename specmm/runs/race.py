@@ -17,10 +17,10 @@ from tqdm import tqdm
 
 from specmm import methods
 from specmm.choose.threads import settled
-from specmm.compiled import NotCompiled
+from specmm.core.stats import Certificate, Stats, merged_certificate, quartiles, speedup
 from specmm.hf.drafting import KINDS
+from specmm.programs.compiled import NotCompiled
 from specmm.runs.run import label, moving, place_of
-from specmm.stats import Certificate, Stats, merged_certificate, quartiles, speedup
 
 if TYPE_CHECKING:
     from specmm.hf.running import Pipeline

@@ -22,19 +22,19 @@ from torch import nn
 from tqdm import tqdm
 
 from specmm import methods, zoo
-from specmm.batch_invariant import batch_invariant
-from specmm.checkpoints import read_json
 from specmm.choose.contest import Measured
 from specmm.choose.threads import in_use, settled
-from specmm.files import slug, write_whole
-from specmm.hardware import Place as Place
+from specmm.choose.when_compiled import Compiled
+from specmm.core.randomness import sample_generators
+from specmm.core.stats import Certificate, Stats, merged_certificate, total
+from specmm.core.watching import watched
+from specmm.extending.registry import OPTION, Registry, name_of, unknown
 from specmm.hf.picture_models import draws_pictures, processes
 from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
-from specmm.randomness import sample_generators
-from specmm.registry import OPTION, Registry, name_of, unknown
-from specmm.stats import Certificate, Stats, merged_certificate, total
-from specmm.watching import watched
-from specmm.when_compiled import Compiled
+from specmm.loading.checkpoints import read_json
+from specmm.loading.files import slug, write_whole
+from specmm.loading.hardware import Place as Place
+from specmm.programs.batch_invariant import batch_invariant
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
     from specmm.image_ar.shared import PicturePipeline

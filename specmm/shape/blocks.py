@@ -15,8 +15,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specmm.core.tree import DraftTree
 from specmm.shape.eagle2 import rerank
-from specmm.tree import DraftTree
 
 
 def block_tree(marginals: Tensor, root: Tensor, total: int) -> DraftTree:

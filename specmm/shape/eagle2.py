@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmm.sorting import largest
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.sorting import largest
+from specmm.core.tree import DraftTree, TreeShape
 
 
 @dataclass(frozen=True)

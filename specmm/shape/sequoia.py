@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specmm.tree import TreeShape
+from specmm.core.tree import TreeShape
 
 Acceptance = Tensor | Sequence[float] | Sequence[Sequence[float]]
 Array = NDArray[np.float64]

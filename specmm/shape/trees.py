@@ -2,8 +2,8 @@
 
 Trees of fixed shape do not depend on the tokens drawn, which the ratio rules need to be exact:
 published lists (LANTERN++, EAGLE-1; Medusa's ``tree_choices``), branching factors (SpecInfer, RSD),
-spines, chains, delayed trees. A new shape is a function to a :class:`specmm.tree.TreeShape` and an
-entry in :data:`OURS`; others register theirs (:func:`specmm.register`).
+spines, chains, delayed trees. A new shape is a function to a :class:`specmm.core.tree.TreeShape`
+and an entry in :data:`OURS`; others register theirs (:func:`specmm.register`).
 
 Siblings are k tokens per parent drawn from the draft distribution q, together with the distribution
 each was drawn from, as the ratio rules need it (recursive rejection, K-SEQ, traversal). Without
@@ -24,12 +24,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from specmm.randomness import UniformSource, categorical
-from specmm.registry import Open, parse_spec, unknown
+from specmm.core.randomness import UniformSource, categorical
+from specmm.core.sorting import largest
+from specmm.core.tree import TreeShape
+from specmm.extending.registry import Open, parse_spec, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
-from specmm.sorting import largest
-from specmm.tree import TreeShape
 
 Tree: TypeAlias = str | tuple[int, ...] | TreeShape | Dynamic
 """A name, parents (-1, 0, …), children by level of a spine, or a shape itself."""

@@ -20,10 +20,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.choose.contest import SHARE
-from specmm.compiled import NotCompiled, prepare_compiler, uncompiled_calls
-from specmm.decode import room
-from specmm.drafter import Drafter
-from specmm.graphs import round_program
+from specmm.choose.when_compiled import Work, Works
+from specmm.core.decode import room
+from specmm.core.drafter import Drafter
+from specmm.core.processors import Processor
+from specmm.core.stats import Certificate, Stats
+from specmm.core.turns import in_its_turn, turns_of
+from specmm.extending.kinds import texts_of
+from specmm.extending.registry import named
 from specmm.hf.drafter_formats import ModelFolder, sees
 from specmm.hf.messages import Chat, as_parts, joined, written
 from specmm.hf.options import CallOptions, Options, lists_options
@@ -41,12 +45,8 @@ from specmm.hf.running import (
 from specmm.hf.shared_rounds import SharedRounds
 from specmm.hf.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.target import VLMTarget
-from specmm.kinds import texts_of
-from specmm.processors import Processor
-from specmm.registry import named
-from specmm.stats import Certificate, Stats
-from specmm.turns import in_its_turn, turns_of
-from specmm.when_compiled import Work, Works
+from specmm.programs.compiled import NotCompiled, prepare_compiler, uncompiled_calls
+from specmm.programs.graphs import round_program
 from specmm.zoo import Source
 
 

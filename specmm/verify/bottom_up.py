@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify.exact import Families, Trial, families_by_level, one_hot, take, trials
 from specmm.verify.rule import Decisions
 

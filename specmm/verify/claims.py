@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from specmm.outside import OutsideDrafter
-from specmm.registry import maker_of
+from specmm.core.stats import Certificate, rule_certificate
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending.outside import OutsideDrafter
+from specmm.extending.registry import maker_of
 from specmm.shape.trees import Siblings
-from specmm.stats import Certificate, rule_certificate
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
 from specmm.verify.exhaustive import (
@@ -70,7 +70,7 @@ class GivenTrees:
 
 
 class Counts(Protocol):
-    """What a run measured: :class:`specmm.decode.Progress`."""
+    """What a run measured: :class:`specmm.core.decode.Progress`."""
 
     @property
     def excess(self) -> Tensor:

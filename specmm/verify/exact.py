@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.tree import DraftTree, TreeShape, at_nodes
 from specmm.shape.trees import Siblings
-from specmm.tree import DraftTree, TreeShape, at_nodes
 from specmm.verify.rule import Decisions
 
 

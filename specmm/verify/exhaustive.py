@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify.exact import one_hot
 from specmm.verify.rule import Rule, endings
 

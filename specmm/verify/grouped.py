@@ -24,7 +24,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specmm.tree import DraftTree
+from specmm.core.tree import DraftTree
 from specmm.verify.exact import Trial, strict_rest, strict_step, take, top_down, top_down_measured
 from specmm.verify.lantern import Neighbourhood
 from specmm.verify.rule import Decisions

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from specmm.core.tree import DraftTree
 from specmm.shape.trees import Siblings
-from specmm.tree import DraftTree
 from specmm.verify.exact import families_of, finished, normalised, take, trials
 from specmm.verify.rule import Decisions
 

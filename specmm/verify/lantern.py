@@ -31,8 +31,8 @@ from typing import ClassVar, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
-from specmm.kinds import check_at_least
-from specmm.tree import DraftTree
+from specmm.core.tree import DraftTree
+from specmm.extending.kinds import check_at_least
 from specmm.verify.bottom_up import deepest_first
 from specmm.verify.exact import (
     Step,

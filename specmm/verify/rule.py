@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.kinds import check_kind
-from specmm.randomness import UniformSource, categorical
-from specmm.registry import OPTION, Open, maker_of, name_of, named, parse_spec, unknown
+from specmm.core.randomness import UniformSource, categorical
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending.kinds import check_kind
+from specmm.extending.registry import OPTION, Open, maker_of, name_of, named, parse_spec, unknown
 from specmm.shape.trees import Siblings
-from specmm.tree import DraftTree, TreeShape
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specmm.kinds import shown
-from specmm.registry import unknown
+from specmm.extending.kinds import shown
+from specmm.extending.registry import unknown
 from specmm.zoo.hub import Source as Source
 from specmm.zoo.hub import Wanted, check_release, fetch, told
 from specmm.zoo.published import PIPELINE as PIPELINE

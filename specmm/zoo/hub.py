@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specmm.registry import unknown
+from specmm.extending.registry import unknown
 
 AGREED = "SPECMM_DOWNLOAD"  # set to 1, large downloads need no other word
 LARGE = 10**9  # bytes from which a download must be agreed to

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specmm.registry import unknown
+from specmm.extending.registry import unknown
 
 HERE = Path(__file__).parent
 REGISTRY = HERE / "published.json"

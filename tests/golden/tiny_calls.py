@@ -20,14 +20,14 @@ import torch
 import transformers as tf
 
 from specmm import ImagePipeline, TextPipeline, VQAPipeline, custom_generate, methods
-from specmm.decode import decode
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.msd import build_msd
 from tests.golden.calls import Call, Found
 from tests.integration.conftest import save_text, tiny_pipeline

@@ -1,12 +1,12 @@
 """What tests of method ``mtp`` share: prompts, and a decoding whose drafts are kept."""
 
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.verify import Recursive
 from tests.integration.two_drafts import Watching
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from specmm import when_compiled
 from specmm.app import compiling
 from specmm.app.models import AppModels
 from specmm.app.pictures import drawn
+from specmm.choose import when_compiled
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from specmm.app.views import (
     saved,
     tokens_of,
 )
-from specmm.watching import watched
+from specmm.core.watching import watched
 from tests.tiny import picture_kinds
 
 FAST = methods.Speculative()

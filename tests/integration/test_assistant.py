@@ -13,14 +13,14 @@ from benchmarks.models.prompts import prompts_for
 from benchmarks.models.table import GAINS
 from benchmarks.models.tiny import build, tiny_config
 from specmm import TextPipeline, methods
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import TreeShape
 from specmm.hf.drafters.assistant import AssistantDrafter, clustered
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.cases import some
 from tests.generating import as_generate, ragged_as_generate

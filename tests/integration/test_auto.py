@@ -11,7 +11,8 @@ import specmm
 from specmm import methods
 from specmm.choose import contest
 from specmm.choose.contest import PLAIN, Candidate, Record
-from specmm.guidance import Guidance
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
 from specmm.hf import choosing
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
@@ -20,7 +21,6 @@ from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
 from specmm.recipes.drafter import measure_acceptance
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline

@@ -26,7 +26,6 @@ import torch
 from PIL import Image
 
 from benchmarks.soak.kills import campaign, items_of
-from specmm.extras import install
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
@@ -38,6 +37,7 @@ from specmm.jobs.results import Result, description, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
+from specmm.loading.extras import install
 from tests.commands import as_json, refused, run, succeed
 
 CLASSES = ("heart", "time", "2")

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import specmm
-from specmm import methods, when_compiled
-from specmm.batch_invariant import batch_invariant
-from specmm.compiled import UNCOMPILED
+from specmm import methods
+from specmm.choose import when_compiled
 from specmm.image_ar.tokens import pipeline as tokens_pipeline
 from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs.engines import run_local
@@ -26,6 +25,8 @@ from specmm.jobs.programs import Programs
 from specmm.jobs.results import description
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.workers import ImageWorker
+from specmm.programs.batch_invariant import batch_invariant
+from specmm.programs.compiled import UNCOMPILED
 from tests.integration.conftest import tiny_pipeline
 from tests.integration.test_batch import refused, results
 

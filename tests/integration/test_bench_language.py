@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from specmm.registry import REGISTERED
+from specmm.extending.registry import REGISTERED
 from specmm.runs.figures import BENCH
 from tests.commands import as_json, refused, run
 

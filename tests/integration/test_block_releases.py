@@ -21,17 +21,17 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
     MuseGlimmerAssistantModel,
 )
 
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.sources import DFlashSource, plain_embedding
-from specmm.drafter import Feedback
 from specmm.hf.families import Family
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.methods import Block
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
 from tests.generating import as_generate
 from tests.tiny.parts import SIZES, shaken
 

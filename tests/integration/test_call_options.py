@@ -12,9 +12,9 @@ from PIL import Image
 
 import specmm
 from specmm import zoo
-from specmm.hardware import Place
 from specmm.hf.options import OTHERS, CallOptions, Options
 from specmm.hf.placing import Placing
+from specmm.loading.hardware import Place
 
 PROMPT = "def add(a, b):\n"
 

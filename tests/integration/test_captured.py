@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from benchmarks.gpu.pocket import squares
-from specmm import graphs, methods
-from specmm.decode import decode
-from specmm.graphs import round_program
+from specmm import methods
+from specmm.core.decode import decode
+from specmm.core.randomness import Uniforms
 from specmm.hf import shared_rounds
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
-from specmm.randomness import Uniforms
+from specmm.programs import graphs
+from specmm.programs.graphs import round_program
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some
@@ -199,7 +200,7 @@ def test_runs_that_cannot_be_captured_spoil_no_later_ones(coder, taped, monkeypa
         raise RuntimeError("cannot be captured")
 
     with monkeypatch.context() as patch, pytest.warns(UserWarning, match="cannot be captured"):
-        patch.setattr("specmm.graphs.record_on_gpu", broken)
+        patch.setattr("specmm.programs.graphs.record_on_gpu", broken)
         assert asked(coder, True, 0) == plain
     assert asked(coder, True, 0) == plain and taped.records == 1
 

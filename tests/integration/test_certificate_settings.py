@@ -5,8 +5,8 @@ import torch
 from transformers import TopPLogitsWarper
 
 from specmm import methods
+from specmm.core.processors import Processor
 from specmm.image_ar.pipeline import ImagePipeline
-from specmm.processors import Processor
 
 PICTURE = dict(output_type="latent", batch_size=1)
 TIES = {"top_p_ties": "kept"}

@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 
 import specmm
 from specmm import methods
-from specmm.cache import Cache
-from specmm.decode import decode, decode_plain
-from specmm.guidance import AllowedTokens, Guidance
+from specmm.core.cache import Cache
+from specmm.core.decode import decode, decode_plain
+from specmm.core.guidance import AllowedTokens, Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.chameleon import CHAMELEON
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.runs.run import kinds_of, methods_of
 from specmm.verify import GreedyMatch, Recursive
 from tests.commands import run

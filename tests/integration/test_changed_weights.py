@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import specmm
-from specmm.hardware import bfloat16_products
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
+from specmm.loading.hardware import bfloat16_products
 from tests.integration import test_mar_pipeline
 from tests.integration.conftest import save_text, tiny_pipeline
 from tests.tiny import picture_kinds
@@ -254,7 +254,7 @@ def test_programs_are_of_the_network_there_is(family, tmp_path, traced):
 
 @pytest.mark.parametrize("family", QUICK)
 def test_graphs_are_of_the_network_there_is(family, tmp_path, taped, monkeypatch):
-    monkeypatch.setattr("specmm.hardware._packs", lambda *given: False)  # as on a GPU
+    monkeypatch.setattr("specmm.loading.hardware._packs", lambda *given: False)  # as on a GPU
     as_uncompiled(family, tmp_path)
 
 

@@ -22,8 +22,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from specmm import zoo
-from specmm.files import slug
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.loading.files import slug
 from specmm.methods import Speculative
 from specmm.recipes.recipe import train
 from specmm.runs import run as drawing

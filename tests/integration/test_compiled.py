@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.compiled import CompiledRound
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
-from specmm.randomness import Uniforms
+from specmm.programs.compiled import CompiledRound
 from tests.integration.conftest import tiny_pipeline
 
 NAMES = ("heart", "time", "heart")

@@ -5,9 +5,10 @@ whatever the prompts' lengths, and what is not served.
 import pytest
 import torch
 
-from specmm import methods, randomness
+from specmm import methods
+from specmm.core import randomness
+from specmm.core.processors import Processor
 from specmm.hf.static import StaticPictureTarget
-from specmm.processors import Processor
 from tests.tiny.picture_kinds import KINDS, PROMPTS, opened, saved, sized, target_of
 
 METHODS = {"ar": methods.AR(), "sjd": methods.SJD(window=4)}

@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from specmm import methods, randomness
-from specmm.batch_invariant import batch_invariant
-from specmm.continuous_batching import Queue
-from specmm.decode import decode
-from specmm.guidance import Guidance
+from specmm import methods
+from specmm.core import randomness
+from specmm.core.continuous_batching import Queue
+from specmm.core.decode import decode
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.tokens import pipeline
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.programs.batch_invariant import batch_invariant
 from specmm.verify import Recursive
 
 NAMES = ("heart", "time", "country-flag")

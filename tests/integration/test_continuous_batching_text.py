@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import TextIteratorStreamer
 
 from specmm import methods
-from specmm.batch_invariant import batch_invariant
+from specmm.programs.batch_invariant import batch_invariant
 from tests.cases import some
 
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "return", "\n\n"]

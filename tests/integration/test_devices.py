@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specmm.hardware import choose_device
 from specmm.image_ar.pipeline import ImagePipeline
+from specmm.loading.hardware import choose_device
 from specmm.runs.run import Place
 from tests.commands import as_json, refused
 
@@ -109,5 +109,5 @@ def test_commands_say_what_they_ran_in(tiny, text_folder, tmp_path, command):
 
 
 def test_published_sizes_are_planned_on_the_cpu(monkeypatch):
-    monkeypatch.setattr("specmm.hardware.named_device", torch.device)
+    monkeypatch.setattr("specmm.loading.hardware.named_device", torch.device)
     assert "leave --device out" in refused("plan", "d30,d16", "--device", "cuda")

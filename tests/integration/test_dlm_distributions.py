@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.block_drafters import marginal_chain, with_root
 from specmm.diffusion_drafters.diffusion_chains import point_chain
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import PointMass, Recursive, expected_tokens
 from specmm.verify.exhaustive import (
     Draws,

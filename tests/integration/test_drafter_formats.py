@@ -17,21 +17,21 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from specmm import zoo
-from specmm.checkpoints import fingerprint
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.sources import DFlashSource
-from specmm.drafter import Feedback
 from specmm.hf.drafter_formats import FORMATS, ModelFolder, recognised
 from specmm.hf.drafting import method_of
 from specmm.hf.inspection import inspect
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.loading.checkpoints import fingerprint
 from specmm.runs.export import export
-from specmm.stats import Clock
 from specmm.text.pipeline import TextPipeline
 from tests.commands import as_json, refused, run, succeed
 from tests.tiny.parts import SIZES, shaken

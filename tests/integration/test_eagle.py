@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specmm.decode import decode
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import TreeShape
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import load_eagle, save_drafter, target_fingerprint
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.drafter import eagle_loss, seen_by, train_eagle
+from specmm.recipes.loop import Run
 from specmm.shape.eagle2 import Dynamic
-from specmm.training import Run
-from specmm.tree import TreeShape
 from specmm.verify import PointMass, Recursive
 from tests.tiny.parts import random_weights
 

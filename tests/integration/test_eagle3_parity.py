@@ -13,16 +13,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from specmm.drafter import Feedback
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import TreeShape
 from specmm.hf.drafters.eagle3_files import LAYOUTS, load_eagle3, save_eagle3
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
-from specmm.stats import Clock
-from specmm.tree import TreeShape
 
 PARITY = Path(__file__).parents[1] / "parity" / "eagle3"
 HEADS = sorted(file.parent.name for file in PARITY.glob("*/numbers.safetensors"))

@@ -10,13 +10,13 @@ import transformers
 
 import specmm
 from specmm import methods
+from specmm.core.stats import merged_certificate, rule_certificate
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending.outside import DraftRequest
 from specmm.hf.options import Options
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.scales.sampling import Sampling
-from specmm.outside import DraftRequest
 from specmm.shape.trees import draw_siblings, make_tree
-from specmm.stats import merged_certificate, rule_certificate
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import (
     Decisions,
     GreedyMatch,

@@ -12,20 +12,20 @@ import torch
 import transformers as tf
 
 from specmm import methods
-from specmm.continuous_batching import Queue
-from specmm.decode import EndTokens, decode, decode_plain
-from specmm.guidance import Guidance
+from specmm.core.continuous_batching import Queue
+from specmm.core.decode import EndTokens, decode, decode_plain
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf import states
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.dflash import build_block
 from specmm.recipes.msd import build_msd
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.rule import VerifyResult
 from tests.cases import some

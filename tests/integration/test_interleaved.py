@@ -12,20 +12,20 @@ from PIL import Image
 import specmm
 from specmm import methods
 from specmm.choose.contest import Sample
-from specmm.decode import decode, decode_plain
-from specmm.drafter import Feedback
+from specmm.core.decode import decode, decode_plain
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf import choosing_drawn
 from specmm.hf.drafters.interleaved import InterleavedDrafter
 from specmm.hf.drafting import assemble
 from specmm.hf.interleaved import InterleavedTarget
 from specmm.hf.picture_tokens import token_codes
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
-from specmm.stats import Clock
 from specmm.text.pipeline import TextPipeline
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests import sampling

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.decode import decode
-from specmm.drafter import Feedback
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import NEWEST, JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
-from specmm.target import TargetOutput
 from specmm.verify import Recursive, VerifyResult
 
 CONFIG = GPTConfig(

@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from specmm.checkpoints import load_strict
-from specmm.decode import decode, decode_plain
-from specmm.drafter import Feedback
-from specmm.guidance import Guidance
+from specmm.core.decode import decode, decode_plain
+from specmm.core.drafter import Feedback
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
 from specmm.image_ar.tokens.drafters.eagle import EagleDrafter
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import from_lantern, infer_gpt_config, load_eagle
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.loading.checkpoints import load_strict
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import make_tree
-from specmm.stats import Clock
-from specmm.target import TargetOutput
 from specmm.verify import Lantern, LanternPP, Recursive, VerifyResult
 from tests.tiny.recorded import Case
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specmm.checkpoints import load_strict
-from specmm.decode import decode_plain
-from specmm.guidance import Guidance
+from specmm.core.decode import decode_plain
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor, guide
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.captions import left_pad
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
 from specmm.image_ar.tokens.loading import from_lantern, infer_gpt_config, to_lantern
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor, guide
-from specmm.randomness import Uniforms
+from specmm.loading.checkpoints import load_strict
 from tests.tiny.recorded import Case
 
 

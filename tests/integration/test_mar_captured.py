@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from specmm import methods, when_compiled
+from specmm import methods
+from specmm.choose import when_compiled
 from specmm.image_ar.continuous.chain_speculation import ChainRun
 from tests.integration.test_mar_compiled import draw, pipe, trained  # noqa: F401
 from tests.integration.test_mar_pipeline import pipeline, seeds

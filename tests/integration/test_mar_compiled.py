@@ -7,7 +7,8 @@ import json
 import pytest
 import torch
 
-from specmm import methods, when_compiled
+from specmm import methods
+from specmm.choose import when_compiled
 from specmm.cli.generate import generate
 from specmm.image_ar.pipeline import ImagePipeline
 from tests.integration.test_mar_pipeline import pipeline, seeds

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from recipes.training.diffusion import denoised, diffusion_loss, noised, step_distribution
-from specmm.checkpoints import load_strict
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, sinusoid
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import patchify, unpatchify
 from specmm.image_ar.continuous.orders import iterations, mask_lengths
+from specmm.loading.checkpoints import load_strict
 from tests.tiny import recorded
 from tests.tiny.recorded import tiny_mar, under
 

@@ -14,19 +14,19 @@ from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from specmm.decode import decode
-from specmm.drafter import Feedback
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.msd import msd_loss, visual_share
 from specmm.recipes.training.seen import Seen
 from specmm.shape.eagle2 import Dynamic
-from specmm.stats import Clock
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, PointMass
 from specmm.verify.rule import VerifyResult
 from specmm.vlm.msd import MSDConfig, MSDHead

@@ -12,8 +12,12 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from benchmarks.models.prompts import prompts_for
 from specmm import TextPipeline, VQAPipeline, methods
-from specmm.decode import decode
-from specmm.drafter import Feedback
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import TreeShape
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
 from specmm.hf.drafting import assemble
@@ -21,11 +25,7 @@ from specmm.hf.families import cache_name
 from specmm.hf.pretrained import load_model
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
-from specmm.stats import Clock
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from tests.cases import some

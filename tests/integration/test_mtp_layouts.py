@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from specmm import TextPipeline
+from specmm.core.tree import TreeShape
 from specmm.hf.drafters.mtp_layers import layers_of
 from specmm.hf.drafters.mtp_layouts import has_mtp_layers
 from specmm.hf.inspection import inspect
 from specmm.hf.pretrained import load_model
-from specmm.tree import TreeShape
 from tests.integration.mtp_rounds import PROMPTS, Watched, greedy
 from tests.tiny.mtp_models import save
 

@@ -12,18 +12,19 @@ import pytest
 import torch
 
 import specmm
-from specmm import extension, methods
-from specmm.decode import decode
-from specmm.drafter import Feedback
+from specmm import methods
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Stats
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending import extension
+from specmm.extending.outside import DraftRequest, OutsideDrafter
+from specmm.extending.registry import REGISTERED
 from specmm.hf.options import Options
 from specmm.kernels.acceptance import fused_options
-from specmm.outside import DraftRequest, OutsideDrafter
-from specmm.randomness import Uniforms
-from specmm.registry import REGISTERED
 from specmm.shape.trees import branching, make_tree
-from specmm.stats import Stats
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.claims import GivenTrees, claim
 from specmm.verify.exact import strict_step, top_down

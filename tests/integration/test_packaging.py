@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from specmm import zoo
-from specmm.extras import install
+from specmm.loading.extras import install
 from tests.integration.page_snippets import blocks, commands
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pages
-from specmm.registry import REGISTERED
+from specmm.extending.registry import REGISTERED
 from tests.integration.page_files import Maker, write_files
 from tests.integration.page_snippets import ROOT, blocks, run_page
 

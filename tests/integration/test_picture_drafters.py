@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.guidance import Guidance
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
 from specmm.hf.glm_image import GLM_IMAGE
 from specmm.hf.picture_tokens import PictureTarget
 from specmm.image_ar.tokens.assemble import assemble
-from specmm.processors import Processor
 from tests.cases import some
 from tests.tiny import glm_image
 from tests.tiny.picture_kinds import (

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.decode import decode, decode_plain
-from specmm.drafter import Feedback
-from specmm.guidance import AllowedTokens, Guidance
+from specmm.core.decode import decode, decode_plain
+from specmm.core.drafter import Feedback
+from specmm.core.guidance import AllowedTokens, Guidance
+from specmm.core.randomness import Uniforms, further, sample_generators
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.randomness import Uniforms, further, sample_generators
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from tests import sampling
 from tests.tiny.picture_kinds import (

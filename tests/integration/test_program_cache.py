@@ -8,16 +8,18 @@ import sys
 import pytest
 import torch
 
-from specmm import methods, program_cache, when_compiled
-from specmm.compiled import compiled, uncompiled_calls
+from specmm import methods
+from specmm.choose import when_compiled
+from specmm.programs import program_cache
+from specmm.programs.compiled import compiled, uncompiled_calls
 from tests.integration.conftest import tiny_pipeline
 from tests.integration.test_compiled import compiles, draw
 
 SCRIPT = """
 import torch
-from specmm.compiled import compiled, prepare_compiler
+from specmm.programs.compiled import compiled, prepare_compiler
 from torch._dynamo.utils import counters
-from specmm.randomness import categorical
+from specmm.core.randomness import categorical
 prepare_compiler(torch.device("cpu"))
 probs, uniforms = torch.full((9, 4), 0.25), torch.linspace(0.05, 0.95, 9)
 found = compiled(categorical)(probs, uniforms)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from specmm import methods, when_compiled
+from specmm import methods
+from specmm.choose import when_compiled
 from specmm.runs import run as runs
 from tests.integration.conftest import tiny_pipeline
 

@@ -9,10 +9,10 @@ import torch
 import transformers as tf
 
 import specmm
+from specmm.core.processors import Processor
 from specmm.hf import pretrained
 from specmm.hf.drafting import load_drafter
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from tests.noisy import noisy
 from tests.tiny.saying import saying
 

@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 from benchmarks.gpu.pocket import squares
 from specmm import methods
-from specmm.cache import TreeBias, TreeBiases
-from specmm.decode import one_round
-from specmm.drafter import Feedback
+from specmm.core.cache import TreeBias, TreeBiases
+from specmm.core.decode import one_round
+from specmm.core.drafter import Feedback
+from specmm.core.state import slots_of
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.image_ar.continuous import running
 from specmm.image_ar.continuous.chain_speculation import ChainRun
 from specmm.image_ar.continuous.masked_decode import MARProgress
@@ -23,9 +26,6 @@ from specmm.image_ar.continuous.orders import PictureStreams
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.scales.next_scale import FeatureMap, ScaleCache, Session
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.state import slots_of
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
 from specmm.vlm.pipeline import VQAPipeline
 from tests.integration.conftest import tiny_pipeline

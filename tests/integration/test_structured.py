@@ -12,12 +12,12 @@ import xgrammar
 
 import specmm
 from specmm import structured
-from specmm.drafter import Feedback
+from specmm.core.drafter import Feedback
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.core.watching import watched
 from specmm.structured import GrammarProcessor, Matchers, SpelledDrafts, Spelling
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import Draws, emitted_probs, sequence_probs, total_variation
-from specmm.watching import watched
 from tests.commands import refused, succeed
 from tests.noisy import noisy
 from tests.tiny.saying import saying

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 import specmm
 from recipes.training.coder import build_tokenizer
 from specmm import methods
-from specmm.decode import decode, decode_plain
+from specmm.core.decode import decode, decode_plain
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
@@ -20,8 +22,6 @@ from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import load_drafter
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.diffusion import fit_proxy
 from specmm.verify import Recursive
 from tests.generating import as_generate

@@ -10,16 +10,16 @@ from PIL import Image
 from transformers import DynamicCache
 
 from specmm import TextPipeline, VQAPipeline, zoo
+from specmm.core.processors import Processor
 from specmm.hf.drafters.eagle3_files import load_eagle3, to_eagle, to_specforge, to_speculators
 from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.recipes.features import RolledEagle3, build_eagle3, head_rate, rollout_loss, some_of
+from specmm.recipes.loop import seeded
 from specmm.recipes.losses import compared
 from specmm.recipes.recipe import train
 from specmm.recipes.training.seen import Seen
-from specmm.training import seeded
 from tests.tiny.chats import picture_chats, undrafted
 
 LLAVA = zoo.POCKET / "llava"

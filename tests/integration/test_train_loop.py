@@ -18,10 +18,10 @@ import torch._dynamo.config
 from safetensors.torch import load_file, save_file
 
 from specmm import zoo
-from specmm.derived import digest
+from specmm.core.derived import digest
+from specmm.core.processors import Processor
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
-from specmm.processors import Processor
 from specmm.recipes import drafter
 from specmm.recipes.recipe import train
 from specmm.recipes.source import read_rows

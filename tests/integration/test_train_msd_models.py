@@ -19,16 +19,16 @@ from recipes.scenes.stream import World
 from specmm import VQAPipeline, custom_generate
 from specmm.chats.forms import Chat, chat_of
 from specmm.chats.tokens import ChatReader
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.msd import read_slots
 from specmm.recipes.recipe import train
 from specmm.shape.trees import spine
-from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import load_model

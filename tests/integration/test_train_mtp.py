@@ -9,18 +9,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from specmm import TextPipeline
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import TreeShape
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of, load_layers, save_layers
 from specmm.hf.pretrained import load_model
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.features import RolledMtp
 from specmm.recipes.recipe import train
 from specmm.runs.export import export
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.tiny.mtp_models import KINDS, save
 

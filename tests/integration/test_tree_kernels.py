@@ -17,7 +17,9 @@ from PIL import Image
 
 import specmm
 from specmm import methods
-from specmm.cache import Cache
+from specmm.core.cache import Cache
+from specmm.core.processors import Processor
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.families import WAYS
 from specmm.hf.pretrained import use_tree_attention
 from specmm.hf.target import VLMTarget
@@ -25,9 +27,7 @@ from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
 from specmm.methods import MSD, Eagle3, LanternPP
-from specmm.processors import Processor
 from specmm.recipes.features import build_eagle3
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule
 from tests.tiny import chameleon
 from tests.tiny.mtp_models import save

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specmm.core.stats import Clock
 from specmm.image_ar.scales.collaborative import Turn, alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -14,7 +15,6 @@ from specmm.image_ar.scales.sampling import (
     sorted_mask,
 )
 from specmm.methods import CoDe
-from specmm.stats import Clock
 from tests.integration.var_cases import RELEASED, VARIANTS, close, tiny_vars, tiny_vqvae, var_of
 from tests.tiny.recorded import Case
 

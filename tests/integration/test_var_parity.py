@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from recipes.training.vqvae import quantise
-from specmm.checkpoints import load_strict
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config, load_var
 from specmm.image_ar.scales.scale_schedule import PATCHES_512
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig, phi_of_scale
+from specmm.loading.checkpoints import load_strict
 from tests.integration.var_cases import RELEASED, TOKENIZER, VARIANTS, close, tiny_vqvae
 from tests.tiny.recorded import Case, facts
 

@@ -8,14 +8,14 @@ import itertools
 
 import torch
 
-from specmm.decode import decode
-from specmm.drafter import Feedback
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree
 from specmm.hf.prompt import VLMPrompt, padded
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.shape.trees import branching
-from specmm.stats import Clock
-from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests.sampling import Stream, fits

@@ -5,10 +5,10 @@ from functools import cache
 
 import torch
 
-from specmm.checkpoints import load_strict
 from specmm.image_ar.scales.loading import infer_var_config, infer_vqvae_config
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
+from specmm.loading.checkpoints import load_strict
 from tests.tiny.recorded import Case
 
 VARIANTS = ("noshared", "shared", "nol2")

@@ -10,9 +10,9 @@ import transformers as tf
 from tokenizers import pre_tokenizers
 
 import specmm
-from specmm.guidance import Guidance
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
 from specmm.hf.picture_tokens import PictureTarget, picture_prompt
-from specmm.processors import Processor
 from tests.tiny import chameleon, glm_image, parts
 from tests.tiny.processors import word_tokenizer
 

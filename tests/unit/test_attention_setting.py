@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from specmm.hardware import attention_of_any_length
+from specmm.loading.hardware import attention_of_any_length
 
 
 def on():

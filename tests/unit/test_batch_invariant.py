@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.batch_invariant import batch_invariant
+from specmm.programs.batch_invariant import batch_invariant
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -33,16 +33,16 @@ from benchmarks.single import single_position
 from benchmarks.speed import measure_speed
 from recipes.emoji import EmojiSet
 from specmm import methods
-from specmm.decode import decode_plain
+from specmm.core.decode import decode_plain
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Stats
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import Prompt, StaticTarget, log_likelihood
 from specmm.metrics.features import FeatureSet
-from specmm.randomness import Uniforms
 from specmm.shape.trees import spine
-from specmm.stats import Stats
 from specmm.verify import PointMass, Recursive
 
 GPT = GPTConfig(16, 1, 2, 64, 16, num_classes=3, multiple_of=16)

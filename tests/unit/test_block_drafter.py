@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from specmm.decode import decode
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import TreeShape
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.loading import load_block, save_drafter, target_fingerprint
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.drafter import block_loss, go_on_from, seen_by
-from specmm.tree import TreeShape
 from specmm.verify import Recursive
 from tests.tiny.parts import random_weights
 

@@ -9,9 +9,9 @@ import dataclasses
 import pytest
 import torch
 
-from specmm import cache as cache_module
-from specmm.cache import Cache, CacheSize, LayerSize, alike
-from specmm.tree import TreeShape
+from specmm.core import cache as cache_module
+from specmm.core.cache import Cache, CacheSize, LayerSize, alike
+from specmm.core.tree import TreeShape
 
 SIZE = CacheSize(alike(2, 2, 3), batch=3, branches=2, capacity=9, scratch=5)
 MIXED = dataclasses.replace(

@@ -5,15 +5,15 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from specmm.decode import decode_plain
-from specmm.guidance import Guidance
+from specmm.core.decode import decode_plain
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.captions import CaptionEncoder, clean, left_pad
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "cat", "on", "the", "mat"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from specmm.processors import Processor
-from specmm.stats import Certificate, merged_certificate, rule_certificate
+from specmm.core.processors import Processor
+from specmm.core.stats import Certificate, merged_certificate, rule_certificate
 
 
 def test_kinds_follow_the_rule():

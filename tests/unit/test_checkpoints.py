@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from specmm.checkpoints import FileError, load_strict, read_checkpoint, write_checkpoint
+from specmm.loading.checkpoints import FileError, load_strict, read_checkpoint, write_checkpoint
 from tests.tiny.parts import same_weights
 
 SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]

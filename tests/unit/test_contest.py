@@ -15,8 +15,8 @@ from specmm.choose.contest import (
     Candidate,
     Record,
 )
-from specmm.decode import Progress
-from specmm.stats import Stats
+from specmm.core.decode import Progress
+from specmm.core.stats import Stats
 
 AR, FAST, SLOW, LAST = (
     PLAIN.method,

@@ -3,9 +3,9 @@ import pytest
 from specmm import methods
 from specmm.choose.contest import PLAIN, Candidate, Record, Sample
 from specmm.choose.costs import Costs, lookup, measured, plan
+from specmm.core.stats import Stats
+from specmm.core.tree import TreeShape
 from specmm.shape.trees import branching
-from specmm.stats import Stats
-from specmm.tree import TreeShape
 
 CHEAP = Costs(
     draft={1: 0.0005, 5: 0.0025},

@@ -14,21 +14,21 @@ import pytest
 import torch
 from torch import nn
 
-from specmm.decode import decode, decode_plain, first_token
-from specmm.drafter import Feedback, check_rule
-from specmm.guidance import Guidance
+from specmm.core.decode import decode, decode_plain, first_token
+from specmm.core.drafter import Feedback, check_rule
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import TreeShape
+from specmm.extending.outside import OutsideDrafter
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleDrafter, EagleHead
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.outside import OutsideDrafter
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
-from specmm.stats import Clock
-from specmm.tree import TreeShape
 from specmm.verify import Block, Lantern, PointMass, Recursive, Traversal, Typical, neighbour_table
 from tests import sampling
 from tests.sampling import Stream, last

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from specmm.derived import Derived, fact, form_of, in_a_call, one_call
-from specmm.hardware import bfloat16_products, prepack
-from specmm.turns import Turns
+from specmm.core.derived import Derived, fact, form_of, in_a_call, one_call
+from specmm.core.turns import Turns
+from specmm.loading.hardware import bfloat16_products, prepack
 
 NUMBERS = torch.Generator().manual_seed(0)
 SMALL, LARGE = torch.randn(30, generator=NUMBERS), torch.randn(300, 64, generator=NUMBERS)

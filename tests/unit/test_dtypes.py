@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm import hardware
-from specmm.hardware import LARGE, choose_dtype
+from specmm.loading import hardware
+from specmm.loading.hardware import LARGE, choose_dtype
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about processors")

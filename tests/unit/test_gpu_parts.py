@@ -25,7 +25,7 @@ from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.var import published as var_sizes
 from specmm.image_ar.tokens.gpt import Transformer
-from specmm.mapped import META, size_of
+from specmm.loading.mapped import META, size_of
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = {"model", "batch", "mode", "method", "nodes", "depth", "round_ms", "peak_mib"}

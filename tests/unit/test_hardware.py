@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specmm import hardware
+from specmm.loading import hardware
 
 
 @pytest.mark.parametrize(

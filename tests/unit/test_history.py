@@ -5,9 +5,9 @@ Shape letters: B batch, N nodes, V vocabulary.
 
 import torch
 
-from specmm.decode import EndTokens, all_of
-from specmm.processors import History, Processor, penalise
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.decode import EndTokens, all_of
+from specmm.core.processors import History, Processor, penalise
+from specmm.core.tree import DraftTree, TreeShape
 
 V = 9
 

@@ -15,8 +15,8 @@ from recipes.training.janus import PROMPT, Sizes, Writer, answer_logits, build_m
 from recipes.training.janus_vq import JanusCodes, finished, tokens_of, vq_config
 from recipes.wording import asked_for, build_processor, build_tokenizer, chat, prompt
 from specmm.hf.janus import JANUS
+from specmm.recipes.loop import seeded
 from specmm.recipes.training.encoding import to_float
-from specmm.training import seeded
 
 SIZES = Sizes(dim=32, layers=2, heads=2, inner=32, tower_dim=32, tower_layers=1)
 CODES = 16

@@ -19,8 +19,11 @@ from PIL import Image
 
 import specmm
 from benchmarks.soak.fuzz import fuzz
-from specmm.cache import Cache, CacheSize, alike
-from specmm.decode import decide
+from specmm.core.cache import Cache, CacheSize, alike
+from specmm.core.decode import decide
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending.registry import unknown
 from specmm.jobs import run
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import JOURNALS, Job, Journal, Spec, ledger, pack, prepare, unpack
@@ -29,9 +32,6 @@ from specmm.jobs.model_files import PARTS, PIECE, digest, files_of_models
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import name_of, place_of
 from specmm.jobs.run import Bar, BatchSizer, out_of_memory
-from specmm.randomness import Uniforms
-from specmm.registry import unknown
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive, Traversal
 from specmm.vlm.pictures import open_image
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specmm.kinds import texts_of
+from specmm.extending.kinds import texts_of
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specmm.decode import begun
-from specmm.late import Late
+from specmm.core.decode import begun
+from specmm.core.late import Late
 
 NAN = torch.tensor([0.0, 0.0, float("nan")])
 FINE = torch.zeros(3)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specmm.recipes import losses
+from specmm.recipes.loop import seeded
 from specmm.recipes.losses import LOSSES, Places, compared, of_drafts
 from specmm.recipes.recipe import train
-from specmm.training import seeded
 
 M, V = 6, 23
 

@@ -9,16 +9,16 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from specmm import mapped
-from specmm.checkpoints import load_strict, read_checkpoint, stored_dtype
-from specmm.hardware import Place
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import load_model
+from specmm.loading import mapped
+from specmm.loading.checkpoints import load_strict, read_checkpoint, stored_dtype
+from specmm.loading.hardware import Place
 
 MEASURED = """
 import sys, torch
-from specmm import mapped
-from specmm.checkpoints import load_strict, read_checkpoint
+from specmm.loading import mapped
+from specmm.loading.checkpoints import load_strict, read_checkpoint
 
 def most():
     lines = open("/proc/self/status").read().splitlines()
@@ -145,7 +145,7 @@ def test_loading_takes_the_memory_of_the_weights(tmp_path, suffix, dtype, bytes_
 OPENED = """
 import sys, torch, transformers
 from pathlib import Path
-from specmm.hardware import Place
+from specmm.loading.hardware import Place
 from specmm.hf.placing import Placing
 from specmm.hf.pretrained import load_model
 

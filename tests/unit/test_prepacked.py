@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from specmm.derived import one_call
-from specmm.hardware import PackedLinear, bfloat16_products, prepack, product
+from specmm.core.derived import one_call
+from specmm.loading.hardware import PackedLinear, bfloat16_products, prepack, product
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_networks_of_long_inputs_hold_float32_twice_and_use_it_by_tokens_not_row
     x = torch.randn(4, 64, 24, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         assert all(torch.equal(laid(x)[i : i + 1], laid(x[i : i + 1])) for i in range(4))
-        monkeypatch.setattr("specmm.hardware.LONG", 65)
+        monkeypatch.setattr("specmm.loading.hardware.LONG", 65)
         torch.testing.assert_close(
             laid(x), prepack(network(torch.float32))(x), atol=1e-6, rtol=1e-6
         )
@@ -107,7 +107,7 @@ def test_a_packed_layer_learns_and_is_copied():
 
 @PACKS
 def test_a_network_too_large_to_be_held_twice_is_left_as_it_is(monkeypatch):
-    monkeypatch.setattr("specmm.hardware.MOST", 24 * 96)
+    monkeypatch.setattr("specmm.loading.hardware.MOST", 24 * 96)
     assert type(prepack(network(torch.bfloat16))[0]) is nn.Linear
 
 

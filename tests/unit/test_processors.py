@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from specmm.processors import Processor, check_finite, extremes, guide
+from specmm.core.processors import Processor, check_finite, extremes, guide
 
 
 def naive_probs(row, processor):

@@ -9,12 +9,12 @@ import torch
 import transformers as tf
 
 from benchmarks.gpu import published as sizes
-from specmm import mapped
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 from specmm.image_ar.continuous.mar import PUBLISHED as MARS
 from specmm.image_ar.scales import var as scales
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
+from specmm.loading import mapped
 from specmm.vlm.msd import MSDConfig, MSDHead
 from specmm.zoo import published
 from specmm.zoo.published import published_models

@@ -2,10 +2,10 @@
 
 import torch
 
-from specmm.guidance import Guidance
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, log_likelihood
-from specmm.processors import Processor
 
 
 def test_equals_a_causal_forward_with_guidance() -> None:

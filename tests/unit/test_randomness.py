@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.randomness import BLOCK, Uniforms, categorical, sample_generators
+from specmm.core.randomness import BLOCK, Uniforms, categorical, sample_generators
 
 CPU = torch.device("cpu")
 

@@ -7,11 +7,11 @@ Shape letters: B batch, N nodes, D depth, V vocabulary.
 import pytest
 import torch
 
-from specmm.drafter import Feedback
+from specmm.core.drafter import Feedback
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.image_ar.tokens.drafters.block import RejectedPositions, first_below
 from specmm.methods import LanternPP, Speculative
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import VerifyResult
 
 SHAPE = TreeShape.from_parents([-1, 0, 0, 1, 3, 2])  # 0 - 1 - 3 - 4, and 0 - 2 - 5

@@ -8,11 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.decode import decode_plain
-from specmm.guidance import Guidance
+from specmm.core.decode import decode_plain
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.tokens.row_parallel import decode_rows, rounds
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from tests.unit.test_decode import CAPTIONED, SMALL, last, prompt_of, target_of
 
 SIDE = SMALL.grid

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specmm.sorting import by_chunks, largest
+from specmm.core.sorting import by_chunks, largest
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])

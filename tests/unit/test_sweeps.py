@@ -17,7 +17,7 @@ from specmm.image_ar.continuous.pipeline import MARPipeline
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.training import seeded
+from specmm.recipes.loop import seeded
 from tests.tiny.parts import mar_sides
 
 SMALL = mar_sides(16, 1) | dict(buffer_size=2, diffloss_d=1, diffloss_w=16)

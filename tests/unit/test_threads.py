@@ -15,7 +15,7 @@ from torch import nn
 import specmm
 from specmm.choose import threads
 from specmm.choose.threads import Products, allowed, choose, chosen, in_use, look_again, settled
-from specmm.turns import turns_of
+from specmm.core.turns import turns_of
 
 Seconds = Callable[[int], float]
 

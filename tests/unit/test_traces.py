@@ -13,14 +13,14 @@ from benchmarks.doctor import drafter_of
 from specmm import zoo as pocket
 from specmm.choose.costs import Costs
 from specmm.choose.traces import Trace, costs_of
-from specmm.decode import decide, decode
+from specmm.core.decode import decide, decode
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.doctor import examined
 from specmm.recipes.following import chances
 from specmm.shape.trees import branching, sample_siblings, spine
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from tests.commands import as_json, refused, succeed
 from tests.unit.vlm.test_doctor import chats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 
 
 def random_parents(size: int, seed: int) -> list[int]:

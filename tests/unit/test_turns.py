@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from specmm.turns import Turns, in_its_turn, turns_of
+from specmm.core.turns import Turns, in_its_turn, turns_of
 
 
 def until(happened):

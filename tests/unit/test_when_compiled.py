@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specmm import program_cache
-from specmm.when_compiled import BUILD, LOAD, SHARE, TRIES, Seconds, Work
+from specmm.choose.when_compiled import BUILD, LOAD, SHARE, TRIES, Seconds, Work
+from specmm.programs import program_cache
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(kept):
 
 LEAVING = """
 import os
-from specmm import program_cache
+from specmm.programs import program_cache
 program_cache.leave(OSError())
 print(os.environ[program_cache.VARIABLE], os.path.isdir(os.environ[program_cache.VARIABLE]))
 """

@@ -3,8 +3,8 @@
 import pytest
 
 from specmm import zoo
+from specmm.extending.registry import unknown
 from specmm.hf.pretrained import find, find_target
-from specmm.registry import unknown
 
 KINDS = {
     "images": {"pocket/llamagen", "pocket/mar", "pocket/var"},

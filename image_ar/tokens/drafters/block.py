@@ -21,8 +21,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specmm.cache import Cache, CacheSize, Memory, alike, branched
-from specmm.drafter import Feedback
+from specmm.core.cache import Cache, CacheSize, Memory, alike, branched
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.sorting import largest
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape, at_nodes
 from specmm.image_ar.tokens.gpt import (
     GPTConfig,
     RMSNorm,
@@ -32,11 +36,7 @@ from specmm.image_ar.tokens.gpt import (
 )
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.methods import check_rejected_weight
-from specmm.randomness import UniformSource
 from specmm.shape.trees import Siblings, draw_siblings
-from specmm.sorting import largest
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape, at_nodes
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class BlockDrafter:
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Draft the tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """Draft the tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         with self.clock("draft"):
             states = self._levels(feedback)
         if self.rejected is not None:

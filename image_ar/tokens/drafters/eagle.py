@@ -5,7 +5,7 @@ The head is one layer over features of the committed tokens, with the official n
 reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm, and
 predicts hidden_{i+1}; the target's output head, without a norm, turns that into logits. The layer
 has no norm before its attention. Positions are the target's less one: P - 1 prefix rows without
-rotation, then the raster. :class:`specmm.growth.Growth` grows the tree. A prompt's padded
+rotation, then the raster. :class:`specmm.core.growth.Growth` grows the tree. A prompt's padded
 positions are read like any others, as in the release. Source: EAGLE (arXiv 2401.15077), LANTERN
 (2410.03355).
 
@@ -22,16 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.cache import Cache, CacheSize, Memory, alike, branched
-from specmm.drafter import DrafterVocabulary, Feedback
-from specmm.growth import Growth
+from specmm.core.cache import Cache, CacheSize, Memory, alike, branched
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.growth import Growth
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.image_ar.tokens.gpt import GPTConfig, RMSNorm, RotaryTable, rotary_table, rotate
 from specmm.image_ar.tokens.target import LlamaGenTarget
-from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class EagleHead(nn.Module):
 class EagleDrafter:
     """Drafts with an :class:`EagleHead`.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`.
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`.
     Raises ``ValueError`` when the head was made for a target of other sizes.
     """
 
@@ -208,7 +208,7 @@ class EagleDrafter:
         self.growth.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Draft the tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """Draft the tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         if feedback.result is None:
             state = self._read_prompt(feedback)
         else:

@@ -34,13 +34,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from specmm.drafter import Feedback
-from specmm.drawing import DrawingTarget
+from specmm.core.drafter import Feedback
+from specmm.core.drawing import DrawingTarget
+from specmm.core.randomness import UniformSource, categorical
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape, at_nodes
 from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.methods.images import Init, check_init
-from specmm.randomness import UniformSource, categorical
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape, at_nodes
 from specmm.verify.exact import Trial, strict_step
 
 # Share of the newest distribution at the first place of a coupled window. The token before it has
@@ -97,7 +97,7 @@ class JacobiDrafter:
         """Nothing to do: the next feedback tells."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Draw the window after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """Draw the window after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         earlier = self.earlier(feedback) if self.coupled else None
         probs = self.newest(feedback, earlier)
         if not self.coupled:

@@ -21,8 +21,8 @@ from specmm.cli.evaluate.prompts import read_prompts
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
-from specmm.files import writable
-from specmm.registry import unknown
+from specmm.extending.registry import unknown
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     from specmm.metrics.features import Protocol

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmm.files import sentence_of
+from specmm.loading.files import sentence_of
 
 if TYPE_CHECKING:
     from specmm.metrics.inputs import PictureFile

@@ -21,8 +21,8 @@ from specmm.cli.evaluate.measured import (
 from specmm.cli.evaluate.sources import SourceReader, generator
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, write_text
-from specmm.files import writable
-from specmm.registry import unknown
+from specmm.extending.registry import unknown
+from specmm.loading.files import writable
 
 if TYPE_CHECKING:
     from specmm.metrics.answers import Answers, Predictions

@@ -47,7 +47,7 @@ class SourceReader:
     @cached_property
     def extractor(self) -> Extractor:
         """The network; ``ValueError`` for an unknown name or device, and for missing weights."""
-        from specmm.hardware import named_device
+        from specmm.loading.hardware import named_device
         from specmm.metrics import extractors
 
         device = named_device(self.device)

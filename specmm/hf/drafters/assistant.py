@@ -25,20 +25,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specmm import methods
-from specmm.cache import Cache, CacheSize, LayerSize
-from specmm.drafter import DrafterVocabulary, Feedback
-from specmm.growth import Growth
-from specmm.hardware import prepack
+from specmm.core.cache import Cache, CacheSize, LayerSize
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.growth import Growth
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.trees import check_unguided, trees_of
 from specmm.hf.drafting import Assembly, drafting_probs
 from specmm.hf.families import FULL, SLIDING
 from specmm.hf.pretrained import load_config, load_model
 from specmm.hf.target import VLMTarget
-from specmm.randomness import UniformSource
+from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 
 ALL = slice(None)  # of a level's states; a number would have the layers cut them
 SHARED = "shared_kv_states"  # what such a model's forward takes of the target
@@ -47,7 +47,7 @@ SHARED = "shared_kv_states"  # what such a model's forward takes of the target
 class AssistantDrafter:
     """Drafts with the assistant ``model`` of transformers for ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`; greedy
     decoding never samples. Raises ``ValueError`` when the assistant does not fit the target.
     """
 
@@ -77,10 +77,10 @@ class AssistantDrafter:
         self.growth.begin(Cache(size, self.target.dtype, self.target.device))
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.drafter.BatchingDrafter`: it keeps nothing of a row."""
+        """See :class:`specmm.core.drafter.BatchingDrafter`: it keeps nothing of a row."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         hidden = feedback.output.hidden[:, -1]
         if feedback.result is not None:
             last = feedback.result.kept.clamp(min=1) - 1

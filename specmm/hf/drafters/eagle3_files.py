@@ -19,14 +19,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from specmm.checkpoints import (
-    State,
-    embeddings_of,
-    fingerprint,
-    load_strict,
-    read_json,
-    write_checkpoint,
-)
+from specmm.extending.registry import unknown
 from specmm.hf.drafters.eagle3_head import READ, Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.files import (
     HEAD,
@@ -38,8 +31,15 @@ from specmm.hf.drafters.files import (
     read_state,
     write_acceptance,
 )
-from specmm.mapped import WithoutWeights
-from specmm.registry import unknown
+from specmm.loading.checkpoints import (
+    State,
+    embeddings_of,
+    fingerprint,
+    load_strict,
+    read_json,
+    write_checkpoint,
+)
+from specmm.loading.mapped import WithoutWeights
 
 EMBEDDINGS = "embed_tokens.weight"
 MASK = "mask_hidden"

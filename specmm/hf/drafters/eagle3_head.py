@@ -28,12 +28,12 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from specmm.extending.registry import named
 from specmm.hf.drafters.features import BoundNetwork
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.families import cache_name
 from specmm.hf.target import VLMTarget
-from specmm.registry import named
 
 LAYERS: Mapping[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 CACHE = cache_name(LlamaDecoderLayer)

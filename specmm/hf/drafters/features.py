@@ -22,25 +22,25 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.cache import Cache, CacheSize, LayerSize, Memory
 from specmm.choose.acceptance import WIDEST, AcceptanceCounter
 from specmm.choose.contest import Candidate
-from specmm.decode import EndTokens, decode
-from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
-from specmm.growth import Growth
+from specmm.core.cache import Cache, CacheSize, LayerSize, Memory
+from specmm.core.decode import EndTokens, decode
+from specmm.core.drafter import DeferredDrafter, DrafterVocabulary, Feedback
+from specmm.core.growth import Growth
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms, UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.drafting import Assembly, Verification, drafting_probs
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import Context, VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms, UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import Siblings, spine, static_tree
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 
 Grown = TypeVar("Grown", methods.MSD, methods.Eagle3)
@@ -140,7 +140,7 @@ class Reading:
 class FeatureDrafter:
     """Drafts with a ``network`` for ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`; greedy
     decoding never samples. Raises ``ValueError`` when the network does not fit the target.
     """
 
@@ -205,7 +205,7 @@ class FeatureDrafter:
         self.shift = with_row(self.shift, row, shift_of(alone))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         state = self.predicted
         if feedback.result is not None:
             self.kept = feedback.result.kept
@@ -223,7 +223,7 @@ class FeatureDrafter:
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
-        """One pass of the network; see :class:`specmm.growth.FeatureHead`."""
+        """One pass of the network; see :class:`specmm.core.growth.FeatureHead`."""
         with self.clock("draft"):
             if self.ahead is not None and depth:
                 return self.ahead.after(depth, tokens.shape[1])

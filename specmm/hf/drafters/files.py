@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config
 
-from specmm.checkpoints import (
+from specmm.loading.checkpoints import (
     State,
     check_fingerprint,
     embeddings_of,

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.drafter import Feedback
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree
+from specmm.extending.registry import named
 from specmm.hf.drafters.prompt_lookup import Recall
 from specmm.hf.drafting import Assembly
 from specmm.hf.interleaved import TEXT, InterleavedTarget
-from specmm.randomness import UniformSource
-from specmm.registry import named
-from specmm.stats import Clock
-from specmm.tree import DraftTree
 from specmm.verify import Recursive
 from specmm.verify.exact import one_hot
 
@@ -52,7 +52,7 @@ class InterleavedDrafter:
         self.jacobi.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The chain after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The chain after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         tree: DraftTree = self.jacobi.propose(feedback, uniforms)
         with self.clock("draft"):
             self.recall.extend(feedback)

@@ -22,25 +22,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm import methods
-from specmm.cache import Cache, CacheSize
-from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
+from specmm.core.cache import Cache, CacheSize
+from specmm.core.drafter import DeferredDrafter, DrafterVocabulary, Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.features import shift_of, with_row
 from specmm.hf.drafters.mtp_growth import LayerGrowth
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
 from specmm.hf.drafters.trees import check_unguided, trees_of
 from specmm.hf.drafting import Assembly, drafting_probs
 from specmm.hf.target import VLMTarget
-from specmm.randomness import UniformSource
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 
 
 class MtpDrafter:
     """Drafts with the ``layers`` of ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.growth.Growth`; greedy
+    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`; greedy
     decoding never samples.
     """
 
@@ -93,7 +93,7 @@ class MtpDrafter:
         self.shift = with_row(self.shift, row, shift_of(alone))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         state = self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)
 

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from specmm.checkpoints import State, save_readable, some_names
 from specmm.hf.drafters.files import read_state
 from specmm.hf.drafters.mtp_layers import load_layers, named_layers, own_weights
 from specmm.hf.drafters.mtp_layouts import class_of
+from specmm.loading.checkpoints import State, save_readable, some_names
 
 CONFIGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 

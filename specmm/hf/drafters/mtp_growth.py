@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache
-from specmm.drafter import Feedback
-from specmm.growth import FeatureHead, Growth
-from specmm.randomness import UniformSource
-from specmm.tree import DraftTree, at_nodes
+from specmm.core.cache import Cache
+from specmm.core.drafter import Feedback
+from specmm.core.growth import FeatureHead, Growth
+from specmm.core.randomness import UniformSource
+from specmm.core.tree import DraftTree, at_nodes
 
 
 class LayerGrowth(Growth):
-    """As :class:`specmm.growth.Growth`, for a head of ``layers`` in turn, whose ``read`` runs the
-    layer of its ``depth`` or else the last.
+    """As :class:`specmm.core.growth.Growth`, for a head of ``layers`` in turn, whose ``read`` runs
+    the layer of its ``depth`` or else the last.
 
     ``last`` [B, K, C] is what each predicted after the last committed token; the caller sets it for
     the prompt. A round's committed tokens stay in scratch slots, before its drafts, until the tree
@@ -44,7 +44,7 @@ class LayerGrowth(Growth):
         return self.before + self.fed
 
     def begin(self, cache: Cache) -> None:
-        """See :class:`specmm.growth.Growth`; first are the mask's rows of committed tokens."""
+        """See :class:`specmm.core.growth.Growth`; first are the mask's rows of committed tokens."""
         super().begin(cache)
         own = slice(cache.size.capacity, self.start)
         self.mask[:, :, : self.before, own].masked_fill_(self.chain, 0)
@@ -75,7 +75,7 @@ class LayerGrowth(Growth):
     def grow(
         self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: UniformSource
     ) -> DraftTree:
-        """See :class:`specmm.growth.Growth`; then the committed tokens move to their slots."""
+        """See :class:`specmm.core.growth.Growth`; then the committed tokens move to their slots."""
         tree = self._below(head, root, state, uniforms)
         self.cache.keep(self.order.expand(len(root), -1), self.kept)
         return tree
@@ -97,7 +97,7 @@ class LayerGrowth(Growth):
         depth: int,
         first: int,
     ) -> Tensor:
-        """See :class:`specmm.growth.Growth`: the states are those of the layer of ``depth``."""
+        """As :class:`specmm.core.growth.Growth`; states are those of the layer of ``depth``."""
         if depth >= self.count:
             return super()._feed(head, tokens, states, origin, depth, first)
         count = tokens.shape[1]
@@ -113,7 +113,7 @@ class LayerGrowth(Growth):
         return found[:, -count:]
 
     def _positions(self, depth: int, count: int) -> Tensor:
-        """See :class:`specmm.growth.Growth`: after the committed tokens that have no slot yet."""
+        """As :class:`specmm.core.growth.Growth`, after committed tokens that have no slot yet."""
         return super()._positions(depth, count) + self.kept[:, None]
 
     def _note(self, states: Tensor, number: int) -> Tensor:

@@ -25,8 +25,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from specmm.cache import Cache, LayerSize
-from specmm.checkpoints import (
+from specmm.core.cache import Cache, LayerSize
+from specmm.hf.cache_layers import as_transformers
+from specmm.hf.drafters.files import cast, check_target
+from specmm.hf.drafters.mtp_layouts import class_of, count_of, layout_of
+from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
+from specmm.loading.checkpoints import (
     check_weights,
     embeddings_of,
     fingerprint,
@@ -36,11 +40,7 @@ from specmm.checkpoints import (
     some_names,
     write_checkpoint,
 )
-from specmm.hardware import prepack
-from specmm.hf.cache_layers import as_transformers
-from specmm.hf.drafters.files import cast, check_target
-from specmm.hf.drafters.mtp_layouts import class_of, count_of, layout_of
-from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
+from specmm.loading.hardware import prepack
 
 TUNED = "mtp"  # the model type of folders that hold fine-tuned layers
 ADVICE = "use a checkpoint that holds them, or another method such as prompt-lookup"

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache
+from specmm.core.cache import Cache
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # slots, positions, bias to states
 

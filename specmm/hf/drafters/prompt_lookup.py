@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from specmm import methods
-from specmm.drafter import Feedback
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafting import Assembly
 from specmm.hf.target import VLMTarget
-from specmm.randomness import UniformSource
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 
 

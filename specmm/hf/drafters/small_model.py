@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.drafter import DeferredDrafter, DrafterVocabulary, Feedback
-from specmm.growth import Growth
-from specmm.hardware import prepack
+from specmm.core.drafter import DeferredDrafter, DrafterVocabulary, Feedback
+from specmm.core.growth import Growth
+from specmm.core.processors import Processor
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafting import Assembly, Verification, translated
 from specmm.hf.pretrained import load_model, own_tokenizer
 from specmm.hf.prompt import VLMPrompt, on_device, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.processors import Processor
-from specmm.randomness import UniformSource
+from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, static_tree
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 
 Inputs = Callable[[VLMPrompt], dict[str, Any]]
 ENCODED = "mm_encoder_outputs"  # pictures that generate encoded before it calls a custom_generate
@@ -111,7 +111,7 @@ class ModelDrafter:
         self.growth.begin(self.small.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.drafter.Drafter`."""
+        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         state = self.state
         if feedback.result is not None:
             state = self.growth.read_committed(self, feedback)

@@ -7,11 +7,11 @@ from __future__ import annotations
 from typing import NamedTuple, TypeAlias
 
 from specmm import methods
+from specmm.core.tree import TreeShape
 from specmm.hf.drafting import Verification
 from specmm.hf.target import VLMTarget
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, static_tree
-from specmm.tree import TreeShape
 from specmm.verify import Recursive, Rule
 
 Grown: TypeAlias = methods.MTP | methods.Assistant

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specmm.block_memory import BlockMemory
+from specmm.diffusion_drafters.models.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.dflash_config import Reach
+from specmm.recipes.loop import Losses
 from specmm.recipes.losses import Head, compared
-from specmm.training import Losses
 
 ANCHORS = 16  # blocks a row
 

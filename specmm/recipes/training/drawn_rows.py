@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm import __version__
-from specmm.decode import decode_plain
-from specmm.derived import digest
-from specmm.files import write_whole
+from specmm.core.decode import decode_plain
+from specmm.core.derived import digest
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.loading.files import write_whole
 from specmm.text.pipeline import TextPipeline
 
 ROWS_AT_ONCE = 32  # rows the target continues together

@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specmm.files import writable
-from specmm.hardware import bfloat16_products
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import next_positions
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.training import MUON, Losses, Run, batch_rows, fit, rank, share
+from specmm.loading.files import writable
+from specmm.loading.hardware import bfloat16_products
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, rank, share
 
 GIB = 2**30
 # Makes a batch of what was drawn: whole conversations, and which tokens are answers' [B, L] bool.
@@ -202,7 +202,7 @@ def learn(
     **options: Any,
 ) -> None:
     """Train ``network`` in place by the ``loss`` of what ``draw`` gives for each step, in bfloat16
-    over its own weights; ``options`` are those of :func:`specmm.training.fit`.
+    over its own weights; ``options`` are those of :func:`specmm.recipes.loop.fit`.
     """
 
     def step(i: int) -> Losses:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from specmm.core.stats import Stats
 from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
@@ -21,7 +22,6 @@ from specmm.image_ar.continuous.orders import (
     normals,
     random_orders,
 )
-from specmm.stats import Stats
 
 PICTURES = 400
 

@@ -8,7 +8,8 @@ import functools
 import torch
 import transformers as tf
 
-from specmm.decode import decode, decode_plain
+from specmm.core.decode import decode, decode_plain
+from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
@@ -22,7 +23,6 @@ from specmm.hf.drafting import chain_rule
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.recipes.diffusion import fit_proxy
-from specmm.tree import TreeShape
 from specmm.verify import Recursive, Traversal
 from tests import sampling
 from tests.sampling import Stream

@@ -5,15 +5,15 @@ everything anew.
 import torch
 import transformers as tf
 
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.models.deer import DEERModel
-from specmm.drafter import Feedback
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.verify import Recursive
 from tests.tiny.parts import shaken
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 import transformers as tf
 
-from specmm import methods, when_compiled
-from specmm.compiled import CompiledRound, compiled
-from specmm.decode import ROOM, decode, decode_plain
+from specmm import methods
+from specmm.choose import when_compiled
+from specmm.core.decode import ROOM, decode, decode_plain
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.drafting import assemble
 from specmm.hf.options import Options
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.static import StaticVLMTarget
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.programs.compiled import CompiledRound, compiled
 from specmm.text.pipeline import TextPipeline, check_compiled
 from specmm.vlm.pipeline import VQAPipeline
 from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, target_model

@@ -5,9 +5,9 @@ from is caught.
 import pytest
 import torch
 
+from specmm.core.processors import Processor
+from specmm.core.tree import DraftTree
 from specmm.diffusion_drafters.block_drafters import with_root
-from specmm.processors import Processor
-from specmm.tree import DraftTree
 from tests.sampling import fits
 from tests.unit.diffusion.conftest import DRAFTERS, FAST, samples, sequence_distribution
 

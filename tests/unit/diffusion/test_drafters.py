@@ -8,21 +8,21 @@ import json
 import pytest
 import torch
 
-from specmm.decode import decode
+from specmm.core.decode import decode
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.block_drafters import ChainDrafter, DrawnTreeDrafter, TreeDrafter
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter, StepsDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
-from specmm.drafter import Feedback
 from specmm.hf.prompt import VLMPrompt, padded
 from specmm.hf.target import VLMTarget
 from specmm.hf.translation import Translation
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
-from specmm.tree import TreeShape
 from specmm.verify import Block as BlockVerification
 from specmm.verify import Recursive, Traversal
 from tests.cases import some

@@ -11,11 +11,11 @@ from functools import cache
 import pytest
 import torch
 
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.block_drafters import NextDrafts, with_point_masses
 from specmm.diffusion_drafters.sources import DrafterVocabulary
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.tree import TreeShape
 from tests.unit.shape.test_heap import brute
 
 TABLE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))  # of the drafter's tokens

@@ -4,25 +4,25 @@ import pytest
 import torch
 import transformers as tf
 
-from specmm.block_memory import BlockMemory
-from specmm.decode import decode_plain
+from specmm.core.decode import decode_plain
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.diffusion_drafters.cached_sources import CausalSource
+from specmm.diffusion_drafters.models.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource
-from specmm.drafter import Feedback
 from specmm.hf.aux_states import AuxStates
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes import deer, dflash
 from specmm.recipes.diffusion import denoising_loss, hide, train_diffusion
+from specmm.recipes.loop import Run
 from specmm.recipes.source import read_rows
 from specmm.recipes.training.blocks import Anchors, fading, probs_loss
 from specmm.recipes.training.drawn_rows import drawn_rows, frequent
 from specmm.recipes.training.seen import SeenRows, learn
 from specmm.recipes.training.texts import windows
-from specmm.training import Run
 from tests.tiny.parts import shaken
 
 V, MASK, L, K = 23, 22, 20, 4

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from specmm.core.tree import TreeShape
 from specmm.kernels.backend import VARIABLE
-from specmm.tree import TreeShape
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ Shape letters: B batch, N nodes, V vocabulary.
 import pytest
 import torch
 
-from specmm.decode import decide
+from specmm.core.decode import decide
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.kernels.acceptance import accept, decide_fused, naive
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import naive as rules
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive

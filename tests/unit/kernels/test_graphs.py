@@ -9,16 +9,16 @@ from benchmarks.gpu import kernels, language
 from benchmarks.gpu.graphs import GraphTarget, VLMGraphTarget
 from benchmarks.gpu.parts import Bench
 from specmm import methods
-from specmm.decode import decode
-from specmm.graphs import Graph
-from specmm.guidance import Guidance
+from specmm.core.decode import decode
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
-from specmm.processors import Processor
-from specmm.tree import DraftTree, TreeShape
+from specmm.programs.graphs import Graph
 from specmm.verify.rule import VerifyResult
 
 # two shapes of one size, and another size

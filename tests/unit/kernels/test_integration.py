@@ -8,15 +8,15 @@ import pytest
 import torch
 import transformers as tf
 
-from specmm.guidance import Guidance
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention import interface
-from specmm.processors import Processor
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import VerifyResult
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from specmm.core.processors import Processor
 from specmm.kernels.top_k import MOST, kth_largest, naive, serves
 from specmm.kernels.top_k.triton import LEAST
-from specmm.processors import Processor
 
 CASES = [(width, "normal") for width in (1, 2, 1024, 1500)]
 CASES += [(100, kind) for kind in ("ties", "excluded", "wide")]
@@ -68,7 +68,7 @@ def test_the_operator_is_sound(device):
 
 def test_a_filter_takes_it(device, on_triton, monkeypatch):
     """Where numpy does not sort, as on a GPU."""
-    monkeypatch.setattr("specmm.processors.by_numpy", lambda x: False)
+    monkeypatch.setattr("specmm.core.processors.by_numpy", lambda x: False)
     logits = rows(300, device, "ties")
     found = Processor(0.7, 40)(logits)
     kept = logits >= naive.kth_largest(logits, 40)

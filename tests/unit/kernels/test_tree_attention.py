@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from specmm.core.tree import TreeShape
 from specmm.kernels.tree_attention import TreeMask, attend, dense, naive, tree_attention
 from specmm.kernels.tree_attention import triton as fast
-from specmm.tree import TreeShape
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.extractors import extractor
 
 timm = pytest.importorskip("timm", reason="needs the extra fid")

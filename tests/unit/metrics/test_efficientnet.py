@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.extractors import Extractor, extractor
 from specmm.metrics.networks import pillow_bicubic
 

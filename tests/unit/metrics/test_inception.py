@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specmm.extras import install
+from specmm.loading.extras import install
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.networks import Inception, tensorflow_resize
 from specmm.metrics.weights import locate

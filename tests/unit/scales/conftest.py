@@ -5,14 +5,14 @@ import dataclasses
 import pytest
 import torch
 
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.image_ar.scales.collaborative import Turn, alternate
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import InverseCDF, VARSettings
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
 
 SIDES = (1, 2, 3, 4, 6)
 TINY = VARConfig(2, 64, 4, vocab_size=32, z_channels=8, num_classes=10, patch_nums=SIDES)

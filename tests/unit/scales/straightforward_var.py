@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.randomness import Uniforms, categorical
 from specmm.image_ar.scales.sampling import sorted_mask
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.randomness import Uniforms, categorical
 
 
 def block_step(

@@ -4,9 +4,9 @@ import weakref
 
 import pytest
 
+from specmm.core.stats import Clock
 from specmm.image_ar.scales import collaborative
 from specmm.image_ar.scales.collaborative import Turn, alternate, certificate, split
-from specmm.stats import Clock
 
 SCALES = 4
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from specmm.choose.contest import Measured
+from specmm.core.watching import watched
 from specmm.image_ar.scales import var
 from specmm.image_ar.scales.tuning import CALIBRATION, DEPTHS, plan_of_sizes
-from specmm.watching import watched
 from tests.commands import as_json, refused, succeed
 
 

@@ -10,15 +10,15 @@ import shutil
 import pytest
 import torch
 
-from specmm.compiled import compiled, prepare_compiler
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.image_ar.scales import next_scale
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.image_ar.scales.var import VAR
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
+from specmm.programs.compiled import compiled, prepare_compiler
 
 LABELS = torch.tensor([3, 7])
 

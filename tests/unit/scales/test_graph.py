@@ -7,9 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specmm import methods
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.scales.collaborative import code_turns, draw_picture
 from specmm.image_ar.scales.pipeline import VARPipeline
-from specmm.randomness import Uniforms
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
 

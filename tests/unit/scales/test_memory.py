@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from benchmarks.memory import measured_peak
-from specmm.hardware import prepack
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
 from specmm.image_ar.scales.collaborative import alternate, code_turns
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling
 from specmm.image_ar.scales.tuning import model_memory
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
+from specmm.loading.hardware import prepack
 
 CPU = torch.device("cpu")
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.scales.sampling import (
     InverseCDF,
     ReleaseSampler,
@@ -11,7 +12,6 @@ from specmm.image_ar.scales.sampling import (
     soften,
     sorted_mask,
 )
-from specmm.randomness import Uniforms
 from tests.sampling import p_value
 
 LOGITS = torch.randn(1, 1, 12, generator=torch.Generator().manual_seed(0)) * 1.5

@@ -5,9 +5,9 @@ batches.
 import pytest
 import torch
 
+from specmm.core.randomness import Uniforms
 from specmm.image_ar.scales.next_scale import FeatureMap, Session, log_likelihood
 from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
-from specmm.randomness import Uniforms
 from tests.unit.scales.straightforward_var import straightforward
 
 LABELS = torch.tensor([3, 0, 7])

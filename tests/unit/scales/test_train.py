@@ -23,8 +23,8 @@ from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer, VQVAEConfig
+from specmm.recipes.loop import seeded
 from specmm.recipes.recipe import train
-from specmm.training import seeded
 
 SIDES = (1, 2, 3)
 SHARED = dict(vocab_size=16, z_channels=4, num_classes=3, patch_nums=SIDES)
@@ -84,7 +84,7 @@ def test_a_resumed_run_equals_an_unbroken_one(examples, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Examples, "batch", stop)
-        patch.setattr("specmm.training.time.monotonic", iter(range(0, 10**6, 1000)).__next__)
+        patch.setattr("specmm.recipes.loop.time.monotonic", iter(range(0, 10**6, 1000)).__next__)
         with pytest.raises(KeyboardInterrupt):
             train_var(examples, CONFIG, tmp_path / "broken", steps=6, **QUICK)
     resumed = train_var(examples, CONFIG, tmp_path / "broken", steps=6, **QUICK)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
+from specmm.core.tree import TreeShape
 from specmm.shape.sequoia import expected_tau, rank_table, reach
 from specmm.shape.trees import branching, make_tree
-from specmm.tree import TreeShape
 
 ACCEPT = [0.5, 0.2, 0.1]
 

@@ -4,9 +4,9 @@ import itertools
 import pytest
 import torch
 
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.shape.blocks import block_tree
 from specmm.shape.eagle2 import finish, start, step
-from specmm.tree import DraftTree, TreeShape
 
 
 def paths(tree, row=0):

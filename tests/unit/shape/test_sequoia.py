@@ -3,8 +3,8 @@ from functools import cache
 import pytest
 import torch
 
+from specmm.core.tree import TreeShape
 from specmm.shape.sequoia import best_tree, expected_tau
-from specmm.tree import TreeShape
 
 
 @cache

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmm.processors import Processor, guide
-from specmm.tree import TreeShape
+from specmm.core.processors import Processor, guide
+from specmm.core.tree import TreeShape
 from specmm.verify.exhaustive import (
     draws,
     emitted_probs,

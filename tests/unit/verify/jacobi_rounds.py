@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from specmm.drafter import Feedback, committed
+from specmm.core.drafter import Feedback, committed
+from specmm.core.processors import Processor
+from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.processors import Processor
-from specmm.stats import Clock
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree
 from specmm.verify.exact import normalised, one_hot
 from specmm.verify.exhaustive import Tables
 from specmm.verify.rule import Rule, VerifyResult, endings

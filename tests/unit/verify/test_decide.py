@@ -11,9 +11,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from specmm.decode import decide
-from specmm.randomness import Uniforms
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.decode import decide
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import (
     Block,
     Decisions,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmm.processors import Processor
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.processors import Processor
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import (
     Block,
     Decisions,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import Grouped, neighbour_table
 from specmm.verify.exact import take
 from specmm.verify.exhaustive import (

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specmm.core.processors import Processor
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
-from specmm.processors import Processor
 from specmm.verify import Block, Grouped, LanternPP, PointMass, Recursive, Traversal
 from specmm.verify.exhaustive import sequence_probs, total_variation
 from tests.unit.verify.jacobi_rounds import drawing, written

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specmm.processors import Processor
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.processors import Processor
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import Lantern, LanternPP, Recursive, neighbour_table
 from specmm.verify.exhaustive import (
     draws,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import (
     Block,
     GreedyMatch,

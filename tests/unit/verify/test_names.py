@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specmm.decode import decide
-from specmm.randomness import Uniforms
+from specmm.core.decode import decide
+from specmm.core.randomness import Uniforms
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import TREES, draw_siblings, likeliest_and_one, make_tree, static_tree
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import RULES, make_rule, rule_kind
 from tests.sampling import p_value
 

@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import Recursive
 from specmm.verify.exact import normalised
 from specmm.verify.exhaustive import Draws, draws, emitted_probs, sequence_probs, total_variation

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmm.tree import DraftTree, TreeShape
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import Block, Recursive, Traversal
 from specmm.verify.exhaustive import Draws, draws, emitted_probs, sequence_probs, total_variation
 

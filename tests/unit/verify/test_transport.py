@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specmm.tree import TreeShape
+from specmm.core.tree import TreeShape
 from specmm.verify import GreedyMultiDraft, KSeq, Recursive, expected_tokens, naive, ot_bound
 from specmm.verify.exhaustive import draws, node_probs
 

@@ -7,17 +7,17 @@ from itertools import product
 import pytest
 import torch
 
-from specmm.batch_invariant import batch_invariant
-from specmm.continuous_batching import Queue
-from specmm.decode import EndTokens, decode, decode_plain
-from specmm.drafter import NoDrafts
+from specmm.core.continuous_batching import Queue
+from specmm.core.decode import EndTokens, decode, decode_plain
+from specmm.core.drafter import NoDrafts
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.running import PromptBatch
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
+from specmm.programs.batch_invariant import batch_invariant
 from specmm.recipes.msd import build_msd
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching

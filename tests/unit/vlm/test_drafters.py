@@ -9,13 +9,13 @@ import torch
 import transformers as tf
 
 from specmm import methods
-from specmm.decode import decode, decode_plain
+from specmm.core.decode import decode, decode_plain
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from tests.integration.two_drafts import colder
 from tests.sampling import Stream, fits, last, sequence_distribution
 from tests.tiny.parts import shaken

@@ -13,20 +13,20 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
-from specmm.decode import decode
-from specmm.drafter import DrafterVocabulary, Feedback
+from specmm.core.decode import decode
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.methods import Eagle3
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import GreedyMatch, Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests.sampling import check_recorded, fits

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from specmm import zoo as pocket
-from specmm.checkpoints import fingerprint
+from specmm.loading.checkpoints import fingerprint
 from specmm.vlm.export import to_eagle
 from specmm.vlm.loading import load_model
 from specmm.vlm.msd import MSDConfig, MSDHead, drafted_embeddings, load_msd, save_msd

@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 import specmm
+from specmm.core.processors import Processor
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.recipes.dflash import build_block
 from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead

@@ -2,14 +2,14 @@
 
 import torch
 
-from specmm.drafter import Feedback
+from specmm.core.drafter import Feedback
+from specmm.core.processors import Processor
+from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.prompt_lookup import LookupRow, PromptLookupDrafter
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.stats import Clock
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify import VerifyResult
 
 NONE = frozenset()

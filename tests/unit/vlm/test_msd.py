@@ -5,19 +5,19 @@ prompt slots.
 import pytest
 import torch
 
-from specmm.decode import decode, decode_plain
-from specmm.drafter import DeferredDrafter, Feedback
+from specmm.core.decode import decode, decode_plain
+from specmm.core.drafter import DeferredDrafter, Feedback
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree
 from specmm.hf.drafters.features import FeatureDrafter, as_chains
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
 from specmm.methods import MSD
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.msd import build_msd, msd_config
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching
-from specmm.stats import Clock
-from specmm.tree import DraftTree
 from specmm.verify import GreedyMatch, Recursive
 from specmm.vlm.msd import MSDConfig, MSDHead
 from tests.sampling import check_recorded, fits

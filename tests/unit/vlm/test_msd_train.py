@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specmm.core.processors import Processor
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
+from specmm.recipes.loop import Run
 from specmm.recipes.losses import compared
 from specmm.recipes.msd import (
     Example,
@@ -23,7 +24,6 @@ from specmm.recipes.msd import (
     train_msd,
     visual_share,
 )
-from specmm.training import Run
 from tests.tiny.families import llava, random_model
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers as tf
 
+from specmm.core.processors import Processor
 from specmm.hf import probe
 from specmm.hf.families import AfterHead, after_head
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from tests.generating import as_generate
 from tests.tiny import parts
 

@@ -7,11 +7,11 @@ import specmm
 from benchmarks.models.prompts import prompts_for
 from benchmarks.models.table import GAINS, IMAGE_TEXT, types
 from benchmarks.models.tiny import build, tiny_config
+from specmm.core.processors import Processor
 from specmm.hf import probe
 from specmm.hf.families import Family, Way
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 

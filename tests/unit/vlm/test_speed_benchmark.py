@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.vlm_speed import Answered, Batch, Runner, cut, row
-from specmm.stats import Stats
+from specmm.core.stats import Stats
 
 ASKED = Batch([None], ["?"], 0)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.decode import decode, decode_plain
+from specmm.core.decode import decode, decode_plain
+from specmm.core.processors import Processor
+from specmm.core.randomness import Uniforms
 from specmm.hf.drafting import assemble
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
-from specmm.randomness import Uniforms
 from specmm.recipes.msd import build_msd
 
 LENGTH = 20

@@ -7,10 +7,10 @@ import torch
 
 from specmm import methods
 from specmm.choose.contest import Candidate
+from specmm.core.processors import Processor
 from specmm.hf.drafters.features import candidates, measure_acceptance
 from specmm.hf.prompt import VLMPrompt
 from specmm.hf.target import VLMTarget
-from specmm.processors import Processor
 from specmm.recipes.msd import build_msd
 from specmm.vlm.msd import load_msd, save_msd
 

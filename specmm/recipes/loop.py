@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm.choose.threads import settled
-from specmm.extras import install
-from specmm.files import sentence_of
+from specmm.loading.extras import install
+from specmm.loading.files import sentence_of
 
 Rows = TypeVar("Rows", Tensor, list[Any])
 Losses = dict[str, Tensor]

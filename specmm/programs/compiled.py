@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.while_loop import while_loop
 
-from specmm import program_cache
-from specmm.batch_invariant import outside_batch_invariant
 from specmm.choose.threads import keep_threads
-from specmm.decode import Parts, Progress, one_round, verified_round
-from specmm.drafter import Feedback
-from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms
-from specmm.stats import Clock
+from specmm.core.decode import Parts, Progress, one_round, verified_round
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.core.stats import Clock
+from specmm.programs import program_cache
+from specmm.programs.batch_invariant import outside_batch_invariant
 
 PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
 CPU = torch.device("cpu")
@@ -193,7 +193,8 @@ def _watched(guards: Any) -> list[bool]:
 
 
 class CompiledRound:
-    """Plays rounds as :func:`specmm.decode.one_round` does, on the same uniforms, as one program.
+    """Plays rounds as :func:`specmm.core.decode.one_round` does, on the same uniforms, as one
+    program.
 
     The first round after a prefill is not compiled, since its feedback has another form. The
     clock's "verify" is the whole program and the round's end. Keys and values are moved after the
@@ -208,7 +209,7 @@ class CompiledRound:
     def __call__(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
     ) -> Feedback:
-        """See :func:`specmm.decode.one_round`."""
+        """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
             counted = CountedUniforms(uniforms)
             first = one_round(parts, feedback, progress, counted, clock)
@@ -233,7 +234,7 @@ def _predrawn(numbers: Tensor) -> PredrawnUniforms:
 
 def prepare_compiler(device: torch.device) -> None:
     """Make room for a program a method, its options and a batch size, and keep them for later
-    processes (:mod:`specmm.program_cache`).
+    processes (:mod:`specmm.programs.program_cache`).
 
     Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
     """

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.derived import Derived, in_a_call
-from specmm.kinds import either
-from specmm.registry import unknown
+from specmm.core.derived import Derived, in_a_call
+from specmm.extending.kinds import either
+from specmm.extending.registry import unknown
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGE = 50_000_000  # parameters: their float32 weights no longer fit into a processor's caches
@@ -280,8 +280,8 @@ def _multiplies(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weight in oneDNN's blocks, if it has one.
 
-    Within a call (:func:`specmm.derived.one_call`), and made again if the weight is another; else
-    it is a linear layer like any.
+    Within a call (:func:`specmm.core.derived.one_call`), and made again if the weight is another;
+    else it is a linear layer like any.
     """
 
     packed: Derived[Tensor | None]

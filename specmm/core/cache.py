@@ -21,11 +21,11 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from specmm.batch_invariant import any_invariant
+from specmm.core.tree import TreeShape
 from specmm.kernels.backend import backend
 from specmm.kernels.kv_commit import commit
 from specmm.kernels.tree_attention import TreeMask
-from specmm.tree import TreeShape
+from specmm.programs.batch_invariant import any_invariant
 
 
 def branched(x: Tensor, branches: int) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from specmm.guidance import AllowedTokens, Guidance
-from specmm.processors import Processor
-from specmm.target import Target, TargetOutput
+from specmm.core.guidance import AllowedTokens, Guidance
+from specmm.core.processors import Processor
+from specmm.core.target import Target, TargetOutput
 
 
 class DrawingTarget(Target, Protocol):

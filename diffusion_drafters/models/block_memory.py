@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specmm.derived import Derived
+from specmm.core.derived import Derived
 
 NORM_EPS = 1e-6  # added to an embedding's mean square
 TABLE_ROWS = 8192  # embeddings normed at a time

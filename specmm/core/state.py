@@ -3,9 +3,9 @@
 A class that takes part in rounds (a target, a drafter, what they are made of, a run's progress)
 names in ``state`` the attributes with its tensors: tensors, lists or dicts of them, or objects with
 state of their own. A round writes to these in place, and makes whatever else it needs anew. So a
-CUDA graph of a round knows its memory (:mod:`specmm.graphs`), and a new run's tensors can be copied
-into it. Other tensors have views of those that are named in ``fixed``, too, which must therefore
-stay where they are.
+CUDA graph of a round knows its memory (:mod:`specmm.programs.graphs`), and a new run's tensors can
+be copied into it. Other tensors have views of those that are named in ``fixed``, too, which must
+therefore stay where they are.
 """
 
 from __future__ import annotations

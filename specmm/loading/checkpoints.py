@@ -2,7 +2,7 @@
 
 ``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
 code is refused). ``load_strict`` checks every name, shape and value before it copies the first one;
-a module made without weights (:mod:`specmm.mapped`) is filled in the dtype that is wanted.
+a module made without weights (:mod:`specmm.loading.mapped`) is filled in the dtype that is wanted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from specmm import mapped
+from specmm.loading import mapped
 
 State = dict[str, Tensor]
 

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.tree import DraftTree
+from specmm.extending.kinds import check_at_least, check_numbers, check_whole
 from specmm.kernels import top_k
-from specmm.kinds import check_at_least, check_numbers, check_whole
-from specmm.tree import DraftTree
 
 
 def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:

@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 from specmm.choose.threads import look_again
-from specmm.continuous_batching import Queue, begin_anew
-from specmm.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
-from specmm.hardware import attention_of_any_length
+from specmm.core.continuous_batching import Queue, begin_anew
+from specmm.core.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
+from specmm.core.late import Late
+from specmm.core.processors import check_finite, not_finite
+from specmm.core.randomness import Uniforms, UniformSource, categorical
+from specmm.core.stats import Clock, Stats
+from specmm.core.target import Target, TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.core.watching import tell
 from specmm.kernels.acceptance import decide_fused
 from specmm.kernels.backend import backend
-from specmm.late import Late
-from specmm.processors import check_finite, not_finite
-from specmm.randomness import Uniforms, UniformSource, categorical
-from specmm.stats import Clock, Stats
-from specmm.target import Target, TargetOutput
-from specmm.tree import DraftTree, TreeShape
+from specmm.loading.hardware import attention_of_any_length
 from specmm.verify import Recursive
 from specmm.verify.claims import GivenTrees, proved
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
-from specmm.watching import tell
 
 # A row's tokens have room for a power of two of these, so that texts of many lengths share a
 # compiled program.
@@ -291,10 +291,10 @@ def decode(
     """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``.
 
     Yields after each round, and once more with the run's stats. A finished row keeps nothing more,
-    unless a sample of the ``queue`` takes it over (see :mod:`specmm.continuous_batching`). Raises
-    ``ValueError`` when the target's logits or the drafter's distributions are not finite (before
-    the round's tokens are yielded, or after the next round where ``play`` is ``ahead``), and for a
-    rule that the drafter's drafts do not allow.
+    unless a sample of the ``queue`` takes it over (see :mod:`specmm.core.continuous_batching`).
+    Raises ``ValueError`` when the target's logits or the drafter's distributions are not finite
+    (before the round's tokens are yielded, or after the next round where ``play`` is ``ahead``),
+    and for a rule that the drafter's drafts do not allow.
     """
     check_rule(drafter, rule)
     start = time.perf_counter()

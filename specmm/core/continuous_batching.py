@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specmm.drafter import BatchingDrafter, Feedback
-from specmm.randomness import Uniforms
-from specmm.stats import Clock
-from specmm.target import BatchingTarget, TargetOutput
+from specmm.core.drafter import BatchingDrafter, Feedback
+from specmm.core.randomness import Uniforms
+from specmm.core.stats import Clock
+from specmm.core.target import BatchingTarget, TargetOutput
 
 
 class Queue:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specmm.kinds import shown
+from specmm.extending.kinds import shown
 
 BLOCK = 4096  # numbers drawn from a generator at a time
 GPU_BLOCK = 65_536  # trees of siblings without replacement take as many numbers a round

@@ -125,8 +125,8 @@ def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
 
 def digest(network: nn.Module) -> str:
     """Sixteen hexadecimal digits of all weights and buffers of a ``network``: of the sums of the
-    rows and columns of their bytes, which tell apart what :func:`specmm.checkpoints.fingerprint`
-    takes for the same.
+    rows and columns of their bytes, which tell apart what
+    :func:`specmm.loading.checkpoints.fingerprint` takes for the same.
     """
     found = hashlib.sha256()
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):

@@ -1,7 +1,7 @@
 """Drafters that others wrote: how they are made, and what is checked of each tree they propose.
 
 Such a drafter is a class or a function that takes a target and a :class:`DraftRequest` (and options
-of its own) and gives a :class:`specmm.drafter.Drafter`; or one that is made already.
+of its own) and gives a :class:`specmm.core.drafter.Drafter`; or one that is made already.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from specmm import methods
-from specmm.drafter import Drafter, Feedback
-from specmm.randomness import UniformSource
-from specmm.registry import Open, Registry, maker_of, name_of, parse_spec, whole
+from specmm.core.drafter import Drafter, Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.extending.registry import Open, Registry, maker_of, name_of, parse_spec, whole
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, Tree
-from specmm.stats import Clock
-from specmm.tree import DraftTree, TreeShape
 from specmm.verify.rule import Rule
 
 USUAL = "chain(4)"  # the tree of drafters that do not say which (as their ``tree``)
@@ -46,7 +46,8 @@ def _checked(name: str, thing: Any) -> Any:
         return thing
     raise ValueError(
         "drafter must be a class or a function of (target, request), or have begin, propose, "
-        f"max_nodes and max_depth, got {name}, a {type(thing).__name__}; see specmm.drafter.Drafter"
+        f"max_nodes and max_depth, got {name}, a {type(thing).__name__}; see "
+        "specmm.core.drafter.Drafter"
     )
 
 
@@ -139,7 +140,7 @@ class OutsideDrafter:
         self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
 
     def serve(self, rule: Rule) -> None:
-        """See :class:`specmm.drafter.Checked`: rules of others are enumerated with such alone."""
+        """Rules of others are enumerated with such alone: :class:`specmm.core.drafter.Checked`."""
         others = bool(maker_of(rule))
         self.rule = rule.name
         self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import nn
 
 from specmm.choose.threads import chosen
-from specmm.derived import one_call
+from specmm.core.derived import one_call
 
 P = ParamSpec("P")
 R = TypeVar("R")

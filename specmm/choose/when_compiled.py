@@ -2,8 +2,8 @@
 
 A call's kind of work (model, method, options, batch size) has three numbers, in seconds: a picture
 (of texts: a token) uncompiled, one compiled, and what the first compiled ones took beyond that.
-They are kept in the folder of programs (:mod:`specmm.program_cache`), so that later processes know
-them, and know that programs lie there which need only be loaded.
+They are kept in the folder of programs (:mod:`specmm.programs.program_cache`), so that later
+processes know them, and know that programs lie there which need only be loaded.
 
 The rule is that of renting or buying: a batch is compiled if the seconds that programs would have
 saved so far in this process, and will save in the rest of the call, exceed the seconds that they
@@ -23,9 +23,9 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 
 import torch
 
-from specmm import program_cache
-from specmm.compiled import uncompiled_calls
-from specmm.files import write_whole
+from specmm.loading.files import write_whole
+from specmm.programs import program_cache
+from specmm.programs.compiled import uncompiled_calls
 
 T = TypeVar("T")
 Compiled: TypeAlias = bool | Literal["auto"]

@@ -12,10 +12,10 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from specmm.extending.outside import OTHERS
+from specmm.extending.registry import REGISTERED, Open, unknown
 from specmm.methods import GENERATE, IMAGE_TOKENS
 from specmm.methods.base import DRAFTERS
-from specmm.outside import OTHERS
-from specmm.registry import REGISTERED, Open, unknown
 from specmm.shape.trees import NAMED, TREES
 from specmm.verify.rule import RULES
 
@@ -38,8 +38,8 @@ def register(kind: str, name: str, thing: Any = None) -> Any:
 
     Without a thing this decorates what follows. A name of one's own may be given anew, as when a
     cell of a notebook is run again. Raises ``ValueError`` for another kind, a name of specmm's, and
-    for what is no such thing: see :mod:`specmm.outside`, :class:`specmm.verify.rule.Rule` and
-    :data:`specmm.shape.trees.OURS`.
+    for what is no such thing: see :mod:`specmm.extending.outside`, :class:`specmm.verify.rule.Rule`
+    and :data:`specmm.shape.trees.OURS`.
 
     >>> @specmm.register("tree", "fan")
     ... def fan(width: int, *, device="cpu"):

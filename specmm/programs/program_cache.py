@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from specmm.files import writable
+from specmm.loading.files import writable
 
 ROOM = 256 * 2**20  # bytes that must be free: a program of ours takes some 20 MB
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

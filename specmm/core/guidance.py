@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specmm.kinds import check_at_least, check_whole
+from specmm.extending.kinds import check_at_least, check_whole
 
 
 @dataclass(frozen=True)

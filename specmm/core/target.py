@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from specmm.tree import DraftTree
+from specmm.core.tree import DraftTree
 from specmm.verify.rule import VerifyResult
 
 

@@ -16,14 +16,14 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from specmm.cache import Cache, branched
-from specmm.drafter import DrafterVocabulary, Feedback
-from specmm.randomness import UniformSource
+from specmm.core.cache import Cache, branched
+from specmm.core.drafter import DrafterVocabulary, Feedback
+from specmm.core.randomness import UniformSource
+from specmm.core.sorting import largest
+from specmm.core.tree import DraftTree, TreeShape, at_nodes
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, draw_siblings
-from specmm.sorting import largest
-from specmm.tree import DraftTree, TreeShape, at_nodes
 
 
 @dataclass(frozen=True)

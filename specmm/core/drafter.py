@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.cache import branched
-from specmm.randomness import UniformSource
-from specmm.registry import maker_of
-from specmm.stats import Clock
-from specmm.target import TargetOutput
-from specmm.tree import DraftTree, TreeShape, at_nodes
+from specmm.core.cache import branched
+from specmm.core.randomness import UniformSource
+from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape, at_nodes
+from specmm.extending.registry import maker_of
 from specmm.verify.rule import Rule, VerifyResult
 
 
@@ -155,7 +155,8 @@ class Drafter(Protocol):
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The next tree, whose root is ``feedback.token``.
 
-        Every node must record the distribution it was drawn from (:class:`specmm.tree.DraftTree`).
+        Every node must record the distribution it was drawn from
+        (:class:`specmm.core.tree.DraftTree`).
         """
 
 

@@ -2,8 +2,8 @@
 
 A graph runs no Python; it reads and writes the memory that it was recorded on.
 
-Of a round that memory is what target, drafter and progress declare (:mod:`specmm.state`), and a
-feedback and uniforms of the graph's own. A round ends by writing what the next one reads to where
+Of a round that memory is what target, drafter and progress declare (:mod:`specmm.core.state`), and
+a feedback and uniforms of the graph's own. A round ends by writing what the next one reads to where
 this one read it.
 """
 
@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from specmm.compiled import CPU, CompiledRound, count_uncompiled, prepare_compiler
-from specmm.decode import Parts, Play, Progress, one_round
-from specmm.drafter import Feedback
-from specmm.randomness import CountedUniforms, PredrawnUniforms, Uniforms
-from specmm.state import Slot, slots_of
-from specmm.stats import Clock
+from specmm.core.decode import Parts, Play, Progress, one_round
+from specmm.core.drafter import Feedback
+from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.core.state import Slot, slots_of
+from specmm.core.stats import Clock
+from specmm.programs.compiled import CPU, CompiledRound, count_uncompiled, prepare_compiler
 
 Pool: TypeAlias = Any  # a handle of PyTorch
 TRIES = 6  # rounds that may be unlike the one before, or fail to be recorded, until none is tried
@@ -160,8 +160,8 @@ def _state(parts: Parts, progress: Progress) -> list[Slot]:
 
 
 class GraphRound:
-    """Plays rounds as :func:`specmm.decode.one_round` does, each as one graph, of which the host
-    launches one ahead.
+    """Plays rounds as :func:`specmm.core.decode.one_round` does, each as one graph, of which the
+    host launches one ahead.
 
     The rounds after a prefill are played as they are until two are alike. Runs share the graph's
     memory, a progress's tokens and counts, too: what is to outlast the next run must be copied.
@@ -181,7 +181,7 @@ class GraphRound:
     def __call__(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
     ) -> Feedback:
-        """See :func:`specmm.decode.one_round`."""
+        """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
             self.tries, self.last = 0, None
             return self._as_it_is(parts, feedback, progress, uniforms, clock)
@@ -303,7 +303,7 @@ def captures(device: torch.device) -> bool:
 
 def prepare_programs(device: torch.device) -> None:
     """What must be before there are programs on ``device``; raises ``ValueError`` as
-    :func:`specmm.compiled.prepare_compiler` does.
+    :func:`specmm.programs.compiled.prepare_compiler` does.
     """
     if not captures(device):
         prepare_compiler(device)

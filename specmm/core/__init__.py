@@ -1,0 +1,1 @@
+"""The draft-verify core: trees, the KV cache, protocols of target and drafter, and the loop."""

@@ -1,0 +1,1 @@
+"""Registries of names, and what others add to them."""

@@ -1,0 +1,1 @@
+"""Files and devices: from a folder to a network where it runs."""
