@@ -40,7 +40,7 @@ from benchmarks.dflash_assistant import alone, as_assistant
 from benchmarks.text_speed import Questions, ours, places, theirs
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from specmm import methods
-from specmm.hf.pretrained import find, load_tokenizer
+from specmm.hf.loading.pretrained import find, load_tokenizer
 from specmm.loading.hardware import named_dtype
 from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline

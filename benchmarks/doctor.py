@@ -27,10 +27,10 @@ from specmm.diffusion_drafters.block_drafters import DrawnTreeDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.diffusion_drafters.sources import DFlashSource
+from specmm.hf.drafters.drafting import KINDS, load_drafter, row_uniforms
 from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.drafting import KINDS, load_drafter, row_uniforms
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes import doctor, following
 from specmm.recipes.following import (
     BlockReading,

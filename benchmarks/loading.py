@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import CACHE, RESULTS, Out, Row, environment, read_results, write_results
 from benchmarks.gpu.published import llava
-from specmm.hf.placing import Placing
+from specmm.hf.loading.placing import Placing
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig

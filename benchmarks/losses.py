@@ -27,7 +27,7 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Stats
 from specmm.core.tree import TreeShape
-from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.image_ar.shared import read_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter
 from specmm.image_ar.tokens.loading import load_gpt, load_vq

@@ -35,12 +35,12 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Stats
 from specmm.core.tree import TreeShape
-from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.pretrained import load_target
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import load_target
+from specmm.hf.models.aux_states import AuxStates
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes.features import CLIP, RolledEagle3, build_eagle3, head_rate, rollout_loss
 from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
 from specmm.recipes.recipe import load

@@ -42,7 +42,7 @@ from recipes.scenes.facts import fact
 from recipes.scenes.stream import World, load_world
 from specmm import methods
 from specmm.core.stats import Stats
-from specmm.hf.prompt import on_device
+from specmm.hf.prompts.prompt import on_device
 from specmm.loading.hardware import named_dtype
 from specmm.runs.race import in_turn
 from specmm.vlm.asking import Questions

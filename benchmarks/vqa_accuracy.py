@@ -25,7 +25,7 @@ from benchmarks.common import EMOJI, RESULTS, Row, environment, write_results
 from recipes.scenes.questions import description, short_questions, tellings
 from recipes.scenes.sprites import Array
 from recipes.scenes.stream import World, load_world
-from specmm.hf.pretrained import find
+from specmm.hf.loading.pretrained import find
 from specmm.vlm.loading import load_model, load_processor
 
 LONGEST = 80  # tokens of an answer

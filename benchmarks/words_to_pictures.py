@@ -33,7 +33,7 @@ from benchmarks.common import (
 )
 from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
 from specmm import methods
-from specmm.hf.pretrained import find
+from specmm.hf.loading.pretrained import find
 from specmm.loading.hardware import named_dtype
 
 PROMPTS = (  # of things and styles that pocket/janus was trained on, some of them not together

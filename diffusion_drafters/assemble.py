@@ -28,11 +28,11 @@ from specmm.diffusion_drafters.models.diffusion_lms import load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
+from specmm.hf.drafters.drafting import Assembly, Verification, chain_rule, translated
 from specmm.hf.drafters.files import check_target
-from specmm.hf.drafting import Assembly, Verification, chain_rule, translated
-from specmm.hf.pretrained import own_tokenizer
-from specmm.hf.target import VLMTarget
-from specmm.hf.translation import PADDING
+from specmm.hf.drafters.translation import PADDING
+from specmm.hf.loading.pretrained import own_tokenizer
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import read_json
 from specmm.loading.hardware import prepack
 from specmm.shape.trees import static_tree

@@ -32,9 +32,9 @@ from specmm.core.sorting import largest
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.sources import BlockSource, NextLogits
+from specmm.hf.drafters.drafting import drafting_probs
 from specmm.hf.drafters.prompt_lookup import Recall
-from specmm.hf.drafting import drafting_probs
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.shape import eagle2
 from specmm.shape.blocks import block_tree
 from specmm.shape.trees import Siblings, draw_siblings

@@ -18,9 +18,9 @@ from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.processors import Processor
 from specmm.diffusion_drafters.models.deer import DEERModel
 from specmm.diffusion_drafters.sources import NextLogits, end_token, shared_tokens
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
-from specmm.hf.translation import Translation
+from specmm.hf.drafters.translation import Translation
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 
 
 class CachedModel:

@@ -28,7 +28,7 @@ from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.block_drafters import SourceDrafter, with_root
 from specmm.diffusion_drafters.lattice_search import CausalProxy, Objective, beam_path, prune
 from specmm.diffusion_drafters.sources import DiffusionSource
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 
 
 @dataclass(frozen=True)

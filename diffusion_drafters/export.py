@@ -23,7 +23,7 @@ from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, HeadSiz
 from specmm.diffusion_drafters.sources import check_dflash
 from specmm.hf.drafters.eagle3_files import SPECULATORS_VERSION, speculators_facts
 from specmm.hf.drafters.files import QWEN_SIZES
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import State, embeddings_of, fingerprint, write_checkpoint
 
 

@@ -25,9 +25,9 @@ from specmm.core.processors import History
 from specmm.diffusion_drafters.models.block_heads import DominoHead
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
-from specmm.hf.families import Family
-from specmm.hf.target import VLMTarget
-from specmm.hf.translation import Translation
+from specmm.hf.drafters.translation import Translation
+from specmm.hf.models.families import Family
+from specmm.hf.models.target import VLMTarget
 
 
 class NextLogits(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from specmm import methods, zoo
 from specmm.extending.registry import Registry, unknown
-from specmm.hf.picture_models import picture_type as picture_type
+from specmm.hf.pictures.picture_models import picture_type as picture_type
 from specmm.loading.checkpoints import read_json
 
 if TYPE_CHECKING:

@@ -21,8 +21,11 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import further, sample_generators
 from specmm.extending.kinds import check_numbers, check_whole, either, texts_of
 from specmm.extending.outside import with_own
-from specmm.hf.drafter_formats import ModelFolder
-from specmm.hf.picture_tokens import (
+from specmm.hf.drafters.drafter_formats import ModelFolder
+from specmm.hf.loading.placing import Placing
+from specmm.hf.loading.pretrained import load_model, load_tokenizer, use_tree_attention
+from specmm.hf.models.static import StaticPictureTarget
+from specmm.hf.pictures.picture_tokens import (
     Decoder,
     Layout,
     Painting,
@@ -30,9 +33,6 @@ from specmm.hf.picture_tokens import (
     PictureTarget,
     picture_prompt,
 )
-from specmm.hf.placing import Placing
-from specmm.hf.pretrained import load_model, load_tokenizer, use_tree_attention
-from specmm.hf.static import StaticPictureTarget
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, check_call, negatives_of, told
 from specmm.image_ar.pipeline import picture_type

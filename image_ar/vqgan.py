@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from specmm.hf.drafter_formats import ModelFolder
+from specmm.hf.drafters.drafter_formats import ModelFolder
 from specmm.image_ar.autoencoder import AttnBlock, Decoder, Stack
 from specmm.loading.checkpoints import PICKLED, State, load_strict, read_checkpoint
 

@@ -185,7 +185,7 @@ class CLIP(Extractor):
     ) -> None:
         from transformers import CLIPModel
 
-        from specmm.hf.pretrained import load_model, load_processor
+        from specmm.hf.loading.pretrained import load_model, load_processor
 
         folder = locate("clip", weights)
         self._processor: Any = load_processor(folder, local_files_only=True)

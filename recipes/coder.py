@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 
 from recipes.training.coder import build_tokenizer, evaluate, train_target
-from specmm.hf.pretrained import load_tokenizer
+from specmm.hf.loading.pretrained import load_tokenizer
 from specmm.loading.files import writable
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 from specmm.recipes.training.small_qwen import Sizes, build_model

@@ -20,8 +20,8 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
 from specmm.chats.forms import Chat
 from specmm.chats.tokens import ChatReader
-from specmm.hf.pretrained import find
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.loading.pretrained import find
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.loading.extras import install
 from specmm.recipes.conversations import LONGEST, Conversations, Opening
 from specmm.recipes.msd import MOSTLY, Example, collate

@@ -21,8 +21,8 @@ from recipes.training.align import train_projector
 from recipes.training.llava import Sizes, build_model, save_model, train_target, train_tower
 from recipes.training.projector import tower_features, train_between
 from recipes.training.words import build_text_model, train_text
-from specmm.hf.drafting import KINDS
-from specmm.hf.pretrained import find, load_processor
+from specmm.hf.drafters.drafting import KINDS
+from specmm.hf.loading.pretrained import find, load_processor
 from specmm.loading.files import writable, write_whole
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Size, Width, beside
 from specmm.vlm import loading

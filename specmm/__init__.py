@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from specmm import structured as structured
     from specmm.choose.threads import threads as threads
     from specmm.extending.extension import register as register
-    from specmm.hf.generate import custom_generate as custom_generate
+    from specmm.hf.answers.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
     from specmm.image_ar.pipeline import custom_pipeline as custom_pipeline
     from specmm.text.pipeline import TextPipeline as TextPipeline
@@ -25,7 +25,7 @@ _LAZY = {  # heavy names, imported on first use
     "ImagePipeline": "specmm.image_ar.pipeline",
     "TextPipeline": "specmm.text.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",
-    "custom_generate": "specmm.hf.generate",
+    "custom_generate": "specmm.hf.answers.generate",
     "custom_pipeline": "specmm.image_ar.pipeline",
     "register": "specmm.extending.extension",
     "threads": "specmm.choose.threads",

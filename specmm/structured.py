@@ -334,7 +334,7 @@ class SpelledDrafts:
 @dataclass
 class Constrained:
     """``plain``, of the tokens that a grammar lets come; a
-    :class:`specmm.hf.target.ProbsProcessor`.
+    :class:`specmm.hf.models.target.ProbsProcessor`.
     """
 
     plain: Processor

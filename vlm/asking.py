@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from specmm.extending.kinds import texts_of
-from specmm.hf.messages import Chat
+from specmm.hf.prompts.messages import Chat
 from specmm.vlm import wording
 from specmm.vlm.pictures import Source, open_image
 from specmm.vlm.videos import Video, VideoSource, is_video, open_video

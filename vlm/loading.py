@@ -37,9 +37,9 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from specmm.hf import pretrained
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.hf.pretrained import (
+from specmm.hf.loading import pretrained
+from specmm.hf.loading.pretrained import (
     find_target,
     is_packaged,
     load_target,

@@ -32,7 +32,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_
 from specmm.core.cache import LayerSize, Memory, alike
 from specmm.core.drafter import DrafterVocabulary
 from specmm.hf.drafters.files import Acceptance, read_acceptance, write_acceptance
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import (
     check_fingerprint,
     fingerprint,

@@ -25,14 +25,8 @@ from specmm.choose.contest import SHARE
 from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.registry import named
-from specmm.hf.choosing_drawn import DrawnAnswers
-from specmm.hf.drafting import KINDS
-from specmm.hf.interleaved import SERVING, InterleavedTarget, PictureReader
-from specmm.hf.options import CallOptions, Options, lists_options
-from specmm.hf.placing import Placing
-from specmm.hf.pretrained import find
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.running import (
+from specmm.hf.answers.choosing_drawn import DrawnAnswers
+from specmm.hf.answers.running import (
     Chosen,
     Pipeline,
     PromptBatch,
@@ -42,9 +36,15 @@ from specmm.hf.running import (
     ending,
     stream,
 )
-from specmm.hf.static import CapturedTarget
-from specmm.hf.stop_strings import Ids, StopStrings
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import KINDS
+from specmm.hf.loading.placing import Placing
+from specmm.hf.loading.pretrained import find
+from specmm.hf.models.static import CapturedTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.pictures.interleaved import SERVING, InterleavedTarget, PictureReader
+from specmm.hf.prompts.options import CallOptions, Options, lists_options
+from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.hf.prompts.stop_strings import Ids, StopStrings
 from specmm.programs.compiled import NotCompiled, uncompiled_calls
 from specmm.vlm import wording
 from specmm.vlm.asking import Images, Questions, Texts, Videos

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specmm.hf.prompt import PER_TOKEN, on_device
+from specmm.hf.prompts.prompt import PER_TOKEN, on_device
 from specmm.loading.files import write_whole
 from specmm.vlm.asking import Pictures, Questions
 from specmm.vlm.pipeline import VQAPipeline

@@ -20,9 +20,9 @@ import torch
 from jinja2 import TemplateError
 from PIL import Image
 
-from specmm.hf.messages import FAULTS, Chat, as_parts, as_text, fits, written
-from specmm.hf.pretrained import unlogged
-from specmm.hf.prompt import PER_TOKEN
+from specmm.hf.loading.pretrained import unlogged
+from specmm.hf.prompts.messages import FAULTS, Chat, as_parts, as_text, fits, written
+from specmm.hf.prompts.prompt import PER_TOKEN
 from specmm.vlm.videos import Video
 
 LOGGER = logging.getLogger(__name__)

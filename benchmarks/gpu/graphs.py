@@ -16,7 +16,7 @@ from torch import Tensor
 from specmm.core.cache import Cache, CacheSize
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget
 from specmm.kernels.tree_attention import TreeMask
 from specmm.programs.graphs import Graphs

@@ -29,10 +29,10 @@ from benchmarks.gpu.rounds import (
 )
 from specmm import methods
 from specmm.core.processors import Processor
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.static import CapturedTarget
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import assemble
+from specmm.hf.models.static import CapturedTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME
 
 PROMPT, ANSWER = 700, 320

@@ -23,8 +23,8 @@ from benchmarks.gpu.language import TINY, TINY_MROPE
 from benchmarks.gpu.parts import Bench, Case
 from benchmarks.gpu.published import filled, qwen3, qwen_vl
 from specmm.core.processors import Processor
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.features import RolledEagle3, build_eagle3, rollout_loss
 from specmm.recipes.loop import MUON, Losses, Run, fit
 from specmm.recipes.training.seen import Seen, SeenRows

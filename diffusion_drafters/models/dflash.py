@@ -42,9 +42,9 @@ from specmm.diffusion_drafters.models.block_heads import (
 )
 from specmm.diffusion_drafters.models.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
-from specmm.hf.cache_layers import as_transformers
 from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state
-from specmm.hf.families import cache_name
+from specmm.hf.models.cache_layers import as_transformers
+from specmm.hf.models.families import cache_name
 from specmm.loading.checkpoints import State, fingerprint, load_strict, read_json, write_checkpoint
 from specmm.loading.mapped import WithoutWeights
 

@@ -32,7 +32,7 @@ class CaptionEncoder:
     ) -> None:
         from transformers import T5EncoderModel
 
-        from specmm.hf.pretrained import load_model, load_tokenizer
+        from specmm.hf.loading.pretrained import load_model, load_tokenizer
 
         try:
             place = zoo.find(folder, zoo.TRANSFORMERS)

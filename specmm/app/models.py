@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from specmm import methods, zoo
-from specmm.hf.options import Options
-from specmm.hf.pretrained import is_packaged, missing_packages
+from specmm.hf.loading.pretrained import is_packaged, missing_packages
+from specmm.hf.prompts.options import Options
 from specmm.image_ar.pipeline import family_of
 from specmm.runs.run import HERE, Kind, Place, kinds_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts

@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specmm.chats.forms import KINDS, REASONING, Chat, Message, Unusable
-from specmm.hf.messages import FAULTS
-from specmm.hf.prompt import PER_TOKEN, VLMPrompt, padded
+from specmm.hf.prompts.messages import FAULTS
+from specmm.hf.prompts.prompt import PER_TOKEN, VLMPrompt, padded
 from specmm.vlm import wording
 from specmm.vlm.asking import Questions
 

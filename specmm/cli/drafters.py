@@ -11,7 +11,7 @@ from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved
 
 if TYPE_CHECKING:
-    from specmm.hf.inspection import Inspection
+    from specmm.hf.drafters.inspection import Inspection
 
 Folder = Annotated[
     str,
@@ -34,7 +34,7 @@ ExportTarget = Annotated[
 
 def inspect(folder: Folder, target: Target = None, as_json: Json = False) -> None:
     """Say what a drafter is, for which target, and how to use it; weights are read for --target."""
-    from specmm.hf.inspection import inspect as read
+    from specmm.hf.drafters.inspection import inspect as read
 
     with stdout_reserved():
         found = read(folder, target)

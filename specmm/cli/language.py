@@ -36,7 +36,7 @@ from specmm.loading.files import writable
 if TYPE_CHECKING:
     import torch
 
-    from specmm.hf.stop_strings import StopStrings
+    from specmm.hf.prompts.stop_strings import StopStrings
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Settings:
 
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
         """The options of a call by ``method``, with its ``own``; says which one changes nothing."""
-        from specmm.hf.options import idle_options
+        from specmm.hf.prompts.options import idle_options
 
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         if self.repetition_penalty is not None:
@@ -114,7 +114,7 @@ class Settings:
         self, kind: Any, model: str, chosen: Any, options: dict[str, Any], call: Any
     ) -> tuple[Any, dict[str, Any]]:
         """What ``call`` makes of the pipeline of ``model``, and a record of it for JSON."""
-        from specmm.hf.options import IdleOption
+        from specmm.hf.prompts.options import IdleOption
         from specmm.runs.run import Place, answered
 
         def timed(pipe: Any) -> Any:

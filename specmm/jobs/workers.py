@@ -18,8 +18,8 @@ from torch import nn
 
 from specmm.choose.when_compiled import Compiled, Turn
 from specmm.extending.registry import Registry
-from specmm.hf.families import Family
-from specmm.hf.options import Options
+from specmm.hf.models.families import Family
+from specmm.hf.prompts.options import Options
 from specmm.jobs.folder import Job, Spec
 from specmm.jobs.items import Item
 from specmm.jobs.programs import Programs, check_compiled_items, padded

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from specmm.chats.forms import Chat, Unusable, bytes_of, chat_of, rows_of
 from specmm.chats.tokens import ChatReader
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.loop import rank
 from specmm.recipes.training.seen import Read
 from specmm.vlm.pictures import ADDRESS, fetched, open_image

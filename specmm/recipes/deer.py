@@ -21,7 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.hf.drafters.files import QWEN_SIZES
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses, seeded
 from specmm.recipes.losses import ONE_PASS, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Share, Size

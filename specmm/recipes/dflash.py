@@ -27,7 +27,7 @@ from specmm.diffusion_drafters.models.dflash import (
 )
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.drafters.files import check_target
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import read_json
 from specmm.recipes.features import layer_sizes, spread
 from specmm.recipes.loop import Losses, seeded

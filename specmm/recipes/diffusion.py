@@ -22,9 +22,9 @@ from torch import Tensor
 from specmm.diffusion_drafters.assemble import PROXY
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.ngram import Gram, NGram
+from specmm.hf.drafters.drafting import KINDS
 from specmm.hf.drafters.files import HEAD
-from specmm.hf.drafting import KINDS
-from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
+from specmm.hf.loading.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.loading.checkpoints import write_checkpoint
 from specmm.loading.files import writable
 from specmm.loading.hardware import named_device

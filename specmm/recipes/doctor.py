@@ -19,10 +19,10 @@ from specmm.chats.forms import Chat
 from specmm.chats.tokens import ChatReader
 from specmm.choose.traces import Trace
 from specmm.core.derived import digest
-from specmm.hf.drafting import KINDS, load_drafter, method_of
-from specmm.hf.pretrained import find, find_target, load_tokenizer, weights_folder
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import KINDS, load_drafter, method_of
+from specmm.hf.loading.pretrained import find, find_target, load_tokenizer, weights_folder
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.checkpoints import embeddings_of, fingerprint
 from specmm.recipes.conversations import LONGEST, Conversations, conversations
 from specmm.recipes.following import (

@@ -26,9 +26,9 @@ from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafters.mtp_layers import MtpLayers, layers_of, save_layers, told_layers
 from specmm.hf.drafters.picture_slots import packed
-from specmm.hf.families import cache_name
-from specmm.hf.pretrained import load_config
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import load_config
+from specmm.hf.models.families import cache_name
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses, seeded
 from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size

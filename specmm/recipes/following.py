@@ -30,11 +30,11 @@ from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.diffusion_drafters.sources import DFlashSource
-from specmm.hf.aux_states import AuxStates
+from specmm.hf.drafters.drafting import drafting_probs, row_uniforms
 from specmm.hf.drafters.features import BoundNetwork, FeatureNetwork
-from specmm.hf.drafting import drafting_probs, row_uniforms
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.aux_states import AuxStates
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.dflash import blocks_after
 from specmm.recipes.features import rollout_bias
 from specmm.recipes.training.blocks import Anchors

@@ -13,7 +13,7 @@ from torch import nn
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.hf.drafters.eagle3_head import Eagle3Head, layers_read
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.dflash import layers_read as block_layers
 from specmm.recipes.following import BlockReading, Evidence, HeadReading, Reading
 from specmm.vlm.msd import MSDHead

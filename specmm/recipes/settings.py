@@ -21,11 +21,11 @@ from specmm import __version__, methods
 from specmm.core.decode import EndTokens, decode
 from specmm.core.derived import digest
 from specmm.core.processors import Processor
-from specmm.hf.drafting import KINDS, assemble, row_uniforms
-from specmm.hf.placing import Placing
-from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import KINDS, assemble, row_uniforms
+from specmm.hf.loading.placing import Placing
+from specmm.hf.loading.pretrained import find_target, load_config, load_tokenizer, weights_folder
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.loading.files import writable
 from specmm.loading.hardware import Place
 from specmm.recipes.loop import Run, check_same, one_first, own_device

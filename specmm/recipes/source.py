@@ -17,10 +17,10 @@ from torch import Tensor
 
 from specmm.chats.tokens import ChatReader
 from specmm.extending.registry import unknown
-from specmm.hf.families import room_of
-from specmm.hf.pretrained import find_target, load_config, load_tokenizer, weights_folder
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import find_target, load_config, load_tokenizer, weights_folder
+from specmm.hf.models.families import room_of
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.checkpoints import read_json
 from specmm.recipes.answers import answered
 from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool

@@ -8,9 +8,9 @@ from typing import Any
 from transformers.utils.logging import disable_progress_bar
 
 from specmm.extending.registry import named
-from specmm.hf.drafter_formats import FORMATS, ModelFolder, recognised
-from specmm.hf.inspection import find_folder, read_folder
-from specmm.hf.pretrained import find, find_target, load_target
+from specmm.hf.drafters.drafter_formats import FORMATS, ModelFolder, recognised
+from specmm.hf.drafters.inspection import find_folder, read_folder
+from specmm.hf.loading.pretrained import find, find_target, load_target
 from specmm.runs.run import kinds_of
 
 

@@ -20,7 +20,7 @@ from specmm.core.decode import Progress, decode, decode_plain
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import TreeShape
 from specmm.extending.outside import DraftRequest, make_drafter, of_others
-from specmm.hf.drafting import row_uniforms
+from specmm.hf.drafters.drafting import row_uniforms
 from specmm.loading.hardware import LARGE, choose_dtype
 from specmm.runs.run import Kind, Place, label, open_model, place_of, planning_bar, tree_of
 from specmm.shape.sequoia import best_tree

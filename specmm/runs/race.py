@@ -18,12 +18,12 @@ from tqdm import tqdm
 from specmm import methods
 from specmm.choose.threads import settled
 from specmm.core.stats import Certificate, Stats, merged_certificate, quartiles, speedup
-from specmm.hf.drafting import KINDS
+from specmm.hf.drafters.drafting import KINDS
 from specmm.programs.compiled import NotCompiled
 from specmm.runs.run import label, moving, place_of
 
 if TYPE_CHECKING:
-    from specmm.hf.running import Pipeline
+    from specmm.hf.answers.running import Pipeline
     from specmm.runs.run import Images
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from specmm.core.randomness import sample_generators
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.watching import watched
 from specmm.extending.registry import OPTION, Registry, name_of, unknown
-from specmm.hf.picture_models import draws_pictures, processes
+from specmm.hf.pictures.picture_models import draws_pictures, processes
 from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
 from specmm.loading.checkpoints import read_json
 from specmm.loading.files import slug, write_whole

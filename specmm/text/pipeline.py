@@ -28,13 +28,7 @@ from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.kinds import texts_of
 from specmm.extending.registry import named
-from specmm.hf.drafter_formats import ModelFolder, sees
-from specmm.hf.messages import Chat, as_parts, joined, written
-from specmm.hf.options import CallOptions, Options, lists_options
-from specmm.hf.placing import Placing
-from specmm.hf.pretrained import find_target, load_target
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.running import (
+from specmm.hf.answers.running import (
     Pipeline,
     PromptBatch,
     RoundText,
@@ -42,9 +36,15 @@ from specmm.hf.running import (
     check_continuous_batching,
     ending,
 )
-from specmm.hf.shared_rounds import SharedRounds
-from specmm.hf.static import CapturedTarget, StaticVLMTarget
-from specmm.hf.target import VLMTarget
+from specmm.hf.answers.shared_rounds import SharedRounds
+from specmm.hf.drafters.drafter_formats import ModelFolder, sees
+from specmm.hf.loading.placing import Placing
+from specmm.hf.loading.pretrained import find_target, load_target
+from specmm.hf.models.static import CapturedTarget, StaticVLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.messages import Chat, as_parts, joined, written
+from specmm.hf.prompts.options import CallOptions, Options, lists_options
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.programs.compiled import NotCompiled, prepare_compiler, uncompiled_calls
 from specmm.programs.graphs import round_program
 from specmm.zoo import Source
@@ -124,9 +124,9 @@ class TextPipeline(Pipeline):
     ) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths, or ``messages``.
 
-        ``options`` are those of :class:`specmm.hf.options.Options`; ``chat`` is off unless given. A
-        text depends on its own random stream, not on the batch, but for auto's plan. ``streamer``
-        gets a single text's ids, as transformers' do, but not the prompt's: leave its
+        ``options`` are those of :class:`specmm.hf.prompts.options.Options`; ``chat`` is off unless
+        given. A text depends on its own random stream, not on the batch, but for auto's plan.
+        ``streamer`` gets a single text's ids, as transformers' do, but not the prompt's: leave its
         ``skip_prompt`` off. Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):

@@ -24,10 +24,10 @@ from specmm.core.decode import decode
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes.msd import build_msd
 from tests.golden.calls import Call, Found
 from tests.integration.conftest import save_text, tiny_pipeline

@@ -5,8 +5,8 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.verify import Recursive
 from tests.integration.two_drafts import Watching
 

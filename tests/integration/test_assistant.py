@@ -18,9 +18,9 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import TreeShape
 from specmm.hf.drafters.assistant import AssistantDrafter, clustered
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import assemble
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.verify import Recursive
 from tests.cases import some
 from tests.generating import as_generate, ragged_as_generate

@@ -13,9 +13,9 @@ from specmm.choose import contest
 from specmm.choose.contest import PLAIN, Candidate, Record
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
-from specmm.hf import choosing
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.answers import choosing
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.image_ar.tokens import choosing as pictures
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead

@@ -28,9 +28,9 @@ from specmm.core.stats import Clock
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.models.dflash import load_dflash
 from specmm.diffusion_drafters.sources import DFlashSource, plain_embedding
-from specmm.hf.families import Family
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.families import Family
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.methods import Block
 from tests.generating import as_generate
 from tests.tiny.parts import SIZES, shaken

@@ -12,8 +12,8 @@ from PIL import Image
 
 import specmm
 from specmm import zoo
-from specmm.hf.options import OTHERS, CallOptions, Options
-from specmm.hf.placing import Placing
+from specmm.hf.loading.placing import Placing
+from specmm.hf.prompts.options import OTHERS, CallOptions, Options
 from specmm.loading.hardware import Place
 
 PROMPT = "def add(a, b):\n"

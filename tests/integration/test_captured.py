@@ -12,7 +12,7 @@ from benchmarks.gpu.pocket import squares
 from specmm import methods
 from specmm.core.decode import decode
 from specmm.core.randomness import Uniforms
-from specmm.hf import shared_rounds
+from specmm.hf.answers import shared_rounds
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import Prompt, StaticTarget

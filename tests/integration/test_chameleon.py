@@ -16,9 +16,9 @@ from specmm.core.decode import decode, decode_plain
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.hf.chameleon import CHAMELEON
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.picture_tokens import Layout, PictureTarget, picture_prompt
+from specmm.hf.pictures.chameleon import CHAMELEON
+from specmm.hf.pictures.picture_tokens import Layout, PictureTarget, picture_prompt
 from specmm.image_ar.tokens.assemble import assemble
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.runs.run import kinds_of, methods_of

@@ -8,7 +8,7 @@ import torch
 from specmm import methods
 from specmm.core import randomness
 from specmm.core.processors import Processor
-from specmm.hf.static import StaticPictureTarget
+from specmm.hf.models.static import StaticPictureTarget
 from tests.tiny.picture_kinds import KINDS, PROMPTS, opened, saved, sized, target_of
 
 METHODS = {"ar": methods.AR(), "sjd": methods.SJD(window=4)}

@@ -17,7 +17,7 @@ import specmm
 from recipes.scenes.composed import encoder, prepared
 from recipes.scenes.tokenizer import byte_pairs
 from recipes.training.projector import tower_features
-from specmm.hf.pretrained import is_packaged
+from specmm.hf.loading.pretrained import is_packaged
 from specmm.vlm import loading
 from specmm.vlm.loading import Tower
 from tests.tiny.parts import SIZES

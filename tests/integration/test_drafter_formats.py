@@ -25,11 +25,11 @@ from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_dflash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.sources import DFlashSource
-from specmm.hf.drafter_formats import FORMATS, ModelFolder, recognised
-from specmm.hf.drafting import method_of
-from specmm.hf.inspection import inspect
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafter_formats import FORMATS, ModelFolder, recognised
+from specmm.hf.drafters.drafting import method_of
+from specmm.hf.drafters.inspection import inspect
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.checkpoints import fingerprint
 from specmm.runs.export import export
 from specmm.text.pipeline import TextPipeline

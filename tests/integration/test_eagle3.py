@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from specmm import methods
 from specmm.core.processors import Processor
+from specmm.hf.drafters.drafting import method_of
 from specmm.hf.drafters.eagle3 import load_for
 from specmm.hf.drafters.eagle3_files import is_eagle3, load_eagle3, save_eagle3
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.drafting import method_of
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
 from tests.cases import some

@@ -20,8 +20,8 @@ from specmm.core.stats import Clock
 from specmm.core.tree import TreeShape
 from specmm.hf.drafters.eagle3_files import LAYOUTS, load_eagle3, save_eagle3
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.shape.eagle2 import Dynamic
 
 PARITY = Path(__file__).parents[1] / "parity" / "eagle3"

@@ -13,7 +13,7 @@ from specmm import methods
 from specmm.core.stats import merged_certificate, rule_certificate
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.outside import DraftRequest
-from specmm.hf.options import Options
+from specmm.hf.prompts.options import Options
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.scales.sampling import Sampling
 from specmm.shape.trees import draw_siblings, make_tree

@@ -18,12 +18,12 @@ from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf import states
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models import states
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes.dflash import build_block
 from specmm.recipes.msd import build_msd
 from specmm.verify import Recursive

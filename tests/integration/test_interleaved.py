@@ -18,12 +18,12 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf import choosing_drawn
+from specmm.hf.answers import choosing_drawn
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.interleaved import InterleavedDrafter
-from specmm.hf.drafting import assemble
-from specmm.hf.interleaved import InterleavedTarget
-from specmm.hf.picture_tokens import token_codes
-from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.pictures.interleaved import InterleavedTarget
+from specmm.hf.pictures.picture_tokens import token_codes
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.shape.trees import branching
 from specmm.text.pipeline import TextPipeline
 from specmm.verify import Recursive

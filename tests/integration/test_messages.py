@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specmm
-from specmm.hf.messages import Chat
+from specmm.hf.prompts.messages import Chat
 from specmm.vlm import wording
 from tests.commands import as_json, refused
 from tests.noisy import noisy

@@ -22,8 +22,8 @@ from specmm.core.stats import Clock
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import Context, VLMTarget
+from specmm.hf.models.target import Context, VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.msd import msd_loss, visual_share
 from specmm.recipes.training.seen import Seen
 from specmm.shape.eagle2 import Dynamic

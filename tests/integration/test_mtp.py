@@ -18,13 +18,13 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.core.tree import TreeShape
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
-from specmm.hf.drafting import assemble
-from specmm.hf.families import cache_name
-from specmm.hf.pretrained import load_model
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import load_model
+from specmm.hf.models.families import cache_name
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.shape.trees import branching
 from specmm.verify import Recursive
 from specmm.vlm.asking import Questions

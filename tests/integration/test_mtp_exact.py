@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 
 from specmm import methods
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of
-from specmm.hf.drafting import assemble
-from specmm.hf.pretrained import load_model
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import load_model
+from specmm.hf.models.target import VLMTarget
 from tests.cases import some
 from tests.integration.two_drafts import (
     EVERY,

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from specmm import TextPipeline
 from specmm.core.tree import TreeShape
+from specmm.hf.drafters.inspection import inspect
 from specmm.hf.drafters.mtp_layers import layers_of
 from specmm.hf.drafters.mtp_layouts import has_mtp_layers
-from specmm.hf.inspection import inspect
-from specmm.hf.pretrained import load_model
+from specmm.hf.loading.pretrained import load_model
 from tests.integration.mtp_rounds import PROMPTS, Watched, greedy
 from tests.tiny.mtp_models import save
 

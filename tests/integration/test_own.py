@@ -22,7 +22,7 @@ from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending import extension
 from specmm.extending.outside import DraftRequest, OutsideDrafter
 from specmm.extending.registry import REGISTERED
-from specmm.hf.options import Options
+from specmm.hf.prompts.options import Options
 from specmm.kernels.acceptance import fused_options
 from specmm.shape.trees import branching, make_tree
 from specmm.verify import Recursive

@@ -10,8 +10,8 @@ import torch
 from specmm import methods
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
-from specmm.hf.glm_image import GLM_IMAGE
-from specmm.hf.picture_tokens import PictureTarget
+from specmm.hf.pictures.glm_image import GLM_IMAGE
+from specmm.hf.pictures.picture_tokens import PictureTarget
 from specmm.image_ar.tokens.assemble import assemble
 from tests.cases import some
 from tests.tiny import glm_image

@@ -8,8 +8,8 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from specmm.hf.drafting import load_drafter
-from specmm.hf.pretrained import (
+from specmm.hf.drafters.drafting import load_drafter
+from specmm.hf.loading.pretrained import (
     load_config,
     load_model,
     load_processor,

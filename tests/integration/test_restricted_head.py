@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.hf import restricted_head
-from specmm.hf.restricted_head import RestrictedHead, restricted
+from specmm.hf.models import restricted_head
+from specmm.hf.models.restricted_head import RestrictedHead, restricted
 from tests.tiny import picture_kinds
 from tests.tiny.picture_kinds import IDS, KINDS, PROMPTS, opened, sized
 

@@ -10,9 +10,9 @@ import transformers as tf
 
 import specmm
 from specmm.core.processors import Processor
-from specmm.hf import pretrained
-from specmm.hf.drafting import load_drafter
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import load_drafter
+from specmm.hf.loading import pretrained
+from specmm.hf.models.target import VLMTarget
 from tests.noisy import noisy
 from tests.tiny.saying import saying
 
@@ -207,7 +207,7 @@ def test_a_model_that_rounds_its_inputs_is_served(method, caplog):
 
 
 def test_what_differs_by_more_than_the_model_itself_is_refused(monkeypatch):
-    from specmm.hf import probe
+    from specmm.hf.models import probe
 
     ours = probe._ours
     monkeypatch.setattr(probe, "_ours", lambda *given: ours(*given) * 0.7 + 0.1)
@@ -221,7 +221,7 @@ def test_what_differs_by_more_than_the_model_itself_is_refused(monkeypatch):
 
 def test_plans_leave_no_trace_in_the_target(text_pipe, monkeypatch):
     """As a plan of an EAGLE-3 head does, which has its target read inner layers."""
-    from specmm.hf import drafting
+    from specmm.hf.drafters import drafting
 
     target = VLMTarget(text_pipe.model, Processor(0.0))
 

@@ -110,7 +110,10 @@ class Watched:
 @pytest.fixture
 def watched(monkeypatch):
     found = Watched()
-    for place in ("specmm.hf.running.one_round", "specmm.image_ar.tokens.running.one_round"):
+    for place in (
+        "specmm.hf.answers.running.one_round",
+        "specmm.image_ar.tokens.running.one_round",
+    ):
         monkeypatch.setattr(place, found)
     return found
 
@@ -141,7 +144,7 @@ def same_as_unwatched(watched, ask):
     found = ask()
     assert not watched.wrong and watched.rounds
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specmm.hf.running.one_round", one_round)
+        patch.setattr("specmm.hf.answers.running.one_round", one_round)
         assert ask() == found
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import specmm
-from specmm.hf.stop_strings import StopStrings
+from specmm.hf.prompts.stop_strings import StopStrings
 from tests.tiny.saying import LLAMA, saying
 
 END = "<|im_end|>"

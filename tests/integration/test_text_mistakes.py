@@ -18,10 +18,10 @@ from specmm.core.randomness import Uniforms
 from specmm.diffusion_drafters.assemble import Diffusion
 from specmm.diffusion_drafters.diffusion_chains import DiffuSpecDrafter
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
+from specmm.hf.drafters.drafting import load_drafter
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.hf.drafting import load_drafter
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes.diffusion import fit_proxy
 from specmm.verify import Recursive
 from tests.generating import as_generate

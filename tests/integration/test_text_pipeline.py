@@ -16,7 +16,7 @@ from specmm import methods
 from specmm.cli.language import Echo, complete
 from specmm.core.processors import Processor
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.dflash import build_block
 from tests.commands import run, succeed
 from tests.generating import as_generate

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specmm import TextPipeline, zoo
 from specmm.chats.forms import Unusable, chat_of
-from specmm.hf.pretrained import load_tokenizer
+from specmm.hf.loading.pretrained import load_tokenizer
 from specmm.recipes import recipe as recipes
 from specmm.recipes.answers import answered
 from specmm.recipes.conversations import Opening, conversations

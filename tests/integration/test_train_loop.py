@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from specmm import zoo
 from specmm.core.derived import digest
 from specmm.core.processors import Processor
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.recipes import drafter
 from specmm.recipes.recipe import train

@@ -24,8 +24,8 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import DraftTree
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.msd import read_slots
 from specmm.recipes.recipe import train
 from specmm.shape.trees import spine

@@ -15,9 +15,9 @@ from specmm.core.randomness import Uniforms
 from specmm.core.tree import TreeShape
 from specmm.hf.drafters.mtp import MtpDrafter
 from specmm.hf.drafters.mtp_layers import layers_of, load_layers, save_layers
-from specmm.hf.pretrained import load_model
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import load_model
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.features import RolledMtp
 from specmm.recipes.recipe import train
 from specmm.runs.export import export

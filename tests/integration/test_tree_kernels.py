@@ -20,9 +20,9 @@ from specmm import methods
 from specmm.core.cache import Cache
 from specmm.core.processors import Processor
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.families import WAYS
-from specmm.hf.pretrained import use_tree_attention
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import use_tree_attention
+from specmm.hf.models.families import WAYS
+from specmm.hf.models.target import VLMTarget
 from specmm.image_ar.tokens.target import LlamaGenTarget
 from specmm.kernels.acceptance import fused_options
 from specmm.kernels.tree_attention import dense, interface
@@ -89,8 +89,8 @@ def launches(monkeypatch):
     counts = Counter()
     monkeypatch.setenv("SPECMM_KERNELS", "triton")
     # the first target of a model scores one tree to see whether it can be one: no part of a run
-    monkeypatch.setattr("specmm.hf.target.check_model", lambda *_: WAYS[0])
-    monkeypatch.setattr("specmm.hf.target.way_of", lambda *_: WAYS[0])
+    monkeypatch.setattr("specmm.hf.models.target.check_model", lambda *_: WAYS[0])
+    monkeypatch.setattr("specmm.hf.models.target.way_of", lambda *_: WAYS[0])
     for folder, name in (
         ("tree_attention", "tree_attention"),
         ("kv_commit", "kv_commit"),
@@ -248,8 +248,8 @@ def test_a_dense_mask_is_seen(text_folder, monkeypatch, no_dense_masks, place):
     """One for transformers' model, one in the operator."""
     if place == "Cache.tree_bias":
         monkeypatch.setenv("SPECMM_KERNELS", "torch")
-        monkeypatch.setattr("specmm.hf.target.check_model", lambda *_: WAYS[0])
-        monkeypatch.setattr("specmm.hf.target.way_of", lambda *_: WAYS[0])
+        monkeypatch.setattr("specmm.hf.models.target.check_model", lambda *_: WAYS[0])
+        monkeypatch.setattr("specmm.hf.models.target.way_of", lambda *_: WAYS[0])
         pipe = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
         with pytest.raises(AssertionError, match="a dense mask was made"):
             pipe(CODE * 2, max_new_tokens=6, method="prompt-lookup")

@@ -209,7 +209,7 @@ def test_a_processor_that_needs_a_package_says_which(folder, monkeypatch):
             "Package `num2words` is required.\nInstall it with `pip install num2words`."
         )
 
-    monkeypatch.setattr("specmm.hf.pretrained.load_processor", without)
+    monkeypatch.setattr("specmm.hf.loading.pretrained.load_processor", without)
     with pytest.raises(ValueError, match=r"needs a package: Package `num2words`.*pip install num2"):
         specmm.VQAPipeline.from_pretrained(folder)
 

@@ -14,7 +14,7 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree
-from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.shape.trees import branching
 from specmm.verify import Recursive
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation

@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 import specmm
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
-from specmm.hf.picture_tokens import PictureTarget, picture_prompt
+from specmm.hf.pictures.picture_tokens import PictureTarget, picture_prompt
 from tests.tiny import chameleon, glm_image, parts
 from tests.tiny.processors import word_tokenizer
 

@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import nn
 
-from specmm.hf.placing import Placing
-from specmm.hf.pretrained import load_model
+from specmm.hf.loading.placing import Placing
+from specmm.hf.loading.pretrained import load_model
 from specmm.loading import mapped
 from specmm.loading.checkpoints import load_strict, read_checkpoint, stored_dtype
 from specmm.loading.hardware import Place
@@ -146,8 +146,8 @@ OPENED = """
 import sys, torch, transformers
 from pathlib import Path
 from specmm.loading.hardware import Place
-from specmm.hf.placing import Placing
-from specmm.hf.pretrained import load_model
+from specmm.hf.loading.placing import Placing
+from specmm.hf.loading.pretrained import load_model
 
 def most():
     lines = open("/proc/self/status").read().splitlines()

@@ -17,7 +17,7 @@ from specmm.core.decode import decide, decode
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.doctor import examined
 from specmm.recipes.following import chances
 from specmm.shape.trees import branching, sample_siblings, spine

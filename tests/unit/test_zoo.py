@@ -4,7 +4,7 @@ import pytest
 
 from specmm import zoo
 from specmm.extending.registry import unknown
-from specmm.hf.pretrained import find, find_target
+from specmm.hf.loading.pretrained import find, find_target
 
 KINDS = {
     "images": {"pocket/llamagen", "pocket/mar", "pocket/var"},

@@ -31,11 +31,11 @@ from specmm.core.growth import Growth
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.drafters.drafting import Assembly, drafting_probs
 from specmm.hf.drafters.trees import check_unguided, trees_of
-from specmm.hf.drafting import Assembly, drafting_probs
-from specmm.hf.families import FULL, SLIDING
-from specmm.hf.pretrained import load_config, load_model
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import load_config, load_model
+from specmm.hf.models.families import FULL, SLIDING
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from specmm.core.cache import LayerSize, Memory, alike
 from specmm.core.drafter import DrafterVocabulary
-from specmm.hf.cache_layers import as_transformers
 from specmm.hf.drafters.eagle3_files import load_eagle3
 from specmm.hf.drafters.eagle3_head import READ, Eagle3Head, layers_read
 from specmm.hf.drafters.files import cast
 from specmm.hf.drafters.files import check_target as check_fingerprint
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.cache_layers import as_transformers
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import embeddings_of, read_json
 from specmm.loading.hardware import prepack
 

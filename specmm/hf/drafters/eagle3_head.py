@@ -32,8 +32,8 @@ from specmm.extending.registry import named
 from specmm.hf.drafters.features import BoundNetwork
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
-from specmm.hf.families import cache_name
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.families import cache_name
+from specmm.hf.models.target import VLMTarget
 
 LAYERS: Mapping[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 CACHE = cache_name(LlamaDecoderLayer)

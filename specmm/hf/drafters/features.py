@@ -32,12 +32,12 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms, UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.drafters.drafting import Assembly, Verification, drafting_probs
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
 from specmm.hf.drafters.picture_slots import PictureSlots
-from specmm.hf.drafting import Assembly, Verification, drafting_probs
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import Context, VLMTarget
+from specmm.hf.models.target import Context, VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import Siblings, spine, static_tree

@@ -20,9 +20,9 @@ from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree
 from specmm.extending.registry import named
+from specmm.hf.drafters.drafting import Assembly
 from specmm.hf.drafters.prompt_lookup import Recall
-from specmm.hf.drafting import Assembly
-from specmm.hf.interleaved import TEXT, InterleavedTarget
+from specmm.hf.pictures.interleaved import TEXT, InterleavedTarget
 from specmm.verify import Recursive
 from specmm.verify.exact import one_hot
 

@@ -27,12 +27,12 @@ from specmm.core.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.drafters.drafting import Assembly, drafting_probs
 from specmm.hf.drafters.features import shift_of, with_row
 from specmm.hf.drafters.mtp_growth import LayerGrowth
 from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers, layers_of
 from specmm.hf.drafters.trees import check_unguided, trees_of
-from specmm.hf.drafting import Assembly, drafting_probs
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
 

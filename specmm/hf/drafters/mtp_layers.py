@@ -26,10 +26,10 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from specmm.core.cache import Cache, LayerSize
-from specmm.hf.cache_layers import as_transformers
 from specmm.hf.drafters.files import cast, check_target
 from specmm.hf.drafters.mtp_layouts import class_of, count_of, layout_of
-from specmm.hf.families import FULL, SLIDING, cache_name, stored_sizes
+from specmm.hf.models.cache_layers import as_transformers
+from specmm.hf.models.families import FULL, SLIDING, cache_name, stored_sizes
 from specmm.loading.checkpoints import (
     check_weights,
     embeddings_of,

@@ -20,9 +20,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 from transformers.modeling_layers import MtpModel
 
-from specmm.hf.drafter_formats import ModelFolder, mtp_layers
-from specmm.hf.families import SLIDING
-from specmm.hf.pretrained import mtp_layers_of
+from specmm.hf.drafters.drafter_formats import ModelFolder, mtp_layers
+from specmm.hf.loading.pretrained import mtp_layers_of
+from specmm.hf.models.families import SLIDING
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from specmm.core.drafter import Feedback
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.drafting import Assembly
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import Assembly
+from specmm.hf.models.target import VLMTarget
 from specmm.verify import Recursive
 
 

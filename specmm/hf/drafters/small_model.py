@@ -24,11 +24,11 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.drafting import Assembly, Verification, translated
-from specmm.hf.pretrained import load_model, own_tokenizer
-from specmm.hf.prompt import VLMPrompt, on_device, padded
-from specmm.hf.target import VLMTarget
-from specmm.hf.translation import Translation
+from specmm.hf.drafters.drafting import Assembly, Verification, translated
+from specmm.hf.drafters.translation import Translation
+from specmm.hf.loading.pretrained import load_model, own_tokenizer
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, on_device, padded
 from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, static_tree

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 
 from specmm import methods
 from specmm.core.tree import TreeShape
-from specmm.hf.drafting import Verification
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import Verification
+from specmm.hf.models.target import VLMTarget
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, static_tree
 from specmm.verify import Recursive, Rule

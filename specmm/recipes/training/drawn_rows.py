@@ -23,8 +23,8 @@ from specmm.core.decode import decode_plain
 from specmm.core.derived import digest
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.loading.files import write_whole
 from specmm.text.pipeline import TextPipeline
 

@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specmm.hf.aux_states import AuxStates
 from specmm.hf.drafters.features import next_positions
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.aux_states import AuxStates
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.loading.files import writable
 from specmm.loading.hardware import bfloat16_products
 from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, rank, share

@@ -19,9 +19,9 @@ from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, HeadSizes
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
-from specmm.hf.drafting import chain_rule
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import chain_rule
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes.diffusion import fit_proxy
 from specmm.verify import Recursive, Traversal
 from tests import sampling

@@ -12,8 +12,8 @@ from specmm.core.randomness import Uniforms
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.models.deer import DEERModel
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.verify import Recursive
 from tests.tiny.parts import shaken
 

@@ -14,11 +14,11 @@ from specmm.choose import when_compiled
 from specmm.core.decode import ROOM, decode, decode_plain
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.hf.drafting import assemble
-from specmm.hf.options import Options
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.static import StaticVLMTarget
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import assemble
+from specmm.hf.models.static import StaticVLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.options import Options
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.programs.compiled import CompiledRound, compiled
 from specmm.text.pipeline import TextPipeline, check_compiled
 from specmm.vlm.pipeline import VQAPipeline

@@ -20,9 +20,9 @@ from specmm.diffusion_drafters.models.dflash import DFlash, load_dflash, save_df
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig
 from specmm.diffusion_drafters.models.masked import block_logits
 from specmm.diffusion_drafters.sources import DFlashSource, DiffusionSource
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.target import VLMTarget
-from specmm.hf.translation import Translation
+from specmm.hf.drafters.translation import Translation
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.verify import Block as BlockVerification
 from specmm.verify import Recursive, Traversal
 from tests.cases import some

@@ -12,8 +12,8 @@ import torch
 from specmm import zoo
 from specmm.app.models import AppModels
 from specmm.diffusion_drafters.models.dflash import load_dflash
-from specmm.hf.pretrained import find_target, is_packaged, missing_packages, unpacked
-from specmm.hf.unpacking import unpacking
+from specmm.hf.loading.pretrained import find_target, is_packaged, missing_packages, unpacked
+from specmm.hf.loading.unpacking import unpacking
 from specmm.text.pipeline import TextPipeline
 from specmm.zoo import POCKET
 
@@ -47,9 +47,9 @@ def test_one_caller_unpacks_while_others_wait(tmp_path, monkeypatch):
         into.mkdir()
         (into / "config.json").write_text("{}")
 
-    monkeypatch.setattr("specmm.hf.pretrained.HELPERS", ())
-    monkeypatch.setattr("specmm.hf.pretrained.unpacking", nullcontext)
-    monkeypatch.setattr("specmm.hf.pretrained._unpack", unpack)
+    monkeypatch.setattr("specmm.hf.loading.pretrained.HELPERS", ())
+    monkeypatch.setattr("specmm.hf.loading.pretrained.unpacking", nullcontext)
+    monkeypatch.setattr("specmm.hf.loading.pretrained._unpack", unpack)
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(lambda _: unpacked(tmp_path, tmp_path / "cache"), range(3)))
     assert set(found) == {tmp_path / "cache" / "a.gguf"} and len(unpackings) == 1
@@ -102,5 +102,5 @@ def test_the_app_lists_only_what_is_installed(tmp_path, monkeypatch):
         (tmp_path / name / "package.json").write_text(
             json.dumps({"package": package, "file": "a.gguf"})
         )
-    monkeypatch.setattr("specmm.hf.pretrained.HELPERS", ())
+    monkeypatch.setattr("specmm.hf.loading.pretrained.HELPERS", ())
     assert AppModels().names["text"] == ["pocket/here"]

@@ -12,9 +12,9 @@ from specmm.diffusion_drafters.cached_sources import CausalSource
 from specmm.diffusion_drafters.models.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.diffusion_lms import FullAttention
 from specmm.diffusion_drafters.sources import DFlashSource
-from specmm.hf.aux_states import AuxStates
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.aux_states import AuxStates
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes import deer, dflash
 from specmm.recipes.diffusion import denoising_loss, hide, train_diffusion
 from specmm.recipes.loop import Run

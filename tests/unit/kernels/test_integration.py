@@ -11,8 +11,8 @@ import transformers as tf
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.kernels.backend import backend

@@ -7,8 +7,8 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import specmm
-from specmm.hf.families import Family
-from specmm.hf.placing import moved
+from specmm.hf.loading.placing import moved
+from specmm.hf.models.families import Family
 from specmm.runs.run import kinds_of
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline

@@ -12,11 +12,11 @@ from specmm.core.decode import EndTokens, decode, decode_plain
 from specmm.core.drafter import NoDrafts
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
+from specmm.hf.answers.running import PromptBatch
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.running import PromptBatch
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.recipes.msd import build_msd
 from specmm.shape.eagle2 import Dynamic

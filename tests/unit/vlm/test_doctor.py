@@ -16,7 +16,7 @@ from benchmarks.doctor import decoded, spoils
 from specmm import zoo as pocket
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes import doctor, misreadings
 from specmm.recipes.dflash import build_block
 from specmm.recipes.doctor import diagnose

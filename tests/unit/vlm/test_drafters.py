@@ -12,10 +12,10 @@ from specmm import methods
 from specmm.core.decode import decode, decode_plain
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.small_model import SmallModel
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from tests.integration.two_drafts import colder
 from tests.sampling import Stream, fits, last, sequence_distribution
 from tests.tiny.parts import shaken

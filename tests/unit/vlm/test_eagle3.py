@@ -19,11 +19,11 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.drafters.drafting import assemble
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.methods import Eagle3
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import branching

@@ -8,7 +8,7 @@ import transformers as tf
 
 import specmm
 from specmm.core.processors import Processor
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.dflash import build_block
 from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead

@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import specmm
-from specmm.hf.path_processors import PathProcessor
+from specmm.hf.prompts.path_processors import PathProcessor
 from specmm.vlm.asking import Questions
 from tests.cases import some
 from tests.generating import as_generate

@@ -8,8 +8,8 @@ from specmm.core.stats import Clock
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.prompt_lookup import LookupRow, PromptLookupDrafter
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.verify import VerifyResult
 
 NONE = frozenset()

@@ -12,8 +12,8 @@ from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree
 from specmm.hf.drafters.features import FeatureDrafter, as_chains
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.methods import MSD
 from specmm.recipes.msd import build_msd, msd_config
 from specmm.shape.eagle2 import Dynamic

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specmm.core.processors import Processor
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Run
 from specmm.recipes.losses import compared
 from specmm.recipes.msd import (

@@ -5,10 +5,10 @@ import torch
 import transformers as tf
 
 from specmm.core.processors import Processor
-from specmm.hf import probe
-from specmm.hf.families import AfterHead, after_head
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models import probe
+from specmm.hf.models.families import AfterHead, after_head
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from tests.generating import as_generate
 from tests.tiny import parts
 

@@ -8,10 +8,10 @@ from benchmarks.models.prompts import prompts_for
 from benchmarks.models.table import GAINS, IMAGE_TEXT, types
 from benchmarks.models.tiny import build, tiny_config
 from specmm.core.processors import Processor
-from specmm.hf import probe
-from specmm.hf.families import Family, Way
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models import probe
+from specmm.hf.models.families import Family, Way
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 
 ASKED = {"max_new_tokens": 6, "do_sample": False}
 

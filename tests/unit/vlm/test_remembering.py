@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 import specmm
-from specmm.hf.path_processors import PathProcessor
+from specmm.hf.prompts.path_processors import PathProcessor
 from tests.tiny.saying import saying
 
 LETTERS = "abcdefghij"

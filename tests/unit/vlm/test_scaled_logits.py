@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import specmm
-from specmm.hf.path_processors import PathProcessor
+from specmm.hf.prompts.path_processors import PathProcessor
 from tests.tiny import parts
 from tests.tiny.parts import CLIP, PIXELS
 

@@ -7,9 +7,9 @@ from specmm import methods
 from specmm.core.decode import decode, decode_plain
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.hf.drafting import assemble
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import assemble
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.msd import build_msd
 
 LENGTH = 20

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specmm.hf.translation import Translation
+from specmm.hf.drafters.translation import Translation
 
 
 class Words:

@@ -9,8 +9,8 @@ from specmm import methods
 from specmm.choose.contest import Candidate
 from specmm.core.processors import Processor
 from specmm.hf.drafters.features import candidates, measure_acceptance
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.msd import build_msd
 from specmm.vlm.msd import load_msd, save_msd
 

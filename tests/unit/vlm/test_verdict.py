@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 from recipes.scenes.tokenizer import build_processor, build_tokenizer
-from specmm.hf.drafting import load_drafter
+from specmm.hf.drafters.drafting import load_drafter
 from specmm.vlm import verdict
 from specmm.vlm.pipeline import VQAPipeline
 from specmm.vlm.verdict import SpeculativeVerdict, VerdictPrompts, best, consensus, log_perplexities

@@ -36,7 +36,7 @@ from transformers import (
 )
 
 from specmm import zoo
-from specmm.hf.unpacking import unpacking
+from specmm.hf.loading.unpacking import unpacking
 from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention.interface import NAME
 from specmm.loading.checkpoints import check_names, no_tensors, read_json, some_names

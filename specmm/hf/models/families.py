@@ -29,7 +29,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from specmm.core.cache import LayerSize
 from specmm.core.derived import fact, facts
-from specmm.hf.prompt import POSITIONS, VLMPrompt
+from specmm.hf.prompts.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.loading.hardware import prepack
 

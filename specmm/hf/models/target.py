@@ -27,13 +27,13 @@ from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import History, Processor, extremes
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree
-from specmm.hf.aux_states import AuxStates
-from specmm.hf.cache_layers import as_transformers
-from specmm.hf.families import WAYS, Family, Way
-from specmm.hf.mixers import StateLayer
-from specmm.hf.probe import check_model, way_of
-from specmm.hf.prompt import VLMPrompt as VLMPrompt
-from specmm.hf.states import States
+from specmm.hf.models.aux_states import AuxStates
+from specmm.hf.models.cache_layers import as_transformers
+from specmm.hf.models.families import WAYS, Family, Way
+from specmm.hf.models.mixers import StateLayer
+from specmm.hf.models.probe import check_model, way_of
+from specmm.hf.models.states import States
+from specmm.hf.prompts.prompt import VLMPrompt as VLMPrompt
 from specmm.kernels.tree_attention import Mask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.verify.rule import VerifyResult

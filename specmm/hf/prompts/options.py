@@ -17,8 +17,8 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import sample_generators
 from specmm.extending.kinds import check_whole, shown, texts_of
 from specmm.extending.registry import OPTION, Registry, unknown
-from specmm.hf.drafting import KINDS
-from specmm.hf.messages import chats_of
+from specmm.hf.drafters.drafting import KINDS
+from specmm.hf.prompts.messages import chats_of
 from specmm.programs.compiled import NotCompiled
 from specmm.structured import of_call
 
@@ -126,7 +126,8 @@ class Options:
 
     ``messages`` are a chat, or a list of chats, in place of prompts or of questions and what is
     shown with them: several turns, system prompts, parts with pictures and videos, in the model's
-    chat template (:mod:`specmm.hf.messages`). ``fps`` is the rate of videos given as frames.
+    chat template (:mod:`specmm.hf.prompts.messages`). ``fps`` is the rate of videos given as
+    frames.
 
     ``more`` are settings of transformers' generate, which are given by their names as all others:
     those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like),

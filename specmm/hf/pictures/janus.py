@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specmm.core.guidance import AllowedTokens
-from specmm.hf.picture_tokens import (
+from specmm.hf.pictures.picture_tokens import (
     Decoder,
     Layout,
     Painting,

@@ -22,9 +22,9 @@ from torch import Tensor
 from specmm import methods
 from specmm.choose.contest import MARGIN, PLAIN, Candidate, Record, clock_of
 from specmm.core.decode import Progress, decode, decode_plain
-from specmm.hf.drafting import Method, assemble, row_uniforms
-from specmm.hf.interleaved import DRAFTING, Grammar, InterleavedTarget
-from specmm.hf.prompt import VLMPrompt
+from specmm.hf.drafters.drafting import Method, assemble, row_uniforms
+from specmm.hf.pictures.interleaved import DRAFTING, Grammar, InterleavedTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 
 TOKENS = 32  # of a trial, at most
 

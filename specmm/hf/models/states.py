@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from specmm.core.cache import branched
 from specmm.core.derived import facts
-from specmm.hf.mixers import (
+from specmm.hf.models.mixers import (
     Call,
     Mixer,
     StateLayer,

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from specmm import zoo
 from specmm.extending.registry import named
 from specmm.hf.drafters.files import INDEX, Facts
-from specmm.hf.picture_models import draws_pictures
-from specmm.hf.pretrained import MTP
+from specmm.hf.loading.pretrained import MTP
+from specmm.hf.pictures.picture_models import draws_pictures
 from specmm.loading.checkpoints import FOLDER_NAMES, PICKLED, read_json
 
 SPECULATORS = "speculators_model_type"

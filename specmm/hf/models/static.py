@@ -21,11 +21,11 @@ from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor, extremes
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree
-from specmm.hf.cache_layers import as_transformers
-from specmm.hf.families import WAYS
-from specmm.hf.picture_tokens import PictureTarget
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import Past, ProbsProcessor, VLMTarget
+from specmm.hf.models.cache_layers import as_transformers
+from specmm.hf.models.families import WAYS
+from specmm.hf.models.target import Past, ProbsProcessor, VLMTarget
+from specmm.hf.pictures.picture_tokens import PictureTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.programs.compiled import NotCompiled, compiled
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specmm.core.derived import Derived, fact
-from specmm.hf.families import rows_of
+from specmm.hf.models.families import rows_of
 
 LEAST = 1024  # rows saved, below which nothing is gained
 

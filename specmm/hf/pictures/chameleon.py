@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from specmm.core.guidance import AllowedTokens
 from specmm.extending.registry import named
-from specmm.hf.diffusers_parts import load_part
-from specmm.hf.interleaved import Writer
-from specmm.hf.picture_tokens import (
+from specmm.hf.pictures.diffusers_parts import load_part
+from specmm.hf.pictures.interleaved import Writer
+from specmm.hf.pictures.picture_tokens import (
     Decoder,
     Layout,
     Painting,

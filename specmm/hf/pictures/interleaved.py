@@ -27,12 +27,12 @@ from transformers import PreTrainedModel
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree
 from specmm.extending.registry import named
-from specmm.hf.picture_tokens import Decoder, Layout, Painting
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import ProbsProcessor, VLMTarget
+from specmm.hf.models.target import ProbsProcessor, VLMTarget
+from specmm.hf.pictures.picture_tokens import Decoder, Layout, Painting
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.verify.rule import VerifyResult
 
-WRITERS = {"chameleon": "specmm.hf.chameleon:INTERLEAVED"}  # descriptions by model type
+WRITERS = {"chameleon": "specmm.hf.pictures.chameleon:INTERLEAVED"}  # descriptions by model type
 PIXELS = "specmm.image_ar.autoencoder:to_uint8"
 DRAFTING = ("prompt-lookup", "sjd")  # the methods that draft such answers
 SERVING = ("ar", *DRAFTING, "auto")
@@ -45,8 +45,9 @@ class Writer:
     """A class of transformers that writes pictures between words, by functions of a model.
 
     ``marks`` gives the ids that begin and end a picture, ``pictures`` the mask [V] of its tokens;
-    ``layout`` and ``decode`` are those of its :class:`specmm.hf.picture_tokens.PictureModel`.
-    ``check`` raises ``ValueError`` for a model that cannot draw.
+    ``layout`` and ``decode`` are those of its
+    :class:`specmm.hf.pictures.picture_tokens.PictureModel`. ``check`` raises ``ValueError`` for a
+    model that cannot draw.
     """
 
     marks: Callable[[Any], tuple[int, int]]
@@ -183,7 +184,8 @@ class InterleavedTarget(VLMTarget):
         return self.family.all_logits(states)
 
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """See :class:`specmm.hf.target.VLMTarget`; a prompt may end with what begins a picture.
+        """See :class:`specmm.hf.models.target.VLMTarget`; a prompt may end with what begins a
+        picture.
 
         Raises ``ValueError`` for a prompt that ends within one, and an answer that none fits into.
         """

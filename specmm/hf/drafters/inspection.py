@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 
 from specmm import methods, zoo
 from specmm.extending.registry import named
-from specmm.hf.drafter_formats import DrafterFormat, ModelFolder, mtp_layers, recognised
+from specmm.hf.drafters.drafter_formats import DrafterFormat, ModelFolder, mtp_layers, recognised
+from specmm.hf.drafters.drafting import assemble, load_drafter
 from specmm.hf.drafters.files import layers_named
-from specmm.hf.drafting import assemble, load_drafter
-from specmm.hf.picture_models import picture_type, processes
-from specmm.hf.pretrained import TOKENIZER, find_target, load_config, weights_folder
-from specmm.hf.translation import PADDING
+from specmm.hf.drafters.translation import PADDING
+from specmm.hf.loading.pretrained import TOKENIZER, find_target, load_config, weights_folder
+from specmm.hf.pictures.picture_models import picture_type, processes
 
 SIZES = {  # what is shown of a layer, and the names in configs
     "layers": ("num_hidden_layers", "n_layers"),

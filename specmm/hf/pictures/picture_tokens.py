@@ -22,10 +22,10 @@ from specmm.core.cache import branched
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import Processor
 from specmm.core.target import TargetOutput
-from specmm.hf.families import Family
-from specmm.hf.prompt import VLMPrompt, padded
-from specmm.hf.restricted_head import restricted
-from specmm.hf.target import VLMTarget
+from specmm.hf.models.families import Family
+from specmm.hf.models.restricted_head import restricted
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 
 Size = tuple[int, int]
 """Height and width in pixels."""

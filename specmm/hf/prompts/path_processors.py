@@ -25,7 +25,7 @@ from transformers import (
 
 from specmm.core.processors import History
 from specmm.core.tree import DraftTree, paths
-from specmm.hf.options import SCORES, Options
+from specmm.hf.prompts.options import SCORES, Options
 from specmm.structured import Constrained, GrammarProcessor, Matchers
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.hf.picture_tokens import (
+from specmm.hf.pictures.picture_tokens import (
     Decoder,
     Layout,
     Painting,

@@ -25,8 +25,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from specmm.core.derived import fact
 from specmm.core.target import Target
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.families import WAYS, Family, Way, own_logits, plain_tokens
-from specmm.hf.prompt import VLMPrompt, padded
+from specmm.hf.models.families import WAYS, Family, Way, own_logits, plain_tokens
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.verify.rule import VerifyResult
 
 Trees = Sequence[tuple[tuple[int, ...], int]]  # parents, and how many first nodes are kept

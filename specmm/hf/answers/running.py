@@ -40,9 +40,9 @@ from specmm.core.turns import in_its_turn
 from specmm.extending.kinds import shown
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import Registry
-from specmm.hf.adapters import base_of, split, with_adapter
-from specmm.hf.choosing import choose, kinds_of, record_of
-from specmm.hf.drafting import (
+from specmm.hf.answers.choosing import choose, kinds_of, record_of
+from specmm.hf.answers.shared_rounds import KeptRounds, SharedRounds
+from specmm.hf.drafters.drafting import (
     KINDS,
     Assembly,
     Drafters,
@@ -53,15 +53,15 @@ from specmm.hf.drafting import (
     network_of,
     preset_of,
 )
-from specmm.hf.options import IdleOption, Options, idle_options
-from specmm.hf.own_settings import own_penalty, own_scores, own_stops
-from specmm.hf.path_processors import Criteria, PathProcessor, matchers_of, processors_of
-from specmm.hf.placing import Placing, is_quantised, moved
-from specmm.hf.pretrained import find, use_tree_attention
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.shared_rounds import KeptRounds, SharedRounds
-from specmm.hf.stop_strings import Continuations, Ids, StopStrings
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.adapters import base_of, split, with_adapter
+from specmm.hf.loading.placing import Placing, is_quantised, moved
+from specmm.hf.loading.pretrained import find, use_tree_attention
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.options import IdleOption, Options, idle_options
+from specmm.hf.prompts.own_settings import own_penalty, own_scores, own_stops
+from specmm.hf.prompts.path_processors import Criteria, PathProcessor, matchers_of, processors_of
+from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.hf.prompts.stop_strings import Continuations, Ids, StopStrings
 from specmm.loading.hardware import Place, contiguous_state, prepack
 from specmm.programs.compiled import NotCompiled
 from specmm.programs.graphs import GraphRound, captures

@@ -20,9 +20,9 @@ from specmm import methods
 from specmm.choose.contest import FEW, PASSES, SHARE, Begin, Candidate, Record, clock_of
 from specmm.core.decode import Progress, decode, decode_plain
 from specmm.extending.registry import named
-from specmm.hf.drafting import KINDS, Drafters, Method, assemble, network_of, row_uniforms
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import KINDS, Drafters, Method, assemble, network_of, row_uniforms
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 
 LARGE = sys.maxsize  # as what has no network of its own is sorted
 LOGGER = logging.getLogger(__name__)

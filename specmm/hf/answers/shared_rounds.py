@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from specmm.core.decode import Play, Progress
-from specmm.hf.drafting import Assembly
-from specmm.hf.target import VLMTarget
+from specmm.hf.drafters.drafting import Assembly
+from specmm.hf.models.target import VLMTarget
 from specmm.loading.hardware import is_nearly_full
 from specmm.programs.graphs import GraphRound
 

@@ -1,5 +1,5 @@
 """Which models of transformers draw pictures, as their folders say; each is described in a module
-of its own (:class:`specmm.hf.picture_tokens.PictureModel`).
+of its own (:class:`specmm.hf.pictures.picture_tokens.PictureModel`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from specmm.extending.registry import named
 from specmm.loading.checkpoints import read_json
 
 if TYPE_CHECKING:
-    from specmm.hf.picture_tokens import PictureModel
+    from specmm.hf.pictures.picture_tokens import PictureModel
 
 PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config.json
-    "chameleon": "specmm.hf.chameleon:CHAMELEON",
-    "emu3": "specmm.hf.emu3:EMU3",
-    "glm_image": "specmm.hf.glm_image:GLM_IMAGE",
-    "janus": "specmm.hf.janus:JANUS",
+    "chameleon": "specmm.hf.pictures.chameleon:CHAMELEON",
+    "emu3": "specmm.hf.pictures.emu3:EMU3",
+    "glm_image": "specmm.hf.pictures.glm_image:GLM_IMAGE",
+    "janus": "specmm.hf.pictures.janus:JANUS",
 }
 PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see

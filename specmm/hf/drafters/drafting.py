@@ -24,10 +24,10 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.extending.outside import OTHERS, DraftRequest, make_drafter, of_others, usual_tree
 from specmm.extending.registry import named, unknown
-from specmm.hf.drafter_formats import ModelFolder, recognised
-from specmm.hf.prompt import VLMPrompt
-from specmm.hf.target import VLMTarget
-from specmm.hf.translation import Translation
+from specmm.hf.drafters.drafter_formats import ModelFolder, recognised
+from specmm.hf.drafters.translation import Translation
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, make_tree
 from specmm.verify import Block, Recursive, Rule

@@ -20,9 +20,16 @@ from transformers import GenerationConfig, T5EncoderModel
 
 from specmm import zoo
 from specmm.core.guidance import AllowedTokens
-from specmm.hf.diffusers_parts import load_part, unreadable
-from specmm.hf.picture_tokens import Decoder, Layout, Painting, PictureModel, Size, unit_codebook
-from specmm.hf.pretrained import load_model
+from specmm.hf.loading.pretrained import load_model
+from specmm.hf.pictures.diffusers_parts import load_part, unreadable
+from specmm.hf.pictures.picture_tokens import (
+    Decoder,
+    Layout,
+    Painting,
+    PictureModel,
+    Size,
+    unit_codebook,
+)
 
 USUAL = (1152, 768)  # pixels, as GlmImageProcessor has them
 SIDE = 32  # pixels of a token's sides

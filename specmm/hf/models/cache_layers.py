@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from specmm.core.cache import LayerSize, Memory, StaticMemory
-from specmm.hf.families import has_states
-from specmm.hf.mixers import StateLayer
+from specmm.hf.models.families import has_states
+from specmm.hf.models.mixers import StateLayer
 
 
 class _SlotLayer(CacheLayerMixin):

@@ -39,8 +39,9 @@ from specmm.core.turns import in_its_turn
 from specmm.extending.kinds import shown
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import maker_of
-from specmm.hf.choosing import choose, record_of
-from specmm.hf.drafting import (
+from specmm.hf.answers.choosing import choose, record_of
+from specmm.hf.answers.running import ending, last_of
+from specmm.hf.drafters.drafting import (
     Assembly,
     Drafters,
     Method,
@@ -49,13 +50,12 @@ from specmm.hf.drafting import (
     method_of,
     preset_of,
 )
-from specmm.hf.families import CACHES
-from specmm.hf.options import FILTERS, SCORES, stop_texts
-from specmm.hf.path_processors import Criteria, PathProcessor
-from specmm.hf.pretrained import find
-from specmm.hf.prompt import POSITIONS, VLMPrompt
-from specmm.hf.running import ending, last_of
-from specmm.hf.target import VLMTarget
+from specmm.hf.loading.pretrained import find
+from specmm.hf.models.families import CACHES
+from specmm.hf.models.target import VLMTarget
+from specmm.hf.prompts.options import FILTERS, SCORES, stop_texts
+from specmm.hf.prompts.path_processors import Criteria, PathProcessor
+from specmm.hf.prompts.prompt import POSITIONS, VLMPrompt
 from specmm.verify.claims import run_claim
 
 NOT_INPUTS = {*CACHES, "logits_to_keep", "use_cache", "cache_position"}

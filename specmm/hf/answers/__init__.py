@@ -1,0 +1,1 @@
+"""Runs of answers and texts, what calls share, and the method they take."""

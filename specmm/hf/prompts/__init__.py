@@ -1,0 +1,1 @@
+"""What a call asks: prompts, chats, options, and what ends an answer."""
