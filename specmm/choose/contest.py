@@ -8,6 +8,7 @@ forecast from how often drafts are accepted. What is measured is one :class:`Rec
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import sys
@@ -23,6 +24,7 @@ from specmm.core.decode import Progress
 from specmm.core.stats import Stats
 from specmm.core.watching import tell
 
+LOGGER = logging.getLogger(__name__)
 SHARE = 0.03  # of the time of calls: what trials may take
 START = 24  # plain tokens' time that they may take once a call was made, as soon as may be
 AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: the same before, where a gain is forecast
@@ -117,6 +119,7 @@ class Record:
     lasted: float = 0.0
     spent: float = 0.0
     pending: list[Sample] = field(default_factory=list)  # trials before the call that is to come
+    failed: dict[Any, str] = field(default_factory=dict)  # why, of those whose trials did
     calls: int = 0
     now: Callable[[], float] = time.perf_counter  # see ``clock_of``
 
@@ -236,19 +239,26 @@ class Record:
         fastest = min((self.each(known) for known in self.samples), default=0.0)
         leaves = fastest and method != PLAIN.method and not whole
         least = HOPELESS / fastest if leaves else 0.0
-        for _ in self.played(method, begin(method), few, least):
-            pass
+        try:
+            for _ in self.played(method, begin(method), few, least):
+                pass
+        except ValueError as error:  # of a drafter; plain decoding's are the call's own
+            if method == PLAIN.method:
+                raise
+            LOGGER.warning("auto: without %s: %s", method, error)
+            self.failed[method] = str(error)
         known = PLAIN.method in self.samples
         took = self.now() - start
         self.spent += took / self.each(PLAIN.method) if known else PROMPT + few
-        return method in self.samples
+        return method in self.samples or method in self.failed
 
     @property
     def left(self) -> dict[Any, str]:
         """Those that are tried no more as it stands, and why."""
         if PLAIN.method not in self.samples:
-            return {}
-        return {one: why for one in self.samples if (why := self._leaves(one))}
+            return self.failed
+        found = {one: why for one in self.samples if (why := self._leaves(one))}
+        return found | self.failed
 
     def _leaves(self, method: Any) -> str:
         """Why ``method`` is tried no more; "" if it stays."""
@@ -266,9 +276,10 @@ class Record:
         one that is forecast to be.
         """
         if PLAIN.method not in self.samples:
-            best = self.order[1:2]
+            best = [one for one in self.order[1:2] if one.method not in self.failed]
             return best[0].method if best and self.forecast(best[0]) >= SURE else PLAIN.method
-        staying = [one for one in self.samples if self.deviation(one) <= self.tv]
+        near = [one for one in self.samples if self.deviation(one) <= self.tv]
+        staying = [one for one in near if one not in self.failed]
         # what leaves the model's distribution must be worth it
         worth = {one: self.gain(one) / (MARGIN if self.deviation(one) else 1) for one in staying}
         fastest = max(worth, key=lambda one: worth[one])

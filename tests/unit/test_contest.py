@@ -172,6 +172,23 @@ def test_a_relaxed_method_must_be_near_enough_and_worth_it():
     assert record.choose(near.begin, 0, share=float("inf")) == AR
 
 
+def test_a_drafter_that_fails_is_left_out_and_the_call_goes_on(caplog):
+    machine = Machine()
+    whole = machine.begin
+
+    def begin(method):
+        if method == FAST:
+            raise ValueError("logits must be finite")
+        return whole(method)
+
+    record = machine.record(FAST, LAST)
+    assert record.choose(begin, 10**4, share=1.0) == LAST
+    assert record.left == {FAST: "logits must be finite"} and "must be finite" in caplog.text
+    assert machine.begun.count(LAST) == PASSES
+    with pytest.raises(ValueError, match="finite"):
+        machine.record(LAST).choose(lambda method: begin(FAST), 10**4, share=1.0)
+
+
 def test_a_call_that_ends_at_once_tells_nothing_and_a_later_one_does():
     machine = Machine()
     machine.LENGTH = 2
