@@ -165,7 +165,8 @@ def _said(model: str, batch: int, facts: dict[str, Any], record: Record) -> Plan
     found["candidates"] = [_tried(record, one) for one in record.order if one != PLAIN]
     lines.append(f"plain       {1000 * record.each(PLAIN.method):.2f} ms a token")
     lines += [f"candidate   {_about(row)}" for row in found["candidates"]]
-    return found, [*lines, f"choice      {choice} ({reason})"]
+    gain = record.gain(record.fastest())
+    return found, [*lines, f"choice      {choice}, {gain:.2f}x plain decoding"]
 
 
 def _tried(record: Record, one: Candidate) -> dict[str, Any]:
