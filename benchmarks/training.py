@@ -32,7 +32,7 @@ from transformers import get_linear_schedule_with_warmup
 from benchmarks.common import RESULTS, Out, Row, environment, write_results
 from specmm.core.decode import EndTokens, decode
 from specmm.core.processors import Processor
-from specmm.core.randomness import Uniforms
+from specmm.core.randomness import Uniforms, seeded
 from specmm.core.stats import Stats
 from specmm.core.tree import TreeShape
 from specmm.hf.drafters.eagle3_head import Eagle3Head
@@ -42,7 +42,7 @@ from specmm.hf.models.aux_states import AuxStates
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes.features import CLIP, RolledEagle3, build_eagle3, head_rate, rollout_loss
-from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit
 from specmm.recipes.recipe import load
 from specmm.recipes.settings import WARMUP
 from specmm.recipes.training.seen import Seen

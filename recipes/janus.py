@@ -17,11 +17,11 @@ from recipes.training.janus import Sizes, build_model, train_model, train_tower
 from recipes.training.janus_vq import LEVELS, JanusCodes, finished, tokens_of, vq_config
 from recipes.training.vq import train_codes
 from recipes.wording import build_processor, build_tokenizer
+from specmm.core.randomness import seeded
 from specmm.image_ar.shared import write_settings
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.loading.files import writable
 from specmm.recipes.drafter import kept_tokens
-from specmm.recipes.loop import seeded
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size
 from specmm.recipes.training.encoding import to_float
 

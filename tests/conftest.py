@@ -135,7 +135,11 @@ def taped(monkeypatch):
     recorder, which counts.
     """
     families = ("continuous.programs", "continuous.running", "scales.pipeline", "tokens.running")
-    for module in ("graphs", "hf.running", *(f"image_ar.{name}" for name in families)):
+    for module in (
+        "programs.graphs",
+        "hf.answers.running",
+        *(f"image_ar.{name}" for name in families),
+    ):
         monkeypatch.setattr(f"specmm.{module}.captures", lambda device: True)
     monkeypatch.setattr("specmm.programs.graphs.record_on_gpu", record_on_tape)
     monkeypatch.setattr("specmm.core.processors.by_numpy", lambda x: False)

@@ -37,6 +37,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from specmm.core.randomness import seeded
 from specmm.hf.drafters.small_model import SmallModel
 from specmm.hf.loading import pretrained
 from specmm.hf.loading.pretrained import (
@@ -55,7 +56,6 @@ from specmm.loading.checkpoints import (
     read_json,
 )
 from specmm.loading.hardware import prepack
-from specmm.recipes.loop import seeded
 from specmm.zoo import efficientnet
 
 PROJECTOR = "projector.safetensors"

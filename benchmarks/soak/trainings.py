@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from benchmarks.soak.kills import one_thread, struck
-from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
+from specmm.core.randomness import seeded
+from specmm.recipes.loop import Losses, Run, batch_rows, fit
 
 STEPS = 400
 

@@ -23,7 +23,8 @@ from transformers import GenerationConfig, JanusConfig, JanusForConditionalGener
 
 from recipes.captioned import KINDS, SIDE, STYLES, Captioned
 from recipes.wording import BEGIN, IMAGE, chat, prompt
-from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
+from specmm.core.randomness import seeded
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit
 from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
 
 PROMPT = 16  # P: at most, with what begins a picture

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import labelled_batch
+from specmm.core.randomness import seeded
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.recipes.loop import Losses, Run, fit, seeded
+from specmm.recipes.loop import Losses, Run, fit
 
 
 def train_target(

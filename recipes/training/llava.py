@@ -33,7 +33,8 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.scenes import R
 from recipes.scenes.sprites import Array
 from recipes.scenes.stream import World
-from specmm.recipes.loop import MUON, Losses, Run, fit, seeded
+from specmm.core.randomness import seeded
+from specmm.recipes.loop import MUON, Losses, Run, fit
 
 TEXT_EVERY = 12  # steps: one of so many is without pictures
 NOTHING = 0.1  # weight of a patch without a thing

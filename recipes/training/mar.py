@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from recipes.training.diffusion import diffusion_loss, noised
+from specmm.core.randomness import seeded
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
-from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit, seeded
+from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit
 from specmm.recipes.training.encoding import CLASS_DROPOUT
 
 MASK_MEAN = 1.0  # of the share of tokens that are masked, cut at 1

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import labelled_batch
+from specmm.core.randomness import seeded
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
-from specmm.recipes.loop import MUON, Losses, Run, fit, seeded
+from specmm.recipes.loop import MUON, Losses, Run, fit
 
 FIRST_STAGE = 0.5  # share of the refiner's steps that look at all scales
 

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
+from specmm.core.randomness import seeded
 from specmm.image_ar.autoencoder import VQCodes, VQConfig, VQModel
-from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
+from specmm.recipes.loop import Losses, Run, batch_rows, fit
 from specmm.recipes.training.encoding import to_float
 
 

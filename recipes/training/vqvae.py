@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_loss
+from specmm.core.randomness import seeded
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig
-from specmm.recipes.loop import Losses, Run, batch_rows, fit, seeded
+from specmm.recipes.loop import Losses, Run, batch_rows, fit
 from specmm.recipes.training.encoding import encode_views, to_float
 
 

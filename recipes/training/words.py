@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from recipes.scenes.packing import Encoder, stack
 from recipes.scenes.stream import World
 from recipes.training.llava import TEXT_LENGTH, answer_loss
-from specmm.recipes.loop import Losses, Run, fit, seeded
+from specmm.core.randomness import seeded
+from specmm.recipes.loop import Losses, Run, fit
 
 
 def build_text_model(

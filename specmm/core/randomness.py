@@ -9,7 +9,8 @@ Shape letters: B batch, L numbers drawn beforehand, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -168,3 +169,11 @@ def _seeded(source: torch.Generator, count: int, device: torch.device) -> list[t
     """``count`` generators on ``device``, their seeds drawn from ``source``."""
     seeds = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
     return [torch.Generator(device).manual_seed(s) for s in seeds]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A block whose random numbers come from ``seed``; the caller's random state is kept."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

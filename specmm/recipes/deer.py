@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from specmm.core.randomness import seeded
 from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.models.target import VLMTarget
-from specmm.recipes.loop import Losses, seeded
+from specmm.recipes.loop import Losses
 from specmm.recipes.losses import ONE_PASS, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
 from specmm.recipes.settings import Targeted

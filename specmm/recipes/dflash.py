@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config
 
+from specmm.core.randomness import seeded
 from specmm.diffusion_drafters.models.dflash import (
     CACHE,
     DFlash,
@@ -30,7 +31,7 @@ from specmm.hf.drafters.files import check_target
 from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import read_json
 from specmm.recipes.features import layer_sizes, spread
-from specmm.recipes.loop import Losses, seeded
+from specmm.recipes.loop import Losses
 from specmm.recipes.losses import ONE_PASS, Head, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted

@@ -26,7 +26,7 @@ from specmm.core.derived import digest
 from specmm.core.drawing import DrawingTarget
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
-from specmm.core.randomness import Uniforms
+from specmm.core.randomness import Uniforms, seeded
 from specmm.extending.registry import unknown
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import read_settings, write_settings
@@ -39,7 +39,7 @@ from specmm.image_ar.tokens.loading import load_block, load_gpt, load_vq, save_d
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.loading.files import writable
-from specmm.recipes.loop import Losses, Run, batch_rows, check_same, fit, one_first, seeded, share
+from specmm.recipes.loop import Losses, Run, batch_rows, check_same, fit, one_first, share
 from specmm.recipes.losses import ONE_PASS, Head, check_loss, compared
 from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
 from specmm.recipes.settings import facts_of

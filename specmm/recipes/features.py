@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig
 
+from specmm.core.randomness import seeded
 from specmm.hf.drafters.eagle3_files import save_eagle3
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.features import acceptance_of
@@ -29,7 +30,7 @@ from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.loading.pretrained import load_config
 from specmm.hf.models.families import cache_name
 from specmm.hf.models.target import VLMTarget
-from specmm.recipes.loop import Losses, seeded
+from specmm.recipes.loop import Losses
 from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted, sees, served

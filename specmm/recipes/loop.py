@@ -79,14 +79,6 @@ def warmup_cosine(step: int, steps: int, warmup: int = 100, floor: float = 0.05)
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """A block whose random numbers come from ``seed``; the caller's random state is kept."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        yield
-
-
 def batch_rows(step: int, size: int, total: int, seed: int) -> Tensor:
     """Rows [size] of the data used at ``step``: epochs are seeded permutations of all rows."""
     first = step * size

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.randomness import seeded
 from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
-from specmm.recipes.loop import Losses, Run, fit, one_first, seeded, share
+from specmm.recipes.loop import Losses, Run, fit, one_first, share
 from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted, served

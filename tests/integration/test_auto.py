@@ -75,10 +75,10 @@ def test_pictures_are_drawn_by_trees_of_known_acceptance_and_what_needs_no_draft
 def clocked(monkeypatch, each):
     """Seconds a token of a method are those of ``each``, as far as trials and calls tell."""
 
-    def seconds(record, method):
-        return each(method)
+    def gain(record, method):
+        return each(PLAIN.method) / each(method)
 
-    monkeypatch.setattr(Record, "each", seconds)
+    monkeypatch.setattr(Record, "gain", gain)
 
 
 def test_of_a_given_drafter_no_acceptance_is_known(make_tiny, tmp_path):

@@ -13,12 +13,12 @@ import torch
 from specmm import methods
 from specmm.cli.bench import bench
 from specmm.cli.generate import generate
+from specmm.core.randomness import seeded
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
 from specmm.image_ar.pipeline import ImagePipeline
-from specmm.recipes.loop import seeded
 from tests.tiny.parts import mar_sides
 
 KL = KLConfig(32, (1, 2), 1, z_channels=3, resolution=12, attn_resolutions=(), scale=1.0)

@@ -217,18 +217,3 @@ def test_what_differs_by_more_than_the_model_itself_is_refused(monkeypatch):
 
 
 # ---- auto beside several drafters
-
-
-def test_plans_leave_no_trace_in_the_target(text_pipe, monkeypatch):
-    """As a plan of an EAGLE-3 head does, which has its target read inner layers."""
-    from specmm.hf.drafters import drafting
-
-    target = VLMTarget(text_pipe.model, Processor(0.0))
-
-    def plan(own, *rest):
-        own.read_layers((0,))
-        return specmm.methods.AR()
-
-    monkeypatch.setattr(drafting, "named", lambda name: plan)
-    drafting.choose(target, None, None, {}, specmm.methods.Block())
-    assert target.aux is None

@@ -11,12 +11,12 @@ from transformers import DynamicCache
 
 from specmm import TextPipeline, VQAPipeline, zoo
 from specmm.core.processors import Processor
+from specmm.core.randomness import seeded
 from specmm.hf.drafters.eagle3_files import load_eagle3, to_eagle, to_specforge, to_speculators
 from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.features import RolledEagle3, build_eagle3, head_rate, rollout_loss, some_of
-from specmm.recipes.loop import seeded
 from specmm.recipes.losses import compared
 from specmm.recipes.recipe import train
 from specmm.recipes.training.seen import Seen

@@ -14,8 +14,8 @@ from recipes import captioned, janus
 from recipes.training.janus import PROMPT, Sizes, Writer, answer_logits, build_model, picture_logits
 from recipes.training.janus_vq import JanusCodes, finished, tokens_of, vq_config
 from recipes.wording import asked_for, build_processor, build_tokenizer, chat, prompt
+from specmm.core.randomness import seeded
 from specmm.hf.pictures.janus import JANUS
-from specmm.recipes.loop import seeded
 from specmm.recipes.training.encoding import to_float
 
 SIZES = Sizes(dim=32, layers=2, heads=2, inner=32, tower_dim=32, tower_layers=1)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from specmm.core.randomness import seeded
 from specmm.recipes import losses
-from specmm.recipes.loop import seeded
 from specmm.recipes.losses import LOSSES, Places, compared, of_drafts
 from specmm.recipes.recipe import train
 

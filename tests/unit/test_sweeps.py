@@ -10,6 +10,7 @@ from benchmarks.bars import mar_bars
 from benchmarks.common import Budget, read_results
 from benchmarks.report import render
 from benchmarks.samples import SampleSet
+from specmm.core.randomness import seeded
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
@@ -17,7 +18,6 @@ from specmm.image_ar.continuous.pipeline import MARPipeline
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.recipes.loop import seeded
 from tests.tiny.parts import mar_sides
 
 SMALL = mar_sides(16, 1) | dict(buffer_size=2, diffloss_d=1, diffloss_w=16)

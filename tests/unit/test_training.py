@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from specmm.recipes.loop import Run, _optimizers, batch_rows, fit, seeded, warmup_cosine
+from specmm.core.randomness import seeded
+from specmm.recipes.loop import Run, _optimizers, batch_rows, fit, warmup_cosine
 
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([[1.0], [-2.0], [0.5]])
@@ -165,7 +166,8 @@ SHARED = """
 import sys, torch
 from pathlib import Path
 from torch import nn
-from specmm.recipes.loop import Run, batch_rows, fit, one_first, seeded, share
+from specmm.core.randomness import seeded
+from specmm.recipes.loop import Run, batch_rows, fit, one_first, share
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 Y = X @ torch.tensor([[1.0], [-2.0], [0.5]])
 with seeded(0):

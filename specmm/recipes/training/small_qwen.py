@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from specmm.recipes.loop import seeded
+from specmm.core.randomness import seeded
 
 LENGTH = 256  # tokens of a row
 ROOM = 1024  # positions

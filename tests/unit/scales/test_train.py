@@ -19,11 +19,11 @@ from recipes.training.var import (
     train_var,
 )
 from recipes.training.vqvae import encode_pictures, train_vqvae
+from specmm.core.randomness import seeded
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.var import VARConfig
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer, VQVAEConfig
-from specmm.recipes.loop import seeded
 from specmm.recipes.recipe import train
 
 SIDES = (1, 2, 3)
