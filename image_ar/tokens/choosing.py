@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from specmm import methods
-from specmm.choose.contest import FEW, PASSES, SHARE, Candidate, Record, clock_of
+from specmm.choose.contest import FEW, SHARE, Candidate, Record, clock_of
 from specmm.core.decode import Progress, decode, decode_plain
 from specmm.core.drawing import DrawingTarget
 from specmm.core.randomness import Uniforms
@@ -71,7 +71,7 @@ def settled(
     few = target.length if whole else min(FEW, target.length)
     coming = target.length * math.ceil(pictures / batch)
     share = math.inf if whole else share
-    chosen = record.choose(begin, coming, few, share, PASSES)
+    chosen = record.choose(begin, coming, few, share)
     target.read_layers(())  # trials' drafters said which they read
     return chosen, record.reason(), record
 

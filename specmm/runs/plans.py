@@ -70,7 +70,7 @@ def plan_model(
             if own:
                 uniforms = Uniforms.from_seeds(range(batch), target.device)
                 prompt = target.any_prompt(batch)
-                asked = Asked(target, prompt, target.length, uniforms, target.processor)
+                asked = Asked(target, prompt, target.length, uniforms)
                 record = _own(drafter, asked)
             else:
                 from specmm.image_ar.tokens.choosing import record_of
@@ -96,7 +96,7 @@ def plan_language(
         if drafter is not None and of_others(drafter):
             target, prompt = pipe.prepared(*given, **options)
             length = prompt.max_new_tokens
-            text = Asked(target, prompt, length, row_uniforms(prompt), target.processor)
+            text = Asked(target, prompt, length, row_uniforms(prompt))
             return _said(model, len(asked), facts, _own(drafter, text))
         pipe.planned(*given, **options)
         [record] = pipe.records.values()
@@ -111,7 +111,6 @@ class Asked:
     prompt: Any
     length: int
     uniforms: Uniforms
-    processor: Any
 
 
 def _own(drafter: object, asked: Asked) -> Record:
@@ -120,7 +119,7 @@ def _own(drafter: object, asked: Asked) -> Record:
     """
     target = asked.target
     chains = bool(getattr(getattr(target, "family", None), "chains_only", False))
-    sampled = not asked.processor.greedy
+    sampled = not target.processor.greedy
 
     def drafter_of(shape: TreeShape) -> Any:
         return make_drafter(drafter, target, DraftRequest(shape, sampled, "distinct"))

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from specmm import methods
-from specmm.choose.contest import FEW, PASSES, SHARE, Begin, Candidate, Record, clock_of
+from specmm.choose.contest import FEW, SHARE, Begin, Candidate, Record, clock_of
 from specmm.core.decode import Progress, decode, decode_plain
 from specmm.extending.registry import named
 from specmm.hf.drafters.drafting import KINDS, Drafters, Method, assemble, network_of, row_uniforms
@@ -104,7 +104,7 @@ def choose(
     asked = prompt.max_new_tokens
     few = asked if math.isinf(share) else min(FEW, asked)
     begin = begin_of(drafters, target, prompt, tokenizer)
-    chosen: Method = record.choose(begin, min(asked, record.usual), few, share, PASSES)
+    chosen: Method = record.choose(begin, min(asked, record.usual), few, share)
     return chosen
 
 
@@ -113,12 +113,16 @@ def begin_of(
     target: VLMTarget,
     prompt: VLMPrompt,
     tokenizer: PreTrainedTokenizerBase | None,
+    length: int | None = None,
 ) -> Begin:
-    """Begins runs after ``prompt`` by any method, each on a target of its own."""
+    """Begins runs of ``length`` tokens (None: the prompt's) after ``prompt`` by any method, each on
+    a target of its own.
+    """
+    tokens = prompt.max_new_tokens if length is None else length
 
     def begin(method: Any) -> Iterator[Progress]:
         own = copy.copy(target)  # drafters tell their target what they read
-        run = (prompt, prompt.max_new_tokens, row_uniforms(prompt))
+        run = (prompt, tokens, row_uniforms(prompt))
         if not method.drafts:
             return decode_plain(own, *run)
         drafter, rule = assemble(method, own, drafters.get(method.name), tokenizer)

@@ -13,16 +13,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specmm import methods
 from specmm.choose.contest import MARGIN, PLAIN, Candidate, Record, clock_of
-from specmm.core.decode import Progress, decode, decode_plain
-from specmm.hf.drafters.drafting import Method, assemble, row_uniforms
+from specmm.hf.answers.choosing import begin_of
+from specmm.hf.drafters.drafting import Drafters, Method
 from specmm.hf.pictures.interleaved import DRAFTING, Grammar, InterleavedTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 
@@ -99,12 +99,7 @@ def _tried(target: InterleavedTarget, prompt: VLMPrompt, length: int) -> Record:
     drafting = [Candidate(methods.make(methods.VQA, name)) for name in DRAFTING]
     record = Record(drafting, now=clock_of(target.device))
 
-    def begin(method: Any) -> Iterator[Progress]:
-        own = copy.copy(target)  # drafters tell their target what they read
-        if not method.drafts:
-            return decode_plain(own, prompt, length, row_uniforms(prompt))
-        drafter, rule = assemble(method, own)
-        return decode(own, drafter, rule, prompt, length, row_uniforms(prompt))
-
+    drafters = Drafters(None, target.name, target.model, {})  # none is trained for such answers
+    begin = begin_of(drafters, target, prompt, None, length)
     record.choose(begin, length, length, math.inf)
     return record
