@@ -120,7 +120,7 @@ def var_bars(rows: Sequence[Row]) -> list[Bar]:
     return [Bar(what, wanted, found, held), *ideal_bars(rows), table]
 
 
-def ideal_bars(rows: Sequence[Row], where: str = "") -> list[Bar]:
+def ideal_bars(rows: Sequence[Row]) -> list[Bar]:
     """How much of CoDe's arithmetic comes out as time, over all its N, for each batch size."""
     bars = []
     for batch in sorted({r["batch"] for r in rows if "realised" in r}):
@@ -132,7 +132,7 @@ def ideal_bars(rows: Sequence[Row], where: str = "") -> list[Bar]:
             f"{r['realised']:.2f} with {r['method']}" for r in (rated[0], rated[-1])
         )
         held = all(r["realised"] >= 0.9 for r in rated)
-        bars.append(Bar(f"CoDe over its FLOP ideal{where}, batch {batch}", "≥ 0.9", found, held))
+        bars.append(Bar(f"CoDe over its FLOP ideal, batch {batch}", "≥ 0.9", found, held))
     return bars
 
 

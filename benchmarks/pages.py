@@ -292,9 +292,6 @@ TABLES = {
     "mar": Table("mar", (*FIDS, ("head calls a token", "head_calls_per_token"))),
     "mar-compiled": Table("mar_compiled", (*SPEED, ("certificate", "certificate"))),
     "var": Table("var", (("batch", "batch"), *FIDS)),
-    "var-published": Table(
-        "var_published", (("method", "method"), ("over plain", "speedup"), ("realised", "realised"))
-    ),
     "llava": Table("vlm_speed_llava", TOLD, lambda row: row["questions"] == "describe"),
     "coder": Table("text_speed_coder", TOLD),
     "coder-compiled": Table("text_speed_coder_compiled", TOLD),

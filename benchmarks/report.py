@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.bars import (
     bars,
-    ideal_bars,
     jacobi_bar,
     job_bars,
     loading_bar,
@@ -27,7 +26,7 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
-    *("cifar_fid", "frechet_speed", "mar", "var", "var_published"),
+    *("cifar_fid", "frechet_speed", "mar", "var"),
     *(
         "vlm_speed_llava",
         "vqa_accuracy_llava",
@@ -84,7 +83,6 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
             *mar_bars(rows["mar"]),
             *var_bars(rows["var"]),
-            *ideal_bars(rows["var_published"], ", published sizes"),
             *vlm_bars(rows["vlm_speed_llava"]),
             *answer_bars(rows["vqa_accuracy_llava"], rows["verdict"]),
             *text_bars(rows["text_speed_coder"], "pocket/coder", ("code",), 2.5, 1.7),
@@ -155,12 +153,6 @@ def _families(rows: dict[str, list[Row]]) -> list[str]:
             "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
         )
         found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
-    if rows["var_published"]:
-        text = (
-            "Tokens only; random weights, on which time does not depend. The depths are under "
-            "Where and when."
-        )
-        found += ["## Next scales: published sizes", text, table(rows["var_published"], VAR)]
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import torch
@@ -22,8 +22,8 @@ from specmm.core.stats import Clock
 from specmm.image_ar.scales.collaborative import code_turns, draw_picture
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
-from specmm.image_ar.scales.tuning import random_vqvae
 from specmm.image_ar.scales.var import VAR, VARConfig, published
+from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.programs.graphs import Graph
 
 BATCHES = (1, 16, 64)
@@ -71,7 +71,9 @@ def published_pair(bench: Bench) -> Iterator[Case]:
         large, small = (model.to(bench.dtype) for model in models)  # its tables, too
         for model in (large, small):
             model.reset_mask()
-        vqvae = random_vqvae(large.config).to(bench.device)
+        config = large.config
+        sizes = VQVAEConfig(config.vocab_size, config.z_channels, ch=32, ch_mult=(1, 2, 2))
+        vqvae = VQVAE(replace(sizes, patch_nums=config.patch_nums)).eval().to(bench.device)
         return VARPipeline(large, vqvae, small, CODE)
 
     return _cases(bench, "VAR-d30 and d16", made)

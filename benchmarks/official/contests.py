@@ -14,9 +14,9 @@ from benchmarks.official.duel import Program
 from specmm import methods
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
-from specmm.image_ar.scales.tuning import random_var
-from specmm.image_ar.scales.var import published
+from specmm.image_ar.scales.var import VAR, published
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
+from specmm.loading.hardware import prepack
 
 DEMO = VARSettings(cfg=4.0, temperature=1.0, top_k=900, top_p=0.95)  # of the release's notebook
 SOURCES = {
@@ -70,7 +70,7 @@ def open_model(model: str) -> Any:
     if not all(depth.isdigit() for depth in depths):
         return load_pipeline(model, torch.float32)
     torch.manual_seed(0)
-    made = [random_var(published(int(depth)), torch.float32) for depth in depths]
+    made = [prepack(VAR(published(int(depth))).eval(), long=True) for depth in depths]
     small = made[1] if len(made) > 1 else None
     pipe = VARPipeline(made[0], VQVAE(VQVAEConfig()).eval(), small, DEMO)
     pipe.set_progress_bar_config(disable=True)

@@ -24,12 +24,10 @@ from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import InverseCDF, Sampling, VARSettings
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.var import VAR, VARConfig
-from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.loading.hardware import MOST, prepack
+from specmm.image_ar.scales.vqvae import VQVAE
 
 REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
 CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's first pass over all scales
-DEPTHS = (2, 6)  # blocks of models that are measured for published sizes, in place of all
 ALIVE = 9  # rows of a layer at once: itself, normed, fused projection, queries and keys normalised
 SPEEDUP_WANTED = 1.7
 FID_ALLOWED = 1.1
@@ -69,18 +67,6 @@ class ScaleSeconds:
         share = (schedule.starts[n + 1] - first) / max(all_of - first, 1)
         begin = self.small[0] + share * (self.prefill - self.small[0])
         return sum(self.large[:n]) + begin + sum(self.small[n + 1 :]) + self.decode
-
-    def deeper(self, other: ScaleSeconds, large: float, small: float) -> ScaleSeconds:
-        """Seconds on the line through these and the ``other`` models', ``large`` and ``small``
-        times as far from these.
-        """
-
-        def line(ours: Sequence[float], theirs: Sequence[float], times: float) -> list[float]:
-            return [a + times * max(b - a, 0.0) for a, b in zip(ours, theirs, strict=True)]
-
-        [prefill] = line([self.prefill], [other.prefill], small)
-        parts = line(self.large, other.large, large), line(self.small, other.small, small)
-        return ScaleSeconds(*parts, prefill, 0.0)
 
 
 @dataclass(frozen=True)
@@ -173,19 +159,13 @@ def needed(small: VAR | None, method: str) -> VAR:
     return small
 
 
-def measured(
-    large: VAR,
-    small: VAR,
-    vqvae: VQVAE,
-    batch: int,
-    sampling: Sampling,
-    ran: Callable[[], object] | None = None,
-) -> ScaleSeconds:
-    """Seconds of every scale for ``batch`` pictures; ``ran`` is called after each of
-    ``CALIBRATION`` runs (None: watchers are told).
-    """
+def measured(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling) -> ScaleSeconds:
+    """Seconds of every scale for ``batch`` pictures."""
     runs = count(1)
-    called = ran or (lambda: tell(Measured(next(runs), CALIBRATION)))
+
+    def called() -> None:
+        tell(Measured(next(runs), CALIBRATION))
+
     everything = range(len(large.config.schedule))
     given = (vqvae, batch, sampling)
     of_large = time_steps(large, *given, everything, called)
@@ -261,18 +241,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def random_var(config: VARConfig, dtype: torch.dtype, whole: VARConfig | None = None) -> VAR:
-    """A model of random weights, prepacked as a loaded one of size ``whole`` (its own) would be."""
-    model = VAR(config).to(dtype).eval()
-    return prepack(model, long=True) if parameters(whole or config) <= MOST else model
-
-
-def random_vqvae(config: VARConfig) -> VQVAE:
-    """A tokenizer that fits ``config`` and, but for its decoder, has the published one's sizes."""
-    sizes = VQVAEConfig(config.vocab_size, config.z_channels, ch=32, ch_mult=(1, 2, 2))
-    return VQVAE(replace(sizes, patch_nums=config.patch_nums)).eval()
 
 
 def parameters(config: VARConfig) -> int:
@@ -356,27 +324,3 @@ def choose_n(
         best = last
         why = "the large model alone: no switch is faster"
     return best.n, f"n {best.n}: {why}; {best.speedup:.2f}x expected"
-
-
-def plan_of_sizes(
-    large: VARConfig, small: VARConfig, batch: int, sampling: Sampling, dtype: torch.dtype
-) -> CoDePlan:
-    """CoDe by N for models of these sizes without their weights: time depends on sizes alone.
-
-    Models of ``DEPTHS`` blocks are measured, and others lie on the line through them. Seconds are
-    those of tokens, without decoding pixels.
-    """
-    runs = count(1)
-
-    def ran() -> None:
-        tell(Measured(next(runs), len(DEPTHS) * CALIBRATION))
-
-    def of_depth(depth: int) -> ScaleSeconds:
-        made = [random_var(replace(x, depth=depth), dtype, x) for x in (large, small)]
-        return measured(made[0], made[1], random_vqvae(large), batch, sampling, ran)
-
-    low, high = DEPTHS
-    times = [(config.depth - low) / (high - low) for config in (large, small)]
-    seconds = of_depth(low).deeper(of_depth(high), *times)
-    forecasts = forecast(large, small, seconds, batch, sampling, dtype)
-    return CoDePlan(*choose_n(forecasts), forecasts, seconds)

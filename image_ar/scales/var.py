@@ -30,7 +30,6 @@ LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
 NORM_EPS = 1e-12  # the least that a query or a key is divided by
 PUBLISHED_HEAD_DIM = 64
 PUBLISHED_PATCHES = {256: PATCHES_256, 512: PATCHES_512}
-PUBLISHED_DEPTHS = {256: (16, 20, 24, 30), 512: (36,)}  # by resolution
 
 
 @dataclass(frozen=True)
@@ -77,21 +76,6 @@ def published(depth: int, resolution: int = 256) -> VARConfig:
     patches = PUBLISHED_PATCHES[resolution]
     width = PUBLISHED_HEAD_DIM * depth
     return VARConfig(depth, width, depth, patch_nums=patches, shared_aln=resolution == 512)
-
-
-def check_published(large: int, small: int, resolution: int) -> None:
-    """Raise ``ValueError`` unless both depths exist at ``resolution``, the larger one first."""
-    for depth in (large, small):
-        if depth not in PUBLISHED_DEPTHS.get(resolution, ()):
-            every = "; ".join(
-                f"{', '.join(f'd{d}' for d in depths)} at {size}"
-                for size, depths in PUBLISHED_DEPTHS.items()
-            )
-            raise ValueError(f"published sizes are {every}, got d{depth} at {resolution}")
-    if large < small:
-        raise ValueError(
-            f"the larger model comes first, got d{large},d{small}; give d{small},d{large}"
-        )
 
 
 class BlockCondition(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ from specmm.loading.files import writable
 if TYPE_CHECKING:
     from specmm.runs.run import Place
 
-PAIR = re.compile(r"d(\d+),d(\d+)")  # depths of a large and a small VAR of published sizes
 DEFAULT = "pocket/llamagen"
 LOCAL = "127.0.0.1"
 Prompt = Annotated[
@@ -115,8 +113,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder, a pocket model (see specmm zoo) or a hub id; or two published sizes of "
-            "VAR, as d30,d16: no weights are needed. None with --trace."
+            help="A folder, a pocket model (see specmm zoo) or a hub id. None with --trace."
         ),
     ] = None,
     trace: Annotated[
@@ -151,10 +148,6 @@ def plan(
         float | None,
         typer.Option(help="Guidance scale: twice the rows a step; none is 1, of VAR 0."),
     ] = None,
-    resolution: Annotated[
-        int | None,
-        typer.Option(help="Pixels a side of published sizes: 256, if not given, or 512."),
-    ] = None,
     tv: Annotated[
         float | None,
         typer.Option(
@@ -171,7 +164,7 @@ def plan(
     model of code draws. Texts and questions given are planned for together, as a batch.
     """
     from specmm.runs.benches import asked_of, kind_of
-    from specmm.runs.plans import plan_language, plan_model, plan_published, plan_traced
+    from specmm.runs.plans import plan_language, plan_model, plan_traced
     from specmm.runs.run import Place
 
     size = given(height=height, width=width)
@@ -185,23 +178,16 @@ def plan(
     if model is None:
         raise ValueError("a plan needs a model, or --trace FILE of one, got neither")
     with stdout_reserved():
-        pair = PAIR.fullmatch(model)
-        place = Place.named("cpu" if pair and device == "auto" else device, dtype)
-        kind = "images" if pair else kind_of(model, question)
-        if pair:
-            refuse("published sizes", prompt=prompt, **asking, drafter=drafter, **size, **written)
-            refuse("published sizes", tv=tv)
-            large, small = map(int, pair.groups())
-            made = plan_published(large, small, resolution or 256, batch or 1, cfg, place)
-        elif kind == "images":
-            refuse(_drawing(model), **asking, **written, resolution=resolution)
+        place = Place.named(device, dtype)
+        kind = kind_of(model, question)
+        if kind == "images":
+            refuse(_drawing(model), **asking, **written)
             if len(prompt) > 1:
                 raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
             first = prompt[0] if prompt else None
             made = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
         else:
-            pictures = dict(cfg=cfg, resolution=resolution, batch=batch, tv=tv)
-            refuse(f"texts and answers of {model}", **pictures)
+            refuse(f"texts and answers of {model}", cfg=cfg, batch=batch, tv=tv)
             asked = asked_of(model, kind, prompt, question, image, size)
             made = plan_language(model, asked, place, drafter, **written)
     _shown(made, as_json)

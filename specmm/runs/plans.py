@@ -21,7 +21,6 @@ from specmm.core.randomness import Uniforms
 from specmm.core.tree import TreeShape
 from specmm.extending.outside import DraftRequest, make_drafter, of_others
 from specmm.hf.drafters.drafting import row_uniforms
-from specmm.loading.hardware import LARGE, choose_dtype
 from specmm.runs.run import Kind, Place, label, open_model, place_of, planning_bar, tree_of
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
@@ -189,28 +188,6 @@ def _about(row: dict[str, Any]) -> str:
         found.append(f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}")
     found += [f"total variation {row['tv']:.3f} a token"] if row["tv"] else []
     return ", ".join(found) + (f"; left, since {row['left']}" if row["left"] else "")
-
-
-def plan_published(
-    large: int, small: int, resolution: int, batch: int, cfg: float | None, place: Place
-) -> Planned:
-    """CoDe by N for VARs of two published depths, without weights and without the tokenizer."""
-    from specmm.image_ar.scales.sampling import Sampling
-    from specmm.image_ar.scales.tuning import plan_of_sizes
-    from specmm.image_ar.scales.var import check_published, published
-
-    check_published(large, small, resolution)
-    if str(place.device) != "cpu":
-        raise ValueError(
-            f"published sizes are measured on the CPU, got {place.device}; leave --device out"
-        )
-    dtype = place.dtype or choose_dtype(LARGE, long=True)
-    sampling = Sampling(1.5 if cfg is None else cfg, 900, 0.95)
-    pair = published(large, resolution), published(small, resolution)
-    title = f"VAR-d{large} and VAR-d{small} at {resolution} px, tokens only"
-    with planning_bar():
-        made = plan_of_sizes(*pair, batch, sampling, dtype)
-    return _by_n(title, batch, dtype, made)
 
 
 def plan_traced(file: Path, costs: Path | None, batch: int | None, trees: Sequence[str]) -> Planned:

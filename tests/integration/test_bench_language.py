@@ -103,7 +103,7 @@ def test_what_cannot_be_measured(text_folder, words, said):
     assert said in refused(words[0], text_folder, *words[1:])
 
 
-PICTURES, TEXTS, SIZES = "models that draw, such as", "texts and answers of", "published sizes"
+PICTURES, TEXTS = "models that draw, such as", "texts and answers of"
 BOTH = "is a method of its own; leave --methods out, or give --methods ar,draft(drafter=echo)"
 
 
@@ -118,11 +118,8 @@ BOTH = "is a method of its own; leave --methods out, or give --methods ar,draft(
         ("bench pocket/llava -q hi --methods ar --drafter echo", BOTH),
         ("bench pocket/llava -q hi -p hi", "give --prompt to continue texts or --question to ask"),
         ("plan pocket/llamagen --image x.png", f"--image does not serve {PICTURES}"),
-        ("plan pocket/llamagen --resolution 512", f"--resolution does not serve {PICTURES}"),
         ("plan pocket/coder -p hi --cfg 3", f"--cfg does not serve {TEXTS} pocket/coder"),
         ("plan pocket/llava -q hi --batch 1", f"--batch does not serve {TEXTS} pocket/llava"),
-        ("plan d30,d16 -p hi", f"--prompt does not serve {SIZES}"),
-        ("plan d30,d16 --height 4", f"--height does not serve {SIZES}"),
         ("complete pocket/coder -p hi --method ar --drafter pocket/llava", "ar needs no drafter"),
         (
             "complete pocket/coder -p hi --method prompt-lookup --drafter pocket/coder",

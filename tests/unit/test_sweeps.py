@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import mar, sweep, var, var_published
+from benchmarks import mar, sweep, var
 from benchmarks.bars import mar_bars
-from benchmarks.common import Budget, read_results
-from benchmarks.report import render
+from benchmarks.common import Budget
 from benchmarks.samples import SampleSet
 from specmm.core.randomness import seeded
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
@@ -113,19 +112,3 @@ def test_the_front_bar_of_mar_names_what_is_on_it():
     rows[1]["front"] = False
     assert mar_bars(rows)[-1].met is False and mar_bars(rows)[-1].found == "none of it"
     assert mar_bars([{k: v for k, v in r.items() if k != "fid"} for r in rows])[-1].met is None
-
-
-@pytest.mark.slow
-def test_published_sizes(tmp_path):
-    """On tiny depths: plain decoding, the small model's, and its share of the arithmetic in the
-    report.
-    """
-    sizes = dict(large=2, small=1, by="0", batches="1", repeats=1)
-    var_published.main(**sizes, dtype="float32", out=tmp_path)
-    found = read_results(tmp_path, "var_published")
-    plain, small = found["rows"]
-    assert {(r["batch"], r["repeats"]) for r in found["rows"]} == {(1, 1)}
-    assert (plain["speedup"], small["method"]) == (1.0, "code, N = 0")
-    assert small["ideal"] > 1 and all(r["predicted"] > 0 for r in found["rows"])
-    assert small["realised"] == pytest.approx(plain["seconds"] / small["seconds"] / small["ideal"])
-    assert "CoDe over its FLOP ideal, published sizes, batch 1" in render({"var_published": found})

@@ -57,16 +57,6 @@ def test_seconds_of_an_n_are_those_of_its_scales_and_of_a_pass_over_the_coarser_
     assert forecasts[0].speedup == pytest.approx((680 + 7) / (170 + 7))
 
 
-def test_seconds_of_other_depths_lie_on_a_line():
-    two, six = seconds(), seconds()
-    six = ScaleSeconds([3 * x for x in six.large], [2 * x for x in six.small], 2 * six.prefill, 1.0)
-    made = two.deeper(six, 7.0, 0.5)
-    assert made.large == pytest.approx([15 * x for x in two.large])
-    assert made.small == pytest.approx([1.5 * x for x in two.small])
-    assert made.prefill == pytest.approx(1.5 * two.prefill) and made.decode == 0
-    assert six.deeper(two, 7.0, 7.0).large == six.large, "no model is faster for being deeper"
-
-
 def test_memory_falls_with_the_switch():
     given = (seconds(), 64, Sampling(1.5), torch.bfloat16)
     memory = [f.memory / 2**30 for f in forecast(D30, D16, *given)]
