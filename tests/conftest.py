@@ -23,7 +23,7 @@ os.environ.setdefault("SPECMM_PROGRAMS", f"{tempfile.gettempdir()}/specmm-progra
 import pytest
 import torch
 
-from specmm.choose import threads
+from specmm.choose import contest, threads
 from specmm.programs import program_cache
 from tests.tape import record_on_tape
 
@@ -89,6 +89,12 @@ def same_threads() -> Iterator[None]:
     threads._Named.choice = None
     if torch.get_num_threads() != taken:
         torch.set_num_threads(taken)
+
+
+@pytest.fixture(autouse=True)
+def measured_anew(monkeypatch):
+    """Method ``auto`` knows nothing of other tests' calls."""
+    monkeypatch.setattr(contest, "RECENT", 0.0)
 
 
 @pytest.fixture

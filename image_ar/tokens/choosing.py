@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from specmm import methods
+from specmm import __version__, methods
 from specmm.choose.contest import FEW, SHARE, Candidate, Record, clock_of
+from specmm.choose.notes import Notes, sizes_of
 from specmm.core.decode import Progress, decode, decode_plain
 from specmm.core.drawing import DrawingTarget
 from specmm.core.randomness import Uniforms
@@ -30,8 +31,12 @@ JACOBI = {"sjd": methods.SJD()}
 BORROWING = ((2.0, 10), (5.0, 20), (20.0, 60), (40.0, 100))  # λ and k of LANTERN++
 
 
-def record_of(target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto) -> Record:
-    """What is known of methods for ``batch`` pictures at a time, with its candidates."""
+def record_of(
+    target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto, fresh: bool = False
+) -> Record:
+    """What is known of methods for ``batch`` pictures at a time, with its candidates; ``fresh``: by
+    this process.
+    """
     guided = target.guidance if auto.relaxes else target.guidance.branches  # speed knows no scale
     key = (batch, guided, torch.get_num_threads(), target.processor, target.length, auto)
     if key not in parts.records:
@@ -39,7 +44,10 @@ def record_of(target: DrawingTarget, parts: PictureParts, batch: int, auto: meth
         if auto.relaxes:
             found += [Candidate(method) for method in serving(relaxed_methods(), target, parts)]
         tv = auto.tv if auto.relaxes else 0.0
-        parts.records[key] = Record(found, batch, tv, now=clock_of(target.device))
+        sizes = [sizes_of(network) for network in (target.model, *parts.drafters.values())]
+        notes = Notes.of_machine("methods", (__version__, target.name, sizes, key))
+        record = Record(found, batch, tv, now=clock_of(target.device))
+        parts.records[key] = record.remember(notes, fresh)
     return parts.records[key]
 
 
@@ -56,7 +64,7 @@ def settled(
     """
     if not isinstance(method, methods.Auto):
         return method, "", None
-    record = record_of(target, parts, batch, method)
+    record = record_of(target, parts, batch, method, math.isinf(share))
     prompt = target.any_prompt(batch)
 
     def begin(some: Any) -> Iterator[Progress]:

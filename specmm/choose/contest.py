@@ -3,7 +3,8 @@
 A trial is a few tokens by one candidate after the prompt, which are thrown away. Calls are timed,
 too, so that whoever is chosen goes on being measured. Trials may take ``START`` once a call was
 made, and then ``SHARE`` of the time of calls: a short first answer is left plain, or to what is
-forecast from how often drafts are accepted. What is measured is one :class:`Record` a kind of call.
+forecast from how often drafts are accepted. What is measured is one :class:`Record` a kind of call,
+which is noted for later processes, whose first call is by the method that is known to be fastest.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 
 from specmm import methods
+from specmm.choose.notes import Notes
 from specmm.core.decode import Progress
 from specmm.core.stats import Stats
 from specmm.core.watching import tell
@@ -37,6 +39,7 @@ HOPELESS = 0.5  # the same, at once
 MARGIN = 1.05  # times as fast as plain decoding a method must be
 SURE = 1.3  # times plain decoding's speed that must be forecast to be run untried
 USUAL = 64  # tokens of a call, of which none has been made
+RECENT = 7 * 86_400.0  # seconds for which notes hold: drafters and machines change
 PROMPT = 4.0  # tokens that reading a prompt takes as long as, until that is measured
 LEVEL, NODE = 0.1, 0.04  # of a plain step, what a drafted level and a scored node add: a guess
 
@@ -101,6 +104,29 @@ class Sample:
         return statistics.median(self.rounds[len(self.rounds) // 3 :])
 
 
+class _Noted(NamedTuple):
+    """What :meth:`Record._note` wrote: when, calls and the times of them, samples by method."""
+
+    at: float
+    sums: tuple[int, float, float, float]
+    samples: dict[str, list[Sample]]
+
+
+def _parsed(found: Any) -> _Noted:
+    calls, *times = found["sums"]
+    decoded, lasted, spent = map(float, times)
+    samples = {
+        method: [
+            Sample(float(prompt), [float(each)] * int(rounds), float(tokens), float(tv))
+            for prompt, each, rounds, tokens, tv in rows
+        ]
+        for method, rows in found["samples"].items()
+    }
+    if not all(x.tokens > 0 and x.rounds for rows in samples.values() for x in rows):
+        raise ValueError("a sample of nothing")
+    return _Noted(float(found["at"]), (int(calls), decoded, lasted, spent), samples)
+
+
 @dataclass
 class Record:
     """What was measured of calls of one kind, of ``rows`` at a time: of ``candidates`` beside plain
@@ -122,6 +148,36 @@ class Record:
     failed: dict[Any, str] = field(default_factory=dict)  # why, of those whose trials did
     calls: int = 0
     now: Callable[[], float] = time.perf_counter  # see ``clock_of``
+    notes: Notes = field(default_factory=lambda: Notes(None, ""))
+    noted: dict[str, list[Sample]] = field(default_factory=dict)  # of earlier processes, by method
+    changed: bool = False  # since it was noted
+
+    def remember(self, notes: Notes, fresh: bool = False) -> Self:
+        """Go on from what earlier processes noted, unless all is to be ``fresh``; note what is
+        measured from now on.
+        """
+        self.notes = notes
+        found = None if fresh else notes.read(_parsed)
+        if found is not None and time.time() - found.at < RECENT:
+            self.calls, self.decoded, self.lasted, self.spent = found.sums
+            self.noted = found.samples
+        return self
+
+    def _recall(self) -> None:
+        """Take over the noted samples of the candidates, which are known by now."""
+        for one in self.order:
+            if samples := self.noted.pop(str(one.method), None):
+                self.samples.setdefault(one.method, samples)
+
+    def _note(self) -> None:
+        """Keep it for later processes."""
+        rows = {
+            str(method): [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
+            for method, samples in self.samples.items()
+        }
+        sums = self.calls, self.decoded, self.lasted, self.spent
+        self.notes.write({"at": time.time(), "sums": sums, "samples": rows})
+        self.changed = False
 
     def played(
         self, method: Any, steps: Iterator[Progress], few: float, least: float = 0.0
@@ -169,6 +225,8 @@ class Record:
         self.decoded += tokens
         self.lasted += tokens / self.gain(method) if measured else tokens
         self.calls += 1
+        if self.changed or not self.calls & (self.calls - 1):  # a power of two
+            self._note()
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
         """Whether drafters are to be looked at, and read from files: not for a short first call."""
@@ -195,6 +253,7 @@ class Record:
         """The method that should be fastest for a call of ``coming`` tokens, once what may be tried
         by now has been, in trials of ``few`` tokens.
         """
+        self._recall()
         order = self.order
         may = share * (self.lasted + coming) + (START if self.calls else 0)
         if not self.calls and len(order) > 1 and self.forecast(order[1]) >= SURE:
@@ -207,6 +266,8 @@ class Record:
                 break  # the call is too short
             tried = sum(map(len, self.samples.values()))
             tell(Measured(tried, max(tried, sum(needed))))
+        if self.changed and math.isinf(share):
+            self._note()
         return self.fastest()
 
     def _next(self, order: Sequence[Candidate], needed: Sequence[int]) -> Candidate | None:
@@ -235,6 +296,7 @@ class Record:
 
     def _tried(self, method: Any, begin: Begin, few: int, whole: bool) -> bool:
         """Whether a sample of ``method`` was taken; a ``whole`` trial goes on to its end."""
+        self.changed = True
         start = self.now()
         fastest = min((self.each(known) for known in self.samples), default=0.0)
         leaves = fastest and method != PLAIN.method and not whole

@@ -15,12 +15,10 @@ Shape letters: R rows of an input, K inputs and N outputs of a linear layer.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -32,8 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from specmm.loading.files import write_whole
-from specmm.programs import program_cache
+from specmm.choose.notes import Notes
 
 VARIABLE = "OMP_NUM_THREADS"
 ROWS = 8  # of an input: a round's draft tree
@@ -186,7 +183,7 @@ class Products:
     at: float = 0.0
     due: float = 0.0
     kept: bool = False
-    file: Path | None = field(default=None, repr=False)
+    notes: Notes = field(default_factory=lambda: Notes(None, ""), repr=False)
 
     @classmethod
     def of(cls, network: nn.Module, rows: int) -> Products:
@@ -195,14 +192,17 @@ class Products:
         read = accumulate(layer.weight.numel() for layer in found)
         layers = [layer for layer, so_far in zip(found, read, strict=True) if so_far <= MOST]
         layers = layers or found[:1]
-        return cls(layers, rows, file=_file(layers, rows))
+        sizes = [(one.out_features, one.in_features, str(one.weight.dtype)) for one in layers]
+        return cls(layers, rows, notes=Notes.of_machine("threads", (sizes, rows, allowed())))
 
     def choose(self, most: int) -> Choice:
         """The fastest number of threads up to ``most``: remembered, unless products are slower
         than they were.
         """
         if self.choice is None or self.choice.count > most:
-            self._recall(most)
+            known = self.notes.read(_parsed)
+            if known is not None and 1 <= known[0].count <= most:
+                self.choice, self.taken, self.at = known
         now = time.monotonic()
         if self.choice is not None and (self.kept or now < self.due):
             return self.choice
@@ -238,7 +238,7 @@ class Products:
         times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
         found = Choice(fastest, f"measured: the network's products take {times}")
         self.taken, self.at = taken[fastest], time.time()
-        self._remember(found)
+        self.notes.write({**found.as_dict(), "taken": self.taken, "at": self.at})
         return found
 
     @torch.inference_mode()
@@ -257,34 +257,6 @@ class Products:
                 few.neg_()
         return time.perf_counter() - start
 
-    def _recall(self, most: int) -> None:
-        """What an earlier process found; nothing where the file is damaged or not there."""
-        if self.file is None:
-            return
-        try:
-            found = json.loads(self.file.read_text())
-            count, reason = int(found["threads"]), str(found["reason"])
-            taken, at = float(found["taken"]), float(found["at"])
-        except (OSError, ValueError, TypeError, KeyError):
-            return
-        if 1 <= count <= most:
-            self.choice, self.taken, self.at = Choice(count, reason), taken, at
-
-    def _remember(self, choice: Choice) -> None:
-        if self.file is None:
-            return
-        made = {
-            "threads": choice.count,
-            "taken": self.taken,
-            "at": self.at,
-            "reason": choice.reason,
-        }
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file, json.dumps(made).encode())
-        except OSError:  # to measure takes some milliseconds
-            self.file = None
-
 
 def _plain(layer: nn.Linear) -> bool:
     """Whether its products are a CPU's, with a weight of numbers that PyTorch multiplies."""
@@ -294,14 +266,10 @@ def _plain(layer: nn.Linear) -> bool:
     return weight.device.type == "cpu" and weight.is_floating_point() and weight.ndim == 2
 
 
-def _file(layers: Sequence[nn.Linear], rows: int) -> Path | None:
-    """Where the choice for products of these sizes is remembered; None without a home."""
-    sizes = [(layer.out_features, layer.in_features, str(layer.weight.dtype)) for layer in layers]
-    name = hashlib.sha256(repr((sizes, rows, allowed())).encode()).hexdigest()[:24]
-    try:
-        return program_cache.root() / f"{program_cache.machine()}-threads" / f"{name}.json"
-    except RuntimeError:
-        return None
+def _parsed(found: Any) -> tuple[Choice, float, float]:
+    """A choice, the seconds of its pass, and when it was made, as they were noted."""
+    choice = Choice(int(found["threads"]), str(found["threads_reason"]))
+    return choice, float(found["taken"]), float(found["at"])
 
 
 class _Call(local):

@@ -12,18 +12,15 @@ take. With nothing to come it takes at most twice the time of the best choice ma
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import torch
 
-from specmm.loading.files import write_whole
+from specmm.choose.notes import Notes, sizes_of
 from specmm.programs import program_cache
 from specmm.programs.compiled import uncompiled_calls
 
@@ -81,11 +78,11 @@ def check_compiled(compiled: object) -> None:
 class Work:
     """One kind of work of this process: what is known of it, and which way it went so far.
 
-    ``file`` is where the numbers are kept, None nowhere.
+    ``notes`` keep its numbers.
     """
 
     seconds: Seconds = field(default_factory=Seconds)
-    file: Path | None = None
+    notes: Notes = field(default_factory=lambda: Notes(None, ""))
     missed: float = 0.0  # seconds that programs would have saved in this process
     ready: bool = False  # programs have run in this process
     able: bool = True  # there are programs for it
@@ -95,10 +92,8 @@ class Work:
     def of(cls, key: object) -> Work:
         """The work called ``key``, a value whose ``repr`` says all that its seconds depend on."""
         place = program_cache.folder()
-        if place is None:
-            return cls()
-        file = place / "seconds" / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
-        return cls(_read(file), file)
+        notes = Notes(None if place is None else place / "seconds", key)
+        return cls(notes.read(_parsed) or Seconds(), notes)
 
     @property
     def saved(self) -> float:
@@ -147,30 +142,13 @@ class Work:
             else:
                 known.load = beyond
             self.ready = True
-        self._save()
-
-    def _save(self) -> None:
-        if self.file is None:
-            return
-        try:
-            self.file.parent.mkdir(exist_ok=True)
-            write_whole(self.file, json.dumps(asdict(self.seconds)).encode())
-        except OSError:  # said by program_cache when programs are made; numbers are only a help
-            self.file = None
+        self.notes.write(asdict(known))
 
 
-def _read(file: Path) -> Seconds:
-    """What ``file`` says; nothing known where it is damaged or not there."""
-    try:
-        found = json.loads(file.read_text())
-        known = {
-            name: float(found[name])
-            for name in Seconds.__dataclass_fields__
-            if found.get(name) is not None
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
-        return Seconds()
-    return Seconds(**known)
+def _parsed(found: Any) -> Seconds:
+    """The seconds that were noted."""
+    names = [name for name in Seconds.__dataclass_fields__ if found.get(name) is not None]
+    return Seconds(**{name: float(found[name]) for name in names})
 
 
 class Works:
@@ -215,13 +193,11 @@ class Works:
 
     def of(self, network: torch.nn.Module, key: object) -> Work:
         """That of ``network`` under ``key``."""
-        weight = next(network.parameters())
-        size = sum(x.numel() for x in network.parameters())
-        own = repr((self.name, size, weight.dtype, weight.device, key))
+        own = repr((self.name, *sizes_of(network), key))
         if own not in self.all:
             work = self.all[own] = Work.of(own)
-            if weight.is_cuda and work.seconds.build is None:  # "loaded" by each process
-                work.seconds.build = CAPTURE / LOAD
+            if next(network.parameters()).is_cuda and work.seconds.build is None:
+                work.seconds.build = CAPTURE / LOAD  # each process "loads" them
         return self.all[own]
 
 

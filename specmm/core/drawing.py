@@ -24,6 +24,7 @@ class DrawingTarget(Target, Protocol):
     be compiled.
     """
 
+    model: Any  # the network
     processor: Processor
     prompted: ClassVar[bool]
     static_shapes: ClassVar[bool]

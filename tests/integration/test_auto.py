@@ -248,3 +248,23 @@ def test_what_was_read_for_another_call_does_not_contend(text_folder):
         "text-draft",
         "prompt-lookup",
     }
+
+
+def test_a_second_process_drafts_in_its_first_call(monkeypatch, tmp_path):
+    """As far as notes make one: no object of the first pipeline is left."""
+    monkeypatch.setattr(contest, "RECENT", 60.0)
+    monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
+
+    def told():
+        pipe = TextPipeline.from_pretrained("pocket/coder")
+        return pipe, pipe("def add(a, b):", method="auto", temperature=0, max_new_tokens=12)
+
+    pipe, out = told()
+    assert "first call, and a short one" in out.method
+    for _ in range(3):
+        pipe("def add(a, b):", method="auto", temperature=0, max_new_tokens=48)
+    taken = pipe("def add(a, b):", method="auto", temperature=0, max_new_tokens=12).method
+    _, later = told()
+    assert later.method.partition(" (")[0] == taken.partition(" (")[0]
+    assert "measured beside plain decoding" in later.method
+    assert [row.tolist() for row in later.tokens] == [row.tolist() for row in out.tokens]

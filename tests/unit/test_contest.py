@@ -1,9 +1,12 @@
 """What is tried, when, and what is taken, by a clock that is moved by hand."""
 
+import json
+
 import pytest
 import torch
 
 from specmm import methods
+from specmm.choose import contest
 from specmm.choose.contest import (
     FEW,
     HOPELESS,
@@ -15,6 +18,7 @@ from specmm.choose.contest import (
     Candidate,
     Record,
 )
+from specmm.choose.notes import Notes
 from specmm.core.decode import Progress
 from specmm.core.stats import Stats
 
@@ -208,3 +212,44 @@ def test_without_candidates_nothing_is_tried():
     assert record.reason() == "there is no drafter" and record.worthwhile(8)
     assert machine.record().worthwhile(10**4)
     assert PROMPT > 0
+
+
+@pytest.fixture
+def noted(tmp_path, monkeypatch):
+    """Gives a record of ``FAST`` and ``SLOW`` on a machine, as a new process begins one."""
+    monkeypatch.setattr(contest, "RECENT", 60.0)
+
+    def begun(machine, **how):
+        return machine.record(FAST, SLOW).remember(Notes(tmp_path, "a"), **how)
+
+    return begun
+
+
+def test_the_next_process_runs_what_the_last_one_found_fastest_from_its_first_call(noted, tmp_path):
+    machine = Machine()
+    record = noted(machine)
+    for _ in range(2):
+        called(record, machine, record.choose(machine.begin, 33, share=0.5))
+    assert record.fastest() == FAST
+    later, machine = Machine(), Machine()
+    again = noted(later)
+    assert again.choose(later.begin, 33) == FAST and not later.begun, "nothing is tried again"
+    assert again.calls == 2 and again.gain(FAST) == pytest.approx(2.0)
+    assert noted(machine, fresh=True).choose(machine.begin, 33) == AR, "by nothing but itself"
+    called(again, later, FAST)
+    called(again, later, FAST)
+    assert noted(machine).calls == 4, "calls are noted, too"
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"at": 1}', "old", "empty"])
+def test_notes_that_are_damaged_or_old_are_as_none(noted, tmp_path, damage):
+    machine = Machine()
+    record = noted(machine)
+    assert record.choose(machine.begin, 33, share=float("inf")) == FAST, "which is noted at once"
+    [file] = tmp_path.iterdir()
+    found = json.loads(file.read_text())
+    found["at"] -= 61.0 if damage == "old" else 0.0
+    if damage == "empty":
+        found["samples"][str(FAST)][0][3] = 0.0  # tokens
+    file.write_text(json.dumps(found) if damage in ("old", "empty") else damage)
+    assert noted(Machine()).choose(Machine().begin, 33) == AR

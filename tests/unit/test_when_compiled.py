@@ -86,11 +86,11 @@ def test_the_next_process_knows_the_seconds(kept):
 def test_damaged_numbers_are_forgotten(kept, text):
     work = Work.of("a")
     work.observe(1.0, 1, quick=False)
-    work.file.write_text(text)
+    work.notes.file.write_text(text)
     again = Work.of("a")
     assert again.seconds == Seconds()
     again.observe(3.0, 1, quick=False)
-    assert json.loads(work.file.read_text())["plain"] == 3.0
+    assert json.loads(work.notes.file.read_text())["plain"] == 3.0
 
 
 def test_a_folder_that_cannot_be_made_is_one_warning(kept):

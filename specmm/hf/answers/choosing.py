@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from specmm import methods
+from specmm import __version__, methods
 from specmm.choose.contest import FEW, SHARE, Begin, Candidate, Record, clock_of
+from specmm.choose.notes import Notes, sizes_of
 from specmm.core.decode import Progress, decode, decode_plain
 from specmm.extending.registry import named
 from specmm.hf.drafters.drafting import KINDS, Drafters, Method, assemble, network_of, row_uniforms
@@ -84,7 +85,12 @@ def record_of(
     """What is known of ``kinds`` for so many rows of ``prompt`` at a time, of all ``records``."""
     rows = len(prompt.lengths)
     key = (*kinds, rows, target.processor.greedy, torch.get_num_threads())
-    record = records.setdefault(key, Record((), rows, now=clock_of(target.device)))
+    if key not in records:
+        sizes = sizes_of(target.model)
+        notes = Notes.of_machine("methods", (__version__, drafters.name, *sizes, *key))
+        fresh = math.isinf(share)
+        records[key] = Record((), rows, now=clock_of(target.device)).remember(notes, fresh)
+    record = records[key]
     if not record.candidates and record.worthwhile(prompt.max_new_tokens, share):
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
     return record

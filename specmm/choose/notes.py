@@ -1,0 +1,61 @@
+"""What one process has measured and later ones need not measure again: numbers in JSON files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from specmm.loading.files import write_whole
+from specmm.programs import program_cache
+
+T = TypeVar("T")
+
+
+class Notes:
+    """The numbers filed in the folder ``place`` under ``key``, a value whose ``repr`` says all that
+    they depend on; without a ``place`` none are kept.
+    """
+
+    def __init__(self, place: Path | None, key: object) -> None:
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+        self.file = None if place is None else place / f"{name}.json"
+
+    @classmethod
+    def of_machine(cls, kind: str, key: object) -> Notes:
+        """Those of one ``kind`` for this machine, beside its programs."""
+        try:
+            place = program_cache.root() / f"{program_cache.machine()}-{kind}"
+        except RuntimeError:  # nobody has a home
+            place = None
+        return cls(place, key)
+
+    def read(self, parse: Callable[[Any], T]) -> T | None:
+        """What ``parse`` makes of the file; None where it is damaged or not there."""
+        if self.file is None:
+            return None
+        try:
+            return parse(json.loads(self.file.read_text()))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def write(self, found: Any) -> None:
+        """Keep ``found``. Where that fails no more is tried: it can be measured again."""
+        if self.file is None:
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.file, json.dumps(found).encode())
+        except OSError:
+            self.file = None
+
+
+def sizes_of(network: nn.Module) -> tuple[Any, ...]:
+    """What seconds of ``network`` depend on: its kind, weights, dtype and device."""
+    weight = next(network.parameters())
+    count = sum(x.numel() for x in network.parameters())
+    return type(network).__name__, count, weight.dtype, str(weight.device)
