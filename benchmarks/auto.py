@@ -5,18 +5,21 @@
 Each model answers eight inputs three times over (pictures: eight classes), by every method in turn,
 the order rotated. Seconds are those of the calling thread's processor, one thread in use, so that
 other work on the machine counts for little. ``first`` is the first call of a fresh process over
-plain decoding's first; ``median`` and ``worst`` are of all calls from the second on, over the
+plain decoding's first, on a machine where nothing was measured, and ``later`` the same once those
+calls were; ``median`` and ``worst`` are of all calls from the second on, over the
 method that is best in the median.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -132,13 +135,18 @@ def first_call(number: int, method: str) -> None:
     print(seconds(CASES[number].opened(), method, 0)[0])
 
 
-def first(number: int) -> float:
-    """Plain decoding's seconds of a first call over those of ``auto``, medians of processes."""
+def first(number: int, notes: str | None = None) -> float:
+    """Plain decoding's seconds of a first call over those of ``auto``, medians of processes, which
+    know the ``notes`` of others in a folder, or nothing.
+    """
     found: dict[str, list[float]] = {"ar": [], "auto": []}
     for _ in range(PAIRS):
         for method, each in found.items():
             code = f"from benchmarks.auto import first_call; first_call({number}, {method!r})"
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+            with TemporaryDirectory() as nothing:
+                env = dict(os.environ) | {"SPECMM_PROGRAMS": notes or nothing}
+                run = [sys.executable, "-c", code]
+                done = subprocess.run(run, capture_output=True, check=True, env=env)
             each.append(float(done.stdout.split()[-1]))
     return statistics.median(found["ar"]) / statistics.median(found["auto"])
 
@@ -153,7 +161,10 @@ def main(
     rows: Sequence[Row] = []
     for number, case in enumerate(CASES):
         if only in case.model:
-            rows = [*rows, {**compared(case, calls), "first": first(number)}]
+            with TemporaryDirectory() as notes:
+                os.environ["SPECMM_PROGRAMS"] = notes
+                row = compared(case, calls)
+                rows = [*rows, row | {"first": first(number), "later": first(number, notes)}]
             write_results(out, "auto", rows, environment(threads=1))
 
 

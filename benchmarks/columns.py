@@ -32,16 +32,10 @@ QUALITY = {
     "nearest_train": "nearest training picture",
     "closer_than_test": "closer than test's median",
 }
-AUTOTUNE = {
-    "batch": "batch",
-    "repeats": "repeats",
-    "plain_seconds": "plain, s",
-    "auto_seconds": "auto, s",
-    "ratio": "ratio",
-    "ratio_low": "lower quartile",
-    "ratio_high": "upper quartile",
-    "plan": "plan",
-}
+ABOUT_AUTO = (
+    "model temperature batch best best_over_plain auto_over_plain median worst first later taken"
+)
+AUTO = {name: name.replace("_", " ") for name in ABOUT_AUTO.split(" ")}
 FRECHET = {
     "features fed": "features fed",
     "library": "library",

@@ -17,7 +17,7 @@ from benchmarks.bars import (
     round_bars,
     var_bars,
 )
-from benchmarks.columns import AUTOTUNE, FRECHET, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
+from benchmarks.columns import AUTO, FRECHET, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
 from benchmarks.common import Row, read_results
 from benchmarks.drafter_bars import drafter_bars
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
@@ -25,7 +25,7 @@ from benchmarks.plots import best_by_budget, draw_plots
 from specmm.metrics.report import cell, table
 
 NAMES = (
-    *("speed", "speed_compiled", "quality", "acceptance", "single_position", "autotune"),
+    *("speed", "speed_compiled", "quality", "acceptance", "single_position", "auto"),
     *("cifar_fid", "frechet_speed", "mar", "var"),
     *(
         "vlm_speed_llava",
@@ -74,7 +74,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
     held = [
         {"what": b.what, "bar": b.wanted, "found": b.found, "": b.verdict}
         for b in [
-            *bars(rows["speed"], rows["quality"], rows["autotune"]),
+            *bars(rows["speed"], rows["quality"], rows["auto"]),
             *(
                 replace(b, what=f"{b.what}, compiled")
                 for b in round_bars(rows["speed_compiled"], rows["quality"])
@@ -102,16 +102,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
         ]
     ]
     parts += ["## Bars", table(held)]
-    for section in (
-        _speed,
-        _quality,
-        _acceptance,
-        _single,
-        _autotune,
-        _metrics,
-        _families,
-        _languages,
-    ):
+    for section in (_speed, _quality, _acceptance, _single, _auto, _metrics, _families, _languages):
         parts += section(rows)
     parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
     parts += ["## Where and when", _provenance(results)]
@@ -242,14 +233,14 @@ def _single(rows: dict[str, list[Row]]) -> list[str]:
     return ["## One position", text, table(rows["single_position"])]
 
 
-def _autotune(rows: dict[str, list[Row]]) -> list[str]:
-    if not rows["autotune"]:
+def _auto(rows: dict[str, list[Row]]) -> list[str]:
+    if not rows["auto"]:
         return []
-    return [
-        "## Autotune",
-        "Seconds of a whole batch, medians, alternating.",
-        table(rows["autotune"], AUTOTUNE),
-    ]
+    text = (
+        "Calls one after another; over the fixed method that is best in the median. `first` is the "
+        "first call on a machine and `later` that of a later process, over plain decoding's first."
+    )
+    return ["## Method auto", text, table(rows["auto"], AUTO)]
 
 
 def _metrics(rows: dict[str, list[Row]]) -> list[str]:

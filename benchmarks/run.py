@@ -1,4 +1,4 @@
-"""Measure everything: ``python -m benchmarks.run [speed|quality|acceptance|autotune|report|all]``.
+"""Measure everything: ``python -m benchmarks.run [speed|quality|acceptance|report|all]``.
 
 Every part writes its results as it goes and the report after it: a run that is stopped early still
 reports what it has. The releases' own code, of clones that the user fetches, is measured beside
@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from benchmarks.acceptance import measure_acceptance
-from benchmarks.autotune import measure_autotune
 from benchmarks.common import parse
 from benchmarks.quality import measure_quality
 from benchmarks.report import write_report
@@ -26,7 +25,6 @@ from benchmarks.speed import measure_speed
 
 PARTS: dict[str, Callable[[Options], object]] = {
     "speed": measure_speed,
-    "autotune": measure_autotune,
     "acceptance": measure_acceptance,
     "quality": measure_quality,
 }

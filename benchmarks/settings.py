@@ -27,14 +27,13 @@ class Options:
     threads: int = 2
     dtype: torch.dtype | None = None  # the pipeline's own choice for this model on this machine
     methods: Sequence[methods.Method] = ()
-    repeats: int = 24  # speed, autotune
+    repeats: int = 24  # speed
     compile: bool = False  # speed
     samples: int = 2000  # quality
     batch: int = 64  # quality
     network: str = "inception"  # quality: one of specmm.metrics.extractors
     pictures: int = 48  # acceptance
     budgets: tuple[int, ...] = (8, 16, 26)  # acceptance
-    batches: tuple[int, ...] = (1, 4, 16)  # autotune
 
     def contenders(
         self, pipe: LlamaGenPipeline, kind: Literal["speed", "quality"]

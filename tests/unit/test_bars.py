@@ -28,10 +28,16 @@ def test_bars():
         {"method": "lantern++(a)", **good, "kid_ratio": 1.3},
         {"method": "lantern++(b)", **good},
     ]
-    autotune = [{"batch": b, "ratio": 1.0} for b in (1, 4, 16)]
-    assert [b.met for b in bars(speed, qualities, autotune)] == [True, True, False, True, False]
+    auto = [
+        dict(model="a", median=0.98, worst=0.8, first=1.0),
+        dict(model="b", median=1, worst=1, first=1),
+    ]
+    found = bars(speed, qualities, auto)
+    assert [b.met for b in found] == [True, True, False, True, False, True, False]
+    assert found[4].found == "0.80 (a)"
     few = [{**q, "compared_at": 640} for q in qualities]
-    assert [b.met for b in bars(speed, few, autotune[:2])] == [False, True, False, None, False]
+    unmet = [False, True, False, None, None, None, False]
+    assert [b.met for b in bars(speed, few, [])] == unmet
     assert {b.verdict for b in bars([], [], [])} == {"not measured"}
     assert "not measured" in render({})
 

@@ -8,7 +8,6 @@ import torch
 
 from benchmarks import arithmetic, quality
 from benchmarks.acceptance import Contest, measure_acceptance, play
-from benchmarks.autotune import measure_autotune
 from benchmarks.common import (
     balanced_labels,
     label,
@@ -75,7 +74,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def options(model, tmp_path):
     contenders = (methods.AR(), methods.Speculative(), methods.LanternPP(lambda_=3.0, k=5))
-    sizes = dict(repeats=2, samples=6, batch=2, pictures=2, budgets=(4,), batches=(1, 2))
+    sizes = dict(repeats=2, samples=6, batch=2, pictures=2, budgets=(4,))
     places = dict(model=model, out=tmp_path / "out", cache=tmp_path / "cache")
     return Options(**places, **sizes, threads=1, dtype=torch.float32, methods=contenders)
 
@@ -175,7 +174,7 @@ def test_static_step_gives_the_plain_tokens(model):
 
 
 @pytest.mark.slow
-def test_speed_acceptance_autotune_and_their_report(options):
+def test_speed_acceptance_and_their_report(options):
     rows = measure_speed(options)
     assert [r["method"] for r in rows] == ["ar", "ar", "speculative", "lantern++(lambda_=3.0, k=5)"]
     assert sum(r["baseline"] for r in rows) == 1 and all(r["pictures"] == 2 for r in rows)
@@ -185,9 +184,8 @@ def test_speed_acceptance_autotune_and_their_report(options):
         r["rule"] for r in found
     }
     assert all(len(r["tree"]) - 1 == r["nodes"] for r in found if r["form"] != "sequoia")
-    assert [r["batch"] for r in measure_autotune(options)] == [1, 2]
     text = write_report(options.out).read_text()
-    titles = ("Bars", "Speed", "Acceptance by rule", "One position", "Autotune")
+    titles = ("Bars", "Speed", "Acceptance by rule", "One position")
     assert "tau.png" in text and all(f"## {title}" in text for title in titles)
 
 
