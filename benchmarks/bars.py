@@ -245,6 +245,7 @@ def auto_bars(rows: Sequence[Row]) -> list[Bar]:
         "median": ("in the median of calls, over the best fixed method", 0.97),
         "worst": ("in the worst call but the first, over the best fixed method", 0.9),
         "first": ("in the first call on a machine, over plain decoding's", 0.95),
+        "later_worst": ("in the worst call of a later process, over the best fixed method", 0.9),
     }
     found = []
     for key, (what, least) in wanted.items():

@@ -33,7 +33,8 @@ QUALITY = {
     "closer_than_test": "closer than test's median",
 }
 ABOUT_AUTO = (
-    "model temperature batch best best_over_plain auto_over_plain median worst first later taken"
+    "model temperature batch best best_over_plain auto_over_plain median worst first "
+    "later_median later_worst later_first taken"
 )
 AUTO = {name: name.replace("_", " ") for name in ABOUT_AUTO.split(" ")}
 FRECHET = {

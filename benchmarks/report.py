@@ -238,7 +238,7 @@ def _auto(rows: dict[str, list[Row]]) -> list[str]:
         return []
     text = (
         "Calls one after another; over the fixed method that is best in the median. `first` is the "
-        "first call on a machine and `later` that of a later process, over plain decoding's first."
+        "first call on a machine over plain decoding's; `later` is of processes after it."
     )
     return ["## Method auto", text, table(rows["auto"], AUTO)]
 

@@ -35,16 +35,19 @@ Draw = Callable[[Sequence[int], int], Made]  # of classes and a seed
 
 @dataclass
 class Program:
-    """``draw`` as it is timed, and ``greedy``, whose tokens do not depend on random numbers."""
+    """``draw`` as it is timed, and ``greedy``, whose tokens do not depend on random numbers;
+    ``kept`` counts the bytes of caches that it holds from one call to the next.
+    """
 
     draw: Draw
     greedy: Draw
     seconds: list[float] = field(default_factory=list)  # a picture
     taus: list[float] = field(default_factory=list)
+    kept: Callable[[], int] = int
 
     def fresh(self) -> Program:
         """The same without times and taus."""
-        return Program(self.draw, self.greedy)
+        return Program(self.draw, self.greedy, kept=self.kept)
 
     def once(self, classes: Sequence[int], seed: int) -> None:
         """Draw a batch and record its seconds and, where there is one, its tau."""
@@ -117,13 +120,15 @@ class Duel:
             del program.seconds[0], program.taus[:1]
 
     def peaks(self) -> Row:
-        """The most MiB of tensors that each holds beside its weights."""
+        """The most MiB of tensors that each holds beside its weights, caches of earlier calls with
+        them.
+        """
         classes = self.chosen(0)
         found = {}
         for name, program in (("theirs", self.theirs), ("ours", self.ours)):
             with torch.inference_mode(), running():
                 peak = measured_peak(partial(program.draw, classes, 0), torch.device("cpu"))
-            found[f"{name}_mib"] = peak / 2**20
+            found[f"{name}_mib"] = (peak + program.kept()) / 2**20
         return found
 
     def row(self) -> Row:

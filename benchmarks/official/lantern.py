@@ -189,10 +189,7 @@ def asked(release: Modules, method: methods.Method) -> Row:
 
 
 def official(release: Modules, pipe: LlamaGenPipeline) -> dict[str, Program]:
-    """Their programs by the names of ``SAME``.
-
-    Their cache is made once and kept: the most that a call holds does not count it.
-    """
+    """Their programs by the names of ``SAME``; their cache is made once and kept."""
     loop = their_loop(release, pipe)
     vq = tokens.their_vq(release[VQ], pipe.vq)
     length = pipe.transformer.config.block_size
@@ -207,12 +204,15 @@ def official(release: Modules, pipe: LlamaGenPipeline) -> dict[str, Program]:
 
         return draw
 
+    def kept() -> int:
+        return sum(x.nbytes for x in vars(loop.base_model).get("past_key_values_data", ()))
+
     made = {}
     for name, method in SAME.items():
         generate = loop.base_model.generate if method.name == "ar" else loop.generate
         options = GUIDED | ({} if method.name == "ar" else asked(release, method))
         draws = (drawing(generate, options | given) for given in ({}, GREEDY))
-        made[name] = Program(*draws)
+        made[name] = Program(*draws, kept=kept)
     return made
 
 

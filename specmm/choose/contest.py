@@ -110,6 +110,7 @@ class _Noted(NamedTuple):
     at: float
     sums: tuple[int, float, float, float]
     samples: dict[str, list[Sample]]
+    complete: bool
 
 
 def _parsed(found: Any) -> _Noted:
@@ -124,7 +125,8 @@ def _parsed(found: Any) -> _Noted:
     }
     if not all(x.tokens > 0 and x.rounds for rows in samples.values() for x in rows):
         raise ValueError("a sample of nothing")
-    return _Noted(float(found["at"]), (int(calls), decoded, lasted, spent), samples)
+    sums = int(calls), decoded, lasted, spent
+    return _Noted(float(found["at"]), sums, samples, found["complete"] is True)
 
 
 @dataclass
@@ -151,6 +153,7 @@ class Record:
     notes: Notes = field(default_factory=lambda: Notes(None, ""))
     noted: dict[str, list[Sample]] = field(default_factory=dict)  # of earlier processes, by method
     changed: bool = False  # since it was noted
+    complete: bool = False  # all were tried as often as is needed
 
     def remember(self, notes: Notes, fresh: bool = False) -> Self:
         """Go on from what earlier processes noted, unless all is to be ``fresh``; note what is
@@ -160,8 +163,20 @@ class Record:
         found = None if fresh else notes.read(_parsed)
         if found is not None and time.time() - found.at < RECENT:
             self.calls, self.decoded, self.lasted, self.spent = found.sums
-            self.noted = found.samples
+            self.noted, self.complete = found.samples, found.complete
         return self
+
+    def known(self) -> str:
+        """What earlier processes found fastest of all there is, as text; "" where they have not
+        tried all.
+        """
+        each = {
+            method: statistics.median(x.round for x in samples)
+            * sum(len(x.rounds) for x in samples)
+            / sum(x.tokens for x in samples)
+            for method, samples in self.noted.items()
+        }
+        return min(each, key=each.__getitem__) if self.complete and each else ""
 
     def _recall(self) -> None:
         """Take over the noted samples of the candidates, which are known by now."""
@@ -176,7 +191,9 @@ class Record:
             for method, samples in self.samples.items()
         }
         sums = self.calls, self.decoded, self.lasted, self.spent
-        self.notes.write({"at": time.time(), "sums": sums, "samples": rows})
+        self.notes.write(
+            {"at": time.time(), "sums": sums, "samples": rows, "complete": self.complete}
+        )
         self.changed = False
 
     def played(
@@ -230,7 +247,7 @@ class Record:
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
         """Whether drafters are to be looked at, and read from files: not for a short first call."""
-        return bool(self.calls) or share * coming >= PROMPT + FEW
+        return bool(self.calls or self.noted) or share * coming >= PROMPT + FEW
 
     @property
     def usual(self) -> float:
@@ -266,6 +283,8 @@ class Record:
                 break  # the call is too short
             tried = sum(map(len, self.samples.values()))
             tell(Measured(tried, max(tried, sum(needed))))
+        else:
+            self.complete = self.complete or bool(self.samples)
         if self.changed and math.isinf(share):
             self._note()
         return self.fastest()

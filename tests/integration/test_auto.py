@@ -250,21 +250,24 @@ def test_what_was_read_for_another_call_does_not_contend(text_folder):
     }
 
 
-def test_a_second_process_drafts_in_its_first_call(monkeypatch, tmp_path):
-    """As far as notes make one: no object of the first pipeline is left."""
+def test_what_a_plan_measured_is_taken_by_later_processes_in_their_first_call(
+    monkeypatch, tmp_path
+):
+    """As far as notes make a process: no object of the first pipeline is left."""
     monkeypatch.setattr(contest, "RECENT", 60.0)
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
+    asked, options = "def add(a, b):", dict(temperature=0, max_new_tokens=24)
 
     def told():
         pipe = TextPipeline.from_pretrained("pocket/coder")
-        return pipe, pipe("def add(a, b):", method="auto", temperature=0, max_new_tokens=12)
+        return pipe, pipe(asked, method="auto", **options)
 
-    pipe, out = told()
-    assert "first call, and a short one" in out.method
-    for _ in range(3):
-        pipe("def add(a, b):", method="auto", temperature=0, max_new_tokens=48)
-    taken = pipe("def add(a, b):", method="auto", temperature=0, max_new_tokens=12).method
-    _, later = told()
-    assert later.method.partition(" (")[0] == taken.partition(" (")[0]
-    assert "measured beside plain decoding" in later.method
-    assert [row.tolist() for row in later.tokens] == [row.tolist() for row in out.tokens]
+    pipe, first = told()
+    assert "first call, and a short one" in first.method
+    pipe.planned(asked, **options)
+    [record] = pipe.records.values()
+    taken = record.fastest()
+    pipe, later = told()
+    assert f"auto: {taken} (measured beside plain decoding" in later.method
+    assert {*pipe.drafters.given} <= {taken.name}, "no other was read"
+    assert [row.tolist() for row in later.tokens] == [row.tolist() for row in first.tokens]

@@ -28,15 +28,13 @@ def test_bars():
         {"method": "lantern++(a)", **good, "kid_ratio": 1.3},
         {"method": "lantern++(b)", **good},
     ]
-    auto = [
-        dict(model="a", median=0.98, worst=0.8, first=1.0),
-        dict(model="b", median=1, worst=1, first=1),
-    ]
+    best = dict(median=1.0, worst=1.0, first=1.0, later_worst=1.0)
+    auto = [dict(best, model="a", worst=0.8), dict(best, model="b")]
     found = bars(speed, qualities, auto)
-    assert [b.met for b in found] == [True, True, False, True, False, True, False]
+    assert [b.met for b in found] == [True, True, False, True, False, True, True, False]
     assert found[4].found == "0.80 (a)"
     few = [{**q, "compared_at": 640} for q in qualities]
-    unmet = [False, True, False, None, None, None, False]
+    unmet = [False, True, False, None, None, None, None, False]
     assert [b.met for b in bars(speed, few, [])] == unmet
     assert {b.verdict for b in bars([], [], [])} == {"not measured"}
     assert "not measured" in render({})

@@ -92,7 +92,9 @@ def record_of(
         records[key] = Record((), rows, now=clock_of(target.device)).remember(notes, fresh)
     record = records[key]
     if not record.candidates and record.worthwhile(prompt.max_new_tokens, share):
-        record.candidates = candidates_of(kinds, drafters, target, tokenizer)
+        known = record.known().partition("(")[0]  # or all drafters would be read for one
+        read = [name for name in kinds if known in ("", methods.GENERATE.get(name).__name__)]
+        record.candidates = candidates_of(read, drafters, target, tokenizer)
     return record
 
 
