@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,72 @@ GAINS = (
     Gain("answers, LLaVA", "`msd`, chain of 10, greedy", "vlm_speed_llava", TEN, GREEDY),
     Gain("text, Qwen2", "`block`, greedy", "text_speed_coder", "block(length=8)", CODE),
 )
+CHAIN = "speculative(tree=(1, 1, 1, 1, 1, 1))"
+DRAWN = (("temperature", 1.0), *GREEDY[::2])
+SAMPLED = (("temperature", 1.0), *CODE[::2])
+GRAPH = (("mode", "whole round"), ("batch", 1))
+EAGER = (("mode", "eager"), ("batch", 1))
+SUMMARIES = {  # of the page of results
+    "pictures": (
+        Gain("LlamaGen", "`speculative`, chain of 6", "speed", CHAIN, FLOAT),
+        Gain("LlamaGen", "`sjd`, no drafter", "speed", "sjd", FLOAT),
+        Gain("LlamaGen", "`lantern++`", "speed", LANTERN, FLOAT),
+        Gain("LlamaGen", "`eagle`", "speed", "eagle", FLOAT),
+        Gain("LlamaGen, both compiled", "`speculative`, chain of 6", "speed_compiled", CHAIN),
+        Gain("Janus", "`sjd`, no drafter", "words_to_pictures_janus", "sjd", WARM),
+        Gain("Janus", "`gsd`, no drafter", "words_to_pictures_janus", "gsd", WARM),
+        Gain("MAR", "`cspd`, exact", "mar", "exact"),
+        Gain("MAR", "`cspd`, exact, 9 iterations", "mar", "exact, 9 iterations"),
+        Gain("MAR", "`cspd`, the release's", "mar", "release, window 8"),
+        Gain("VAR, batch 16", "`code`, 5 of 10 scales", "var", "code, N = 5", (("batch", 16),)),
+        Gain("VAR, one picture", "`code`, 5 of 10 scales", "var", "code, N = 5", (("batch", 1),)),
+    ),
+    "answers": (
+        Gain("LLaVA, greedy", "`msd`, chain of 10", "vlm_speed_llava", TEN, GREEDY),
+        Gain("LLaVA, T = 1", "`msd`, chain of 10", "vlm_speed_llava", TEN, DRAWN),
+        Gain("LLaVA, greedy", "`auto`", "vlm_speed_llava", "auto", GREEDY),
+        Gain("LLaVA, T = 1", "`auto`", "vlm_speed_llava", "auto", DRAWN),
+        Gain("LLaVA, greedy", "`text-draft`", "vlm_speed_llava", "text-draft", GREEDY),
+        Gain("LLaVA, greedy", "`prompt-lookup`", "vlm_speed_llava", "prompt-lookup", GREEDY),
+        Gain("LLaVA", "transformers' generate", "vlm_speed_llava", "transformers generate", GREEDY),
+    ),
+    "text": (
+        Gain("Qwen2, greedy", "`block`, 8 drafts", "text_speed_coder", "block(length=8)", CODE),
+        Gain("Qwen2, T = 1", "`block`, 8 drafts", "text_speed_coder", "block(length=8)", SAMPLED),
+        Gain("Qwen2, greedy", "`prompt-lookup`", "text_speed_coder", "prompt-lookup", CODE),
+        Gain("Qwen2, greedy", "`deer`, tree of 8", "text_speed_coder", "deer(tree=8)", CODE),
+        Gain("Qwen2, greedy", "`diffuspec`", "text_speed_coder", "diffuspec", CODE),
+        Gain("Qwen2", "transformers' generate", "text_speed_coder", "transformers generate", CODE),
+    ),
+    "gpu": (
+        Gain("LlamaGen, graphs", "`speculative`", "gpu/pocket-llamagen", "speculative", GRAPH),
+        Gain("Qwen2", "`block`", "gpu/pocket-coder", "block", EAGER),
+        Gain("Qwen2", "`prompt-lookup`", "gpu/pocket-coder", "prompt-lookup", EAGER),
+        Gain("LLaVA", "`msd`", "gpu/pocket-llava", "msd", EAGER),
+        Gain(
+            "VAR, graphs, batch 64",
+            "`code`, 5 of 10 scales",
+            "gpu/pocket-var",
+            "code, N = 5",
+            (("mode", "graph"), ("batch", 64)),
+        ),
+        Gain("MAR, graphs", "`cspd`", "gpu/pocket-mar", "cspd", (("mode", "graph"), ("batch", 1))),
+    ),
+    "quality": (
+        Gain("LlamaGen", "`lantern++`", "lantern_quality", LANTERN),
+        Gain(
+            "LlamaGen",
+            "`lantern++`, λ = 40, k = 100, the release's",
+            "quality",
+            "lantern++(lambda_=40.0, k=100, residual='release')",
+        ),
+        Gain("MAR", "`cspd`, exact", "mar", "exact"),
+        Gain("MAR", "`cspd`, exact, 9 iterations", "mar", "exact, 9 iterations"),
+        Gain("MAR", "`cspd`, the release's", "mar", "release, window 8"),
+        Gain("VAR", "`code`, 5 of 10 scales", "var", "code, N = 5", (("batch", 16),)),
+        Gain("VAR", "`code`, none by the large model", "var", "code, N = 0", (("batch", 16),)),
+    ),
+}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -91,18 +158,22 @@ def times(value: float) -> str:
 # ---- the README's table and the picture
 
 
-def readme_table() -> str:
-    """What each family gains, a line for each of :data:`GAINS`."""
-    head = ("what", "method", "certificate", "over plain decoding", "tokens a round", "measured")
+LOSS = {"FID / plain": "fid_ratio", "KID / plain": "kid_ratio", "TV a token": "tv"}
+
+
+def gains_table(gains: Iterable[Gain], more: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A line for each of ``gains``, with ``more`` columns; those without a value are left out."""
+    head = ("what", "method", "certificate", "over plain decoding", "tokens a round")
+    columns = dict(zip(head, ("", "", "certificate", "speedup", "tau"), strict=True))
+    columns |= more
     lines = []
-    for gain in GAINS:
-        row = gain.row
-        tau = f"{row['tau']:.1f}" if "tau" in row else ""
+    for gain in gains:
+        cells = [_cell(key, gain.row.get(key)) for key in columns.values()]
         file = f"`{gain.file}.csv`, {read(gain.file)['environment']['date'][:10]}"
-        lines.append(
-            (gain.what, gain.setting, row["certificate"], times(row["speedup"]), tau, file)
-        )
-    return markdown(head, lines)
+        lines.append([gain.what, gain.setting, *cells[2:], file])
+    filled = [i for i in range(len(lines[0])) if any(line[i] for line in lines)]
+    names = [*columns, "measured"]
+    return markdown([names[i] for i in filled], [[line[i] for i in filled] for line in lines])
 
 
 COLOURS = {"exact": "#1a7f5a", "bounded": "#9a6700", "heuristic": "#8250df"}
@@ -165,7 +236,7 @@ def updated(readme: str) -> str:
     _, end, after = rest.partition(MARKS[1])
     if not (start and end):
         raise ValueError(f"README.md must hold {MARKS[0].strip()!r} and {MARKS[1].strip()!r}")
-    return before + start + readme_table() + end + after
+    return before + start + gains_table(GAINS) + end + after
 
 
 # ---- tables of the pages
@@ -316,6 +387,8 @@ def filled(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         if found[1] == "zoo":
             return zoo_table()
+        if found[1] in SUMMARIES:
+            return gains_table(SUMMARIES[found[1]], LOSS if found[1] == "quality" else {})
         return TABLES[found[1]].markdown()
 
     return FILE.sub(_source, MARKER.sub(table, page))
