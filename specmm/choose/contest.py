@@ -153,7 +153,8 @@ class Record:
     notes: Notes = field(default_factory=lambda: Notes(None, ""))
     noted: dict[str, list[Sample]] = field(default_factory=dict)  # of earlier processes, by method
     changed: bool = False  # since it was noted
-    complete: bool = False  # all were tried as often as is needed
+    looked: bool = False  # for all candidates there are, by a family that may look for some
+    complete: bool = False  # all of them were tried as often as is needed
 
     def remember(self, notes: Notes, fresh: bool = False) -> Self:
         """Go on from what earlier processes noted, unless all is to be ``fresh``; note what is
@@ -167,16 +168,14 @@ class Record:
         return self
 
     def known(self) -> str:
-        """What earlier processes found fastest of all there is, as text; "" where they have not
-        tried all.
-        """
+        """What earlier processes found fastest, as text; "" without notes."""
         each = {
             method: statistics.median(x.round for x in samples)
             * sum(len(x.rounds) for x in samples)
             / sum(x.tokens for x in samples)
             for method, samples in self.noted.items()
         }
-        return min(each, key=each.__getitem__) if self.complete and each else ""
+        return min(each, key=each.__getitem__, default="")
 
     def _recall(self) -> None:
         """Take over the noted samples of the candidates, which are known by now."""
@@ -284,7 +283,7 @@ class Record:
             tried = sum(map(len, self.samples.values()))
             tell(Measured(tried, max(tried, sum(needed))))
         else:
-            self.complete = self.complete or bool(self.samples)
+            self.complete = self.complete or (self.looked and bool(self.samples))
         if self.changed and math.isinf(share):
             self._note()
         return self.fastest()

@@ -21,6 +21,7 @@ from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
+from specmm.programs import program_cache
 from specmm.recipes.drafter import measure_acceptance
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -271,3 +272,11 @@ def test_what_a_plan_measured_is_taken_by_later_processes_in_their_first_call(
     assert f"auto: {taken} (measured beside plain decoding" in later.method
     assert {*pipe.drafters.given} <= {taken.name}, "no other was read"
     assert [row.tolist() for row in later.tokens] == [row.tolist() for row in first.tokens]
+    pipe(asked, method="auto", **options)
+    assert {*pipe.drafters.given} <= {taken.name}, "all others are known, too"
+    for file in (tmp_path / f"{program_cache.machine()}-methods").iterdir():
+        file.write_text(file.read_text().replace('"complete": true', '"complete": false'))
+    pipe, _ = told()
+    assert {*pipe.drafters.given} <= {taken.name}
+    pipe(asked, method="auto", **options)
+    assert {*pipe.drafters.given} >= {"block", "deer"}, "from the second call on"

@@ -230,18 +230,15 @@ def test_the_next_process_runs_what_the_last_one_found_fastest_from_its_first_ca
     record = noted(machine)
     for _ in range(2):
         called(record, machine, record.choose(machine.begin, 33, share=0.5))
-    assert record.fastest() == FAST and not noted(machine).known(), "not all were tried"
-    for _ in range(2):
-        called(record, machine, record.choose(machine.begin, 33, share=0.5))
-    assert noted(machine).known() == str(FAST)
+    assert record.fastest() == FAST and noted(machine).known() == str(FAST)
     later, machine = Machine(), Machine()
     again = noted(later)
     assert again.choose(later.begin, 33) == FAST and not later.begun, "nothing is tried again"
-    assert again.calls == 4 and again.gain(FAST) == pytest.approx(2.0)
+    assert again.calls == 2 and again.gain(FAST) == pytest.approx(2.0)
     assert noted(machine, fresh=True).choose(machine.begin, 33) == AR, "by nothing but itself"
-    for _ in range(4):
+    for _ in range(2):
         called(again, later, FAST)
-    assert noted(machine).calls == 8, "calls are noted, too"
+    assert noted(machine).calls == 4, "calls are noted, too"
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"at": 1}', "old", "empty"])

@@ -91,10 +91,15 @@ def record_of(
         fresh = math.isinf(share)
         records[key] = Record((), rows, now=clock_of(target.device)).remember(notes, fresh)
     record = records[key]
-    if not record.candidates and record.worthwhile(prompt.max_new_tokens, share):
-        known = record.known().partition("(")[0]  # or all drafters would be read for one
-        read = [name for name in kinds if known in ("", methods.GENERATE.get(name).__name__)]
-        record.candidates = candidates_of(read, drafters, target, tokenizer)
+    if not record.worthwhile(prompt.max_new_tokens, share):
+        return record
+    if known := not record.samples and record.known().partition("(")[0]:
+        # the first call of a process reads one drafter; others wait until they may be tried
+        kinds = [name for name in kinds if known == methods.GENERATE.get(name).__name__]
+        record.candidates = candidates_of(kinds, drafters, target, tokenizer)
+    elif not (record.complete or record.looked):
+        record.candidates = candidates_of(kinds, drafters, target, tokenizer)
+        record.looked = True
     return record
 
 
