@@ -62,15 +62,15 @@ Begin: TypeAlias = Callable[[Any], Iterator[Progress]]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """What seconds of runs on ``device`` are read from: of a CPU those of this thread, which takes
-    part in all products, so that another process's time counts for nothing.
+    """The clock for runs on ``device``. On a CPU it counts this thread's processor seconds: the
+    thread takes part in all products, and other processes' time does not count.
     """
     own = device.type == "cpu" and sys.platform == "linux"
     return time.thread_time if own else time.perf_counter
 
 
 class Measured(NamedTuple):
-    """What watchers are told while trials last: ``done`` of at most ``total``."""
+    """Event for watchers during trials: ``done`` of at most ``total``."""
 
     done: int
     total: int
@@ -301,8 +301,8 @@ class Record:
         return min(lacking, key=lambda each: each[0])[1]
 
     def _cost(self, one: Candidate, order: Sequence[Candidate], few: int) -> float:
-        """Tokens of plain decoding that a trial of ``one`` should take; that of plain decoding is
-        of no use without another.
+        """How long a trial of ``one`` should take, in tokens of plain decoding. A trial of plain
+        decoding includes the trial of another method, without which it is useless.
         """
         plain = self.samples.get(PLAIN.method)
         if not plain:
@@ -385,13 +385,13 @@ class Record:
         return one.tau / (1 + adds) if one.tau else 1.0
 
     def each(self, method: Any) -> float:
-        """Seconds a token of ``method``: those of a round, the median, by the tokens it has."""
+        """Seconds a token of ``method``: median seconds of a round over tokens a round."""
         rounds = statistics.median(sample.round for sample in self.samples[method])
         return rounds / self.tau(method)
 
     def gain(self, method: Any) -> float:
-        """Speed over plain decoding, both measured; of trials alone by that of the calls that they
-        were beside.
+        """Measured speed over plain decoding. A method that has only trials is compared by way of the
+        calls made right after them.
         """
         samples = self.samples[method]
         beside = [sample.beside for sample in samples if sample.beside]

@@ -27,7 +27,7 @@ class Notes:
 
     @classmethod
     def of_machine(cls, kind: str, key: object) -> Notes:
-        """Those of one ``kind`` for this machine, beside its programs."""
+        """Notes of one ``kind`` about this machine, in the folder of its compiled programs."""
         try:
             place = program_cache.root() / f"{program_cache.machine()}-{kind}"
         except RuntimeError:  # nobody has a home
@@ -55,7 +55,7 @@ class Notes:
 
 
 def sizes_of(network: nn.Module) -> tuple[Any, ...]:
-    """What seconds of ``network`` depend on: its kind, weights, dtype and device."""
+    """The facts about ``network`` that its speed depends on: class, size, dtype and device."""
     weight = next(network.parameters())
     count = sum(x.numel() for x in network.parameters())
     return type(network).__name__, count, weight.dtype, str(weight.device)

@@ -145,8 +145,8 @@ def in_use() -> Choice:
 
 
 def allowed() -> int:
-    """The most threads that may be chosen: what PyTorch was told, or found, within the cores that
-    this process may run on and the share of them that its container has.
+    """The most threads that may be chosen: PyTorch's setting, limited to the cores this process
+    may run on and to its container's share of them.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, math.ceil(min(torch.get_num_threads(), cores or 1, _quota())))
@@ -187,7 +187,7 @@ class Products:
 
     @classmethod
     def of(cls, network: nn.Module, rows: int) -> Products:
-        """Those of ``network``, the first ones where they are more than a pass reads."""
+        """The products of ``network``; only the first, if all would exceed what a pass reads."""
         found = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
         read = accumulate(layer.weight.numel() for layer in found)
         layers = [layer for layer, so_far in zip(found, read, strict=True) if so_far <= MOST]
@@ -273,7 +273,7 @@ def _parsed(found: Any) -> tuple[Choice, float, float]:
 
 
 class _Call(local):
-    """That of this Python thread: what it is measured by, while it may change its number."""
+    """This Python thread's call, and the products that time it while it may change threads."""
 
     inside = False
     products: Products | None = None

@@ -104,7 +104,7 @@ class Work:
         return found if found > 0 or self.tried >= TRIES else self.seconds.usual
 
     def pays(self, pictures: int) -> bool:
-        """Whether programs pay for ``pictures`` to come, after those of this process so far."""
+        """Whether programs pay for the next ``pictures``, given those drawn by this process."""
         if self.ready:
             return self.saved > 0
         return self.missed + pictures * self.saved > self.seconds.cost
@@ -152,7 +152,7 @@ def _parsed(found: Any) -> Seconds:
 
 
 class Works:
-    """Those of a pipeline, by what their seconds depend on.
+    """The kinds of work of a pipeline, by everything their seconds depend on.
 
     ``coming`` counts the pictures of the same kind that later calls will draw, where a run knows.
     """
@@ -192,7 +192,7 @@ class Works:
         return Turn(plain, plain, make, self.of(network, key), self.coming)
 
     def of(self, network: torch.nn.Module, key: object) -> Work:
-        """That of ``network`` under ``key``."""
+        """The work of ``network`` under ``key``."""
         own = repr((self.name, *sizes_of(network), key))
         if own not in self.all:
             work = self.all[own] = Work.of(own)
@@ -217,8 +217,8 @@ class Turn(Generic[T]):
 
     @contextmanager
     def batch(self, pictures: int, left: int, fits: bool) -> Iterator[T]:
-        """What ``pictures`` are drawn on, which are timed; ``left`` counts those of this batch and
-        of later ones, and only a batch that ``fits`` is compiled.
+        """The network or program that draws this batch of ``pictures``; the block is timed.
+        ``left`` counts pictures of this and later batches; only a batch that ``fits`` is compiled.
         """
         chosen = self._chosen(left) if fits else self.plain
         failed = uncompiled_calls()

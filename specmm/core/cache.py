@@ -175,7 +175,7 @@ class TreeBias(NamedTuple):
 
 
 class TreeBiases:
-    """Those of the last ``MOST`` trees."""
+    """The masks of the last ``MOST`` trees."""
 
     MOST = 3  # a chain that ends early has so many lengths
 
@@ -183,11 +183,11 @@ class TreeBiases:
         self._kept: list[TreeBias] = []
 
     def find(self, ancestors: Tensor) -> TreeBias | None:
-        """That of this very tensor."""
+        """The mask made for this very tensor, if it is still here."""
         return next((bias for bias in self._kept if bias.of is ancestors), None)
 
     def once(self, ancestors: Tensor, make: Callable[[], TreeBias]) -> TreeBias:
-        """That of ``ancestors``: kept or, in the place of the oldest, what ``make`` gives."""
+        """The mask of ``ancestors``; if there is none, ``make`` makes it in place of the oldest."""
         found = self.find(ancestors)
         if found is None:
             found = make()
@@ -299,9 +299,10 @@ class Cache:
         return bias.whole
 
     def bias_for(self, ancestors: Tensor) -> TreeBias:
-        """That of ``ancestors`` [1 or B, N, N], whose part of the committed tokens is out of date.
+        """The mask for a tree with ``ancestors`` [1 or B, N, N]. Its columns for committed tokens
+        are stale: call :meth:`tree_bias` to refresh them.
 
-        A program takes that of the call before, or makes it anew.
+        A compiled program uses the mask of the previous call, or makes a new one.
         """
         if self._bias is None or self._bias.of is not ancestors:
             make = partial(self._new_bias, ancestors)

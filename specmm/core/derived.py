@@ -1,4 +1,4 @@
-"""What is computed once from a network and kept, as long as the network is what it was.
+"""Values computed once from a network and reused until the network changes.
 
 Weights change in many ways, of which PyTorch counts some: ``load_state_dict``, ``copy_`` and
 optimizers move a tensor's version; writes to ``weight.data``, as PEFT merges a LoRA, and to tensors
@@ -153,7 +153,7 @@ _forms = WeakKeyDictionary()  # the call it was looked at in, its form, the fact
 
 
 def fact(network: nn.Module, name: object, find: Callable[[], T]) -> T:
-    """What ``find`` finds out about the ``network`` as it is now, kept under ``name``."""
+    """The result of ``find`` for the ``network`` in its present form, cached under ``name``."""
     known = facts(network)
     if name not in known:
         known[name] = find()
@@ -162,7 +162,7 @@ def fact(network: nn.Module, name: object, find: Callable[[], T]) -> T:
 
 
 def facts(network: nn.Module) -> dict[Any, Any]:
-    """All that is known of the ``network`` as it is now, by name."""
+    """Everything cached about the ``network`` in its present form, by name."""
     call, form, known = _forms.get(network, (None, [], {}))
     if call is None or call is not _call.token:
         now = form_of(network)
@@ -172,9 +172,9 @@ def facts(network: nn.Module) -> dict[Any, Any]:
 
 
 def version(*networks: nn.Module) -> tuple[Any, ...]:
-    """What stays equal as long as programs of ``networks`` serve them: their forms, how their
-    weights are laid out, and the plain values that modules of others keep, such as which adapter is
-    active. Which numbers weights hold, and where, a program finds in each call.
+    """A key that stays equal while compiled programs of ``networks`` remain valid: the networks'
+    forms, the layout of their weights, and plain attributes of third-party modules, such as which
+    adapter is active. Programs read the weights' values and addresses anew in each call.
     """
     layouts = tuple((x.dtype, x.device, x.shape, x.stride()) for x in _weights(networks))
     settings = tuple(
@@ -198,9 +198,9 @@ def _weights(networks: Sequence[nn.Module]) -> Iterator[Tensor]:
 
 
 def form_of(network: nn.Module) -> list[Any]:
-    """What a ``network`` computes by beside its weights, as far as it is seen at a glance: its
-    modules and their classes, hooks that are not ours, a forward in place of a class's own; its own
-    methods, plain numbers and texts, and those of its config.
+    """Everything but the weights that changes a ``network``'s output and can be checked quickly:
+    its modules and their classes, hooks that are not ours, replaced ``forward`` methods, and the
+    plain numbers and texts among the attributes of the network and of its config.
     """
     first = next(network.parameters(), None)
     found: list[Any] = [] if first is None else [first.dtype, first.device]
@@ -253,7 +253,7 @@ def plain(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """What tells a plain value or a function from another; None for the rest."""
+    """A value that differs between different plain values or functions; None for anything else."""
     if plain(value):
         return repr(value)
     kind = type(value)

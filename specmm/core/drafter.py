@@ -161,8 +161,8 @@ class Drafter(Protocol):
 
 
 def looks_ahead(rule: object) -> bool:
-    """Whether ``rule`` may decide about a draft by those after it: as its ``bottom_up`` says, and
-    of a rule of others that does not say.
+    """Whether ``rule`` may use later drafts to decide about an earlier one. Third-party rules that
+    do not declare ``bottom_up`` are assumed to.
     """
     return bool(getattr(rule, "bottom_up", bool(maker_of(rule))))
 

@@ -1,4 +1,4 @@
-"""Arguments of a wrong kind, told in a sentence."""
+"""Checks of arguments that raise an error of one sentence."""
 
 from __future__ import annotations
 

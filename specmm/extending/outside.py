@@ -66,7 +66,7 @@ OTHERS = Open[Any]("drafter", {}, _checked)
 
 
 def of_others(spec: object) -> bool:
-    """Whether ``spec`` names a drafter of others, as ``echo(order=2)``, or is one."""
+    """Whether ``spec`` is a third-party drafter, or the name of one, as ``echo(order=2)``."""
     if not isinstance(spec, str):
         return is_drafter(spec)
     return spec.partition("(")[0].strip() in OTHERS  # a folder's name may have brackets of any kind
@@ -89,7 +89,7 @@ def usual_tree(spec: object) -> Tree:
 
 
 def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:
-    """The drafter of others that ``spec`` names or is, for ``target``.
+    """The third-party drafter that ``spec`` names or is, made for ``target``.
 
     Raises ``ValueError`` for options that it does not take, for what is no drafter and for one that
     cannot make a tree that grows.

@@ -124,7 +124,7 @@ def registered(kind: str, name: str) -> Any:
 
 
 def _entry_points(kind: str) -> dict[str, EntryPoint]:
-    """Those of installed packages, read again when one is installed: reading takes 10 ms."""
+    """Entry points of installed packages, cached until one is installed: reading takes 10 ms."""
     return _read_entry_points(kind, tuple((folder, _changed(folder)) for folder in sys.path))
 
 
@@ -155,7 +155,7 @@ def maker_of(thing: object) -> str:
 
 
 def name_of(thing: object) -> str:
-    """What to call ``thing``: a text as it is, what calls itself something, its class's name."""
+    """A display name: the text itself, the thing's ``name`` attribute, or its class's name."""
     if isinstance(thing, str):
         return thing
     thing = whole(thing)

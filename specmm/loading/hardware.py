@@ -306,7 +306,7 @@ class PackedLinear(nn.Linear):
         return made
 
     def current(self, x: Tensor, gelu: bool) -> Tensor | None:
-        """The copy of the weight as it is now; None where it is not used for ``x``."""
+        """An up-to-date prepacked copy of the weight; None if ``x`` is not multiplied by one."""
         weight = self.weight
         if not self.packs or not in_a_call() or x.dtype != weight.dtype:
             return None

@@ -66,7 +66,7 @@ class _Checked(type):
 
 
 class Declared(metaclass=_Checked):
-    """What a method declares about itself, so that nobody asks its type."""
+    """Properties that a method declares, so that no code needs to check its type."""
 
     name: ClassVar[str]
     claims: ClassVar[str] = "exact"  # of its runs; each run's certificate is what counts
@@ -157,8 +157,8 @@ class Itself:
 
 
 def filed(method: Any) -> Hashable:
-    """What programs and the like of ``method``, a dataclass, are filed by: its options, and objects
-    of others themselves, since equal ones may do otherwise.
+    """Cache key of a ``method``: its options by value, third-party objects by identity, since equal
+    objects may behave differently.
     """
     found = [getattr(method, one.name) for one in fields(method)]
     plain = (str, int, float, bool, tuple, type(None))

@@ -10,7 +10,7 @@ from specmm.methods.base import Choice, Declared, TreeName
 
 @dataclass(frozen=True)
 class DrawnIfSampled(Declared):
-    """Those whose ``tree`` is drawn, by ``rule``, only where they are ``sampled``."""
+    """Options of methods that use ``tree`` and ``rule`` only if ``sampled``."""
 
     total: int = 59
     depth: int = 5
@@ -27,7 +27,7 @@ class DrawnIfSampled(Declared):
 
 @dataclass(frozen=True)
 class DrawnIfAsked(Declared):
-    """Those that draw a tree where they are ``sampled`` or a ``tree`` is given."""
+    """Options of methods that draw a tree if ``sampled`` or if a ``tree`` is given."""
 
     total: int = 12
     depth: int = 3
@@ -44,7 +44,7 @@ class DrawnIfAsked(Declared):
 
 @dataclass(frozen=True)
 class OfBlocks(Declared):
-    """Those of drafters that give a block at once."""
+    """Options of methods whose drafter proposes a block at once."""
 
     length: int = 0
     tree: int | TreeName = 0

@@ -68,8 +68,8 @@ _uncompiled = _Uncompiled()
 
 
 def uncompiled_calls() -> int:
-    """How often this thread has run the function of a program as it is, since building failed or
-    there were ``PROGRAMS`` others.
+    """How often this thread has run a program's function uncompiled, because building it failed or
+    ``PROGRAMS`` others existed.
     """
     return _uncompiled.calls
 

@@ -75,7 +75,7 @@ def _forms(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
-    """Copy ``values`` of the same shapes and dtypes, those of a dtype at once."""
+    """Copy ``values`` to tensors of the same shapes and dtypes, in one launch for each dtype."""
     for dtype in {x.dtype for x in into}:
         some = [i for i, x in enumerate(into) if x.dtype == dtype]
         torch._foreach_copy_([into[i] for i in some], [values[i] for i in some])
@@ -103,7 +103,7 @@ class RecordedRound:
                 raise NotRecorded(f"a round put another tensor in place of {slot.name}")
 
     def _round(self) -> None:
-        """A round, whose results go to where it read those of the round before."""
+        """A round that writes its results where it read the results of the round before."""
         drawn = PredrawnUniforms(self.numbers)
         done = one_round(self.parts, self.feedback, self.progress, drawn, Clock())
         if drawn.used != self.numbers.shape[1]:

@@ -29,7 +29,7 @@ said: list[str] = []  # why programs of this process are not kept
 
 
 def root() -> Path:
-    """The folder of all machines' programs; raises ``RuntimeError`` where nobody has a home."""
+    """The folder of all machines' programs; raises ``RuntimeError`` if the user has no home."""
     own = os.environ.get("SPECMM_PROGRAMS")
     if own:
         return Path(own).expanduser()

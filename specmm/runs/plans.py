@@ -104,7 +104,7 @@ def plan_language(
 
 @dataclass(frozen=True)
 class Asked:
-    """What drafters are tried on: ``length`` tokens of ``target`` after ``prompt``."""
+    """The task on which drafters are tried: ``length`` tokens of ``target`` after ``prompt``."""
 
     target: Any
     prompt: Any

@@ -326,7 +326,7 @@ class PictureRun:
 
     @property
     def certificate(self) -> Certificate | None:
-        """That of all batches together; None before the first is done."""
+        """The certificate of all batches together; None before the first is done."""
         return merged_certificate(self.certificates)
 
     def as_dict(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class GivenTrees:
         self.given = set(given)
 
     def add(self, tree: DraftTree) -> None:
-        """Those of all rows of ``tree``."""
+        """Note the shapes of all rows of ``tree``."""
         rows = tree.shape.parents.tolist()
         self.given |= {(tuple(parents), tree.probs is not None) for parents in rows}
 

@@ -227,7 +227,7 @@ class RuleKind:
 
     @classmethod
     def of_others(cls, name: str, rule: Any) -> RuleKind:
-        """That of a ``rule`` that others wrote; raises ``ValueError`` for what is none."""
+        """The entry of a third-party ``rule``; raises ``ValueError`` if it is not a rule."""
         told = isinstance(getattr(rule, "exact", None), bool)
         if not (told and callable(getattr(rule, "decisions", None))):
             raise ValueError(
