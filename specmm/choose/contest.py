@@ -390,7 +390,7 @@ class Record:
         return rounds / self.tau(method)
 
     def gain(self, method: Any) -> float:
-        """Measured speed over plain decoding. A method that has only trials is compared by way of the
+        """Seconds a token of ``method``: median seconds of a round over tokens a round."""
         calls made right after them.
         """
         samples = self.samples[method]
