@@ -1,5 +1,4 @@
-"""What the families of image models share: outputs, the loop over batches, settings and model
-folders.
+"""What the families of image models share: outputs, and the loop over batches.
 
 Shape letters: B pictures, R pixels a side.
 """
@@ -7,11 +6,9 @@ Shape letters: B pictures, R pixels a side.
 from __future__ import annotations
 
 import functools
-import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, ParamSpec, Self, TypeVar
 
@@ -19,22 +16,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specmm import __version__, methods
+from specmm import methods
 from specmm.choose.when_compiled import Compiled, Turn, Works
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.turns import turns_of
-from specmm.extending.registry import unknown
 from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
-from specmm.loading.checkpoints import FileError, read_json, weights_file, write_checkpoint
 from specmm.loading.hardware import named_device
-from specmm.zoo import SETTINGS as SETTINGS
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclass
@@ -322,99 +312,3 @@ def draw_batches(
         compiled=[False] * count if compiled is None else compiled,
     )
     return output if return_dict else output.to_tuple()
-
-
-def with_options(settings: T, **options: object) -> T:
-    """``settings`` with every option that is not None in place of its own."""
-    given = {k: v for k, v in options.items() if v is not None}
-    return replace(settings, **given)
-
-
-def read_settings(kind: type[T], folder: Path) -> T:
-    """The ``kind`` of settings beside a model, or the defaults.
-
-    Raises ``ValueError`` for an unknown setting.
-    """
-    file = folder / SETTINGS
-    if not file.exists():
-        return kind()
-    found = read_json(file)
-    known = _names(kind)
-    for key in found.keys() - set(known):
-        raise unknown(f"setting in {file}", key, known)
-    return kind(**{key: _frozen(value) for key, value in found.items()})
-
-
-def write_settings(settings: DataclassInstance, folder: Path) -> None:
-    """Write a model's settings beside it."""
-    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
-
-
-def write_index(pipeline: str, family: str, folder: Path) -> None:
-    """Write which ``pipeline`` saved the model in ``folder``, and its ``family``, by which it is
-    opened.
-    """
-    index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
-    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
-def save_module(
-    model: nn.Module,
-    config: DataclassInstance,
-    folder: str | Path,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write ``model.safetensors`` (in ``dtype``, such as bf16) and ``config`` as ``config.json``
-    into ``folder``.
-    """
-    facts = {"model": type(config).__name__, **asdict(config)}
-    write_checkpoint(model.state_dict(), facts, folder, dtype)
-
-
-def read_config(path: str | Path, kind: type[T]) -> T | None:
-    """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when
-    there is none.
-
-    A file of another program (LANTERN's, a hub's) has no ``model`` of ours in it and counts as
-    none. Raises ``ValueError`` for one of ours that is not JSON, describes another kind of model or
-    holds unknown names.
-    """
-    file = weights_file(path).with_name("config.json")
-    sizes = read_json(file) if file.is_file() else {}
-    if not str(sizes.get("model", "")).endswith("Config"):
-        return None
-    found = sizes.pop("model")
-    if found != kind.__name__:
-        raise ValueError(
-            f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder"
-        )
-    strange = sizes.keys() - set(_names(kind))
-    if strange:
-        raise ValueError(
-            f"{file} must hold sizes of {kind.__name__}, got {', '.join(sorted(strange))}"
-        )
-    return kind(**{k: _frozen(v) for k, v in sizes.items()})
-
-
-def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch.Size:
-    """The shape of a weight; raises ``ValueError`` naming a missing one."""
-    if key not in state:
-        raise FileError(source, f"must hold {key}, got a file without it: is it another model's?")
-    return state[key].shape
-
-
-def count(state: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest number that ``pattern`` finds at the start of a name."""
-    found = (re.match(pattern, key) for key in state)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
-
-
-def _names(kind: type[DataclassInstance]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
-def _frozen(value: Any) -> Any:
-    """Lists of JSON as the tuples they were."""
-    if isinstance(value, dict):
-        return {k: _frozen(v) for k, v in value.items()}
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

@@ -35,18 +35,15 @@ from specmm.hf.pictures.picture_tokens import (
 )
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, check_call, negatives_of, told
+from specmm.image_ar.files import SETTINGS, read_settings, with_options, write_settings
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import (
-    SETTINGS,
     Drawn,
     ImageOutput,
     PicturePipeline,
     call_of_pipeline,
     draw_batches,
     made_when_asked,
-    read_settings,
-    with_options,
-    write_settings,
 )
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.choosing import ran_as, settled

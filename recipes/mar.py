@@ -17,12 +17,12 @@ from specmm.image_ar.continuous.loading import (
     kl_fingerprint,
     load_kl,
     load_mar,
-    save_kl,
     save_small_mar,
 )
 from specmm.image_ar.continuous.mar import MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
+from specmm.image_ar.files import save_module
 from specmm.loading.files import writable
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 
@@ -54,7 +54,7 @@ def kl(
     options: dict[str, Any] = dict(
         steps=steps, batch=batch, kl_weight=kl_weight, seed=seed, compiled=compile
     )
-    save_kl(train_kl(images, config, out, **options), out)
+    save_module(train_kl(images, config, out, **options), out)
     return {"kind": "kl", "steps": steps, "outputs": [str(out)]}
 
 

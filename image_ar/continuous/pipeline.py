@@ -27,14 +27,19 @@ from specmm.image_ar.continuous.loading import (
     load_kl,
     load_mar,
     load_small_mar,
-    save_kl,
-    save_mar,
     save_small_mar,
 )
 from specmm.image_ar.continuous.mar import MAR, unpatchify
 from specmm.image_ar.continuous.orders import CFGSchedule, MARSettings, Solver
 from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs
 from specmm.image_ar.continuous.running import MARBatch, MARModels, steps_of
+from specmm.image_ar.files import (
+    read_settings,
+    save_module,
+    with_options,
+    write_index,
+    write_settings,
+)
 from specmm.image_ar.shared import (
     Drawn,
     ImageOutput,
@@ -42,10 +47,6 @@ from specmm.image_ar.shared import (
     call_of_pipeline,
     draw_batches,
     made_when_asked,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
 )
 from specmm.loading.hardware import Place, choose_dtype
 
@@ -124,8 +125,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
         folder = Path(folder)
-        save_mar(self.transformer, folder / "transformer", dtype)
-        save_kl(self.vae, folder / "vae", dtype)
+        save_module(self.transformer, folder / "transformer", dtype)
+        save_module(self.vae, folder / "vae", dtype)
         if self.small is not None:
             save_small_mar(self.small, folder, self.vae, dtype)
         write_settings(self.settings, folder)

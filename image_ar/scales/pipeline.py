@@ -24,6 +24,13 @@ from specmm.core.turns import in_its_turn
 from specmm.extending.kinds import either
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, told
+from specmm.image_ar.files import (
+    read_settings,
+    save_module,
+    with_options,
+    write_index,
+    write_settings,
+)
 from specmm.image_ar.scales.collaborative import (
     LARGE,
     alternate,
@@ -39,8 +46,6 @@ from specmm.image_ar.scales.loading import (
     load_small_var,
     load_var,
     load_vqvae,
-    save_var,
-    save_vqvae,
 )
 from specmm.image_ar.scales.next_scale import FeatureMap, log_likelihood
 from specmm.image_ar.scales.sampling import (
@@ -61,10 +66,6 @@ from specmm.image_ar.shared import (
     call_of_pipeline,
     draw_batches,
     made_when_asked,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
 )
 from specmm.loading.hardware import LARGE as LARGE_MODEL
 from specmm.loading.hardware import Place, choose_dtype, prepack
@@ -196,10 +197,10 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
         """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
         folder = Path(folder)
-        save_var(self.transformer, folder / "transformer", dtype)
-        save_vqvae(self.vae, folder / "vae", dtype)
+        save_module(self.transformer, folder / "transformer", dtype)
+        save_module(self.vae, folder / "vae", dtype)
         if self.small is not None:
-            save_var(self.small, folder / "small", dtype)
+            save_module(self.small, folder / "small", dtype)
         write_settings(self.settings, folder)
         write_index("VARPipeline", "var", folder)
 

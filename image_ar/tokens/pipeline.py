@@ -27,6 +27,13 @@ from specmm.extending.kinds import either, texts_of
 from specmm.extending.outside import with_own
 from specmm.image_ar.autoencoder import VQModel, to_uint8
 from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, listed, told
+from specmm.image_ar.files import (
+    read_settings,
+    save_module,
+    with_options,
+    write_index,
+    write_settings,
+)
 from specmm.image_ar.shared import (
     Drawn,
     ImageOutput,
@@ -34,10 +41,6 @@ from specmm.image_ar.shared import (
     call_of_pipeline,
     draw_batches,
     made_when_asked,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
 )
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.captions import CaptionEncoder
@@ -51,8 +54,6 @@ from specmm.image_ar.tokens.loading import (
     load_gpt,
     load_vq,
     save_drafters,
-    save_gpt,
-    save_vq,
 )
 from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
@@ -193,8 +194,8 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         safetensors.
         """
         folder = Path(folder)
-        save_gpt(self.transformer, folder / "transformer", dtype)
-        save_vq(self.vq, folder / "vq", dtype)
+        save_module(self.transformer, folder / "transformer", dtype)
+        save_module(self.vq, folder / "vq", dtype)
         save_drafters(self.parts.drafters, folder / "drafters", self.transformer, dtype)
         write_settings(self.settings, folder)
         write_index("LlamaGenPipeline", "llamagen", folder)

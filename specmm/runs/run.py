@@ -366,7 +366,7 @@ def check(pipe: Images, run: PictureRun) -> None:
     Sampling options that were not given are set to the model's.
     """
     from specmm.image_ar.calls import class_ids
-    from specmm.image_ar.shared import with_options
+    from specmm.image_ar.files import with_options
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")

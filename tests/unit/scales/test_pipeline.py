@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.image_ar.scales.loading import save_var
+from specmm.image_ar.files import save_module
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.tuning import CoDePlan
@@ -129,7 +129,7 @@ def test_specialised_models_are_planned_as_they_are_run(pipe, vqvae, large, smal
     assert made.n == 1 and "specialised" in made.reason
     assert draw(special, "code").method == f"code: {made.reason}"
     special.save_pretrained(tmp_path / "model")
-    save_var(small, tmp_path / "other")
+    save_module(small, tmp_path / "other")
     again = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "other")
     assert again.settings == dataclasses.replace(special.settings, n=-1, fid={}), (
         "they were another small model's"
@@ -160,7 +160,7 @@ def test_files(pipe, large, vqvae, small, tmp_path):
         tmp_path / "model", methods.CoDe(1), torch.float32, tmp_path / "small"
     )
     assert torch.equal(draw(given, None).tokens, draw(pipe, methods.CoDe(1)).tokens)
-    save_var(small, tmp_path / "weights")
+    save_module(small, tmp_path / "weights")
     found = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config
     assert found == small.config
 
