@@ -17,7 +17,7 @@ from specmm.image_ar.continuous.loading import (
     kl_fingerprint,
     load_kl,
     load_mar,
-    save_small_mar,
+    pair_with,
 )
 from specmm.image_ar.continuous.mar import MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
@@ -124,5 +124,6 @@ def _save(model: Any, vae: Any, classes: tuple[str, ...], out: Path, beside: Pat
         return folder
     check_models(load_mar(beside / "transformer"), model)
     check_same_vae(load_kl(beside / "vae"), kl_fingerprint(vae), beside)
-    save_small_mar(model.eval(), beside, vae, torch.bfloat16)
+    save_module(model.eval(), beside / "small", torch.bfloat16)
+    pair_with(vae, beside)
     return beside / "small"

@@ -20,14 +20,7 @@ from torch import Tensor
 
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
-from specmm.image_ar.files import (
-    check_shared,
-    count,
-    load_module,
-    save_module,
-    shape_of,
-    stack_sizes,
-)
+from specmm.image_ar.files import check_shared, count, load_module, shape_of, stack_sizes
 from specmm.loading.checkpoints import NESTING, fingerprint, read_checkpoint, read_json
 from specmm.loading.mapped import DtypeChoice
 
@@ -167,9 +160,6 @@ def load_small_mar(
     return load_mar(place, dtype=dtype)
 
 
-def save_small_mar(
-    small: MAR, folder: Path, vae: AutoencoderKL, dtype: torch.dtype | None = None
-) -> None:
-    """Write ``folder/small`` with the fingerprint of ``vae``."""
-    save_module(small, folder / "small", dtype)
+def pair_with(vae: AutoencoderKL, folder: Path) -> None:
+    """Write into ``folder/small`` the fingerprint of ``vae``."""
     (folder / "small" / PAIR).write_text(json.dumps({"vae": kl_fingerprint(vae)}) + "\n")

@@ -6,7 +6,7 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.choose.when_compiled import Compiled, Turn, Works
-from specmm.core.randomness import sample_generators
-from specmm.extending.kinds import either
+from specmm.choose.when_compiled import Compiled
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
+from specmm.image_ar.calls import Callback, Classes
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -27,27 +25,14 @@ from specmm.image_ar.continuous.loading import (
     load_kl,
     load_mar,
     load_small_mar,
-    save_small_mar,
+    pair_with,
 )
 from specmm.image_ar.continuous.mar import MAR, unpatchify
 from specmm.image_ar.continuous.orders import CFGSchedule, MARSettings, Solver
 from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs
-from specmm.image_ar.continuous.running import MARBatch, MARModels, steps_of
-from specmm.image_ar.files import (
-    read_settings,
-    save_module,
-    with_options,
-    write_index,
-    write_settings,
-)
-from specmm.image_ar.shared import (
-    Drawn,
-    ImageOutput,
-    PicturePipeline,
-    call_of_pipeline,
-    draw_batches,
-    made_when_asked,
-)
+from specmm.image_ar.continuous.running import MARModels, steps_of
+from specmm.image_ar.files import read_settings, with_options
+from specmm.image_ar.shared import Batch, Drawn, ImageOutput, PicturePipeline, made_when_asked
 from specmm.loading.hardware import Place, choose_dtype
 
 
@@ -63,6 +48,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
     vae: AutoencoderKL
     small: MAR | None
+    family = "mar"
+    registry = methods.CONTINUOUS
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
@@ -75,16 +62,12 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         method: str | methods.ContinuousMethod = "ar",
         name: str = "mar",
     ) -> None:
-        super().__init__()
+        super().__init__(settings or MARSettings(), method, name)
         check_vae(transformer, vae)
         if small is not None:
             check_models(transformer, small)
         self.register_modules(transformer=transformer, vae=vae, small=small)
-        self.settings = settings or MARSettings()
-        self.name = name
-        self.method = methods.make(methods.CONTINUOUS, method)
-        self.models = MARModels(transformer, small)
-        self.works = Works("mar")
+        self.moved()
 
     @classmethod
     def from_pretrained(
@@ -123,23 +106,13 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
-        folder = Path(folder)
-        save_module(self.transformer, folder / "transformer", dtype)
-        save_module(self.vae, folder / "vae", dtype)
+        super().save_pretrained(folder, dtype)
         if self.small is not None:
-            save_small_mar(self.small, folder, self.vae, dtype)
-        write_settings(self.settings, folder)
-        write_index("MARPipeline", "mar", folder)
+            pair_with(self.vae, Path(folder))
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move models and autoencoder to a device or dtype."""
-        super().to(*args, **kwargs)
+    def moved(self) -> None:
         self.models = MARModels(self.transformer, self.small)
-        self.works.clear()
-        return self
 
-    @call_of_pipeline
     def __call__(
         self,
         classes: Classes | None = None,
@@ -171,49 +144,26 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         uniforms depend on its own seed only, not on the batch. Raises ``ValueError`` for an unknown
         class or method, for options out of range and for a method without the small model it needs.
         """
-        check_call(output_type, batch_size, num_images_per_prompt)
-        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
-        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-        settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
-        chosen = self.method if method is None else methods.make(methods.CONTINUOUS, method)
-        labels = labels_of(self, wanted, num_images_per_prompt)
-        generators = sample_generators(generator, len(labels), self.device)
+        output: ImageOutput = self.called(locals())
+        return output
 
-        count = len(labels)
-        at_once = min(batch_size, count)
-        turn = self.turn(compiled, settings, chosen, at_once)
+    def draw(self, batch: Batch[methods.ContinuousMethod]) -> Drawn:
+        steps, claim = steps_of(batch, self.models)
+        for i, progress in enumerate(steps):
+            if batch.tell is not None:
+                batch.tell(i, progress.count, {"tokens": progress.tokens})
+        return Drawn(progress.tokens, progress.tokens, progress.stats, claim)
 
-        def draw(rows: slice) -> Drawn:
-            own = generators[rows]
-            fits = len(own) == at_once  # the last batch may be smaller: other programs
-            with turn.batch(len(own), count - rows.start, fits) as quick:
-                batch = MARBatch(labels[rows], own, settings, quick)
-                steps, claim = steps_of(chosen, self.models, batch)
-                for i, progress in enumerate(steps):
-                    if tell is not None:
-                        tell(i, progress.count, {"tokens": progress.tokens})
-                tokens = progress.tokens
-                images = None if output_type == "latent" else self.decode_tokens(tokens)
-                return Drawn(tokens, images, progress.stats, claim, chosen.name)
-
-        bar = self.progress_bar(total=count)
-        rest = (settings.claimed | self._rounded, return_dict, turn.compiled)
-        return draw_batches(draw, count, batch_size, output_type, bar, *rest)
-
-    @property
-    def _rounded(self) -> dict[str, object]:
-        """The dtype that the claimed distribution is computed in, where it rounds much."""
+    def claimed(self, target: MARSettings) -> Mapping[str, object]:
+        """With the dtype that the claimed distribution is computed in, where it rounds much."""
         dtype = self.transformer.dtype
-        return {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+        rounded = {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+        return target.claimed | rounded
 
-    def turn(
-        self, compiled: Compiled, target: MARSettings, method: methods.ContinuousMethod, batch: int
-    ) -> Turn[HeadPrograms | MARGraphs | None]:
-        def quick() -> HeadPrograms | MARGraphs | None:
-            return self.models.quick(method, target, batch)
-
-        return self.works.begin(compiled, None, quick, self.transformer, (method, target, batch))
+    def quick(
+        self, target: MARSettings, method: methods.ContinuousMethod, batch: int
+    ) -> HeadPrograms | MARGraphs:
+        return self.models.quick(method, target, batch)
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""
@@ -245,9 +195,11 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches round otherwise."""
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C]; see ``pixels``."""
         latents = unpatchify(tokens, self.transformer.config.patch_size)
         return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
+
+    pixels = decode_tokens
 
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ Shape letters: B pictures of a batch, L tokens a picture, S head steps, C token 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -39,6 +39,7 @@ from specmm.image_ar.continuous.masked_decode import (
 )
 from specmm.image_ar.continuous.orders import MARSettings, log_uniforms, normals, random_orders
 from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs, check
+from specmm.image_ar.shared import Batch
 from specmm.programs.graphs import captures
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
@@ -117,45 +118,38 @@ class MARModels:
         return self.small
 
 
-@dataclass
-class MARBatch:
-    """What is to be drawn: ``labels`` [B], one generator each, how, and ``quick`` if compiled."""
-
-    labels: Tensor
-    generators: Sequence[torch.Generator]
-    settings: MARSettings
-    quick: HeadPrograms | MARGraphs | None = None
-
-
 def steps_of(
-    method: methods.ContinuousMethod, models: MARModels, batch: MARBatch
+    batch: Batch[methods.ContinuousMethod], models: MARModels
 ) -> tuple[Iterator[MARProgress], Certificate]:
-    """The loop that draws ``batch`` by ``method``, and its certificate.
+    """The loop that draws ``batch``, and its certificate.
 
     Raises ``ValueError`` for a variant without the small model it needs and for a solver without
     distributions to compare.
     """
-    settings = batch.settings
+    settings: MARSettings = batch.target
+    quick: HeadPrograms | MARGraphs | None = None if batch.on is settings else batch.on
     orders = random_orders(batch.generators, models.target.config.seq_len)
+    if isinstance(batch.method, methods.CSpD):
+        if batch.method.variant != "exact":
+            return _between_models(batch.method, models, batch, orders)
+        _check_solver(settings)
+    head = models.head(settings.head_steps)
+    normal = normals(batch.generators)
     sampler: MARSampler
-    match method:
-        case methods.CSpD(variant="exact"):
-            sampler, claim = _speculation(method, models, batch)
-        case methods.CSpD():
-            return _between_models(method, models, batch, orders)
-        case methods.AR():
-            head = models.head(settings.head_steps)
-            normal = normals(batch.generators)
-            if settings.solver == "ddim":
-                sampler = Deterministic(head, normal)
-                claim = DDIM
-            else:
-                sampler = Ancestral(head, normal, settings.temperature)
-                claim = PLAIN
-    if batch.quick is not None and isinstance(sampler, PlainSampler):
-        sampler.run = batch.quick.chains(sampler)
-    conditions = None if batch.quick is None else batch.quick.conditions
-    return decode_mar(models.target, batch.labels, orders, sampler, settings, conditions), claim
+    # a chain without noise has nothing to couple
+    if isinstance(batch.method, methods.CSpD) and settings.temperature > 0:
+        options = ChainOptions(settings.temperature)
+        numbers = (normal, log_uniforms(batch.generators))
+        window = batch.method.window or HEAD_STEPS
+        sampler, claim = ChainSpeculation(head, *numbers, window, options, quick), EXACT
+    elif settings.solver == "ddim":
+        sampler, claim = Deterministic(head, normal), DDIM
+    else:
+        sampler, claim = Ancestral(head, normal, settings.temperature), PLAIN
+    if quick is not None and isinstance(sampler, PlainSampler):
+        sampler.run = quick.chains(sampler)
+    conditions = None if quick is None else quick.conditions
+    return decode_mar(models.target, batch.of, orders, sampler, settings, conditions), claim
 
 
 def _check_solver(settings: MARSettings) -> None:
@@ -166,28 +160,11 @@ def _check_solver(settings: MARSettings) -> None:
         )
 
 
-@torch.inference_mode()
-def _speculation(
-    method: methods.CSpD, models: MARModels, batch: MARBatch
-) -> tuple[MARSampler, Certificate]:
-    """Speculation along the chain, exact."""
-    settings = batch.settings
-    _check_solver(settings)
-    head = models.head(settings.head_steps)
-    normal = normals(batch.generators)
-    if settings.temperature == 0:  # a chain without noise has nothing to couple
-        return Ancestral(head, normal, 0.0), PLAIN
-    options = ChainOptions(settings.temperature)
-    window = method.window or HEAD_STEPS
-    numbers = (normal, log_uniforms(batch.generators))
-    return ChainSpeculation(head, *numbers, window, options, batch.quick), EXACT
-
-
 def _between_models(
-    method: methods.CSpD, models: MARModels, batch: MARBatch, orders: Tensor
+    method: methods.CSpD, models: MARModels, batch: Batch[methods.ContinuousMethod], orders: Tensor
 ) -> tuple[Iterator[MARProgress], Certificate]:
     """Whole tokens drafted by the small model, by the paper or the release."""
-    settings = batch.settings
+    settings: MARSettings = batch.target
     small = models.needed(f"variant {method.variant!r}")
     _check_solver(settings)
     if settings.temperature == 0:
@@ -203,7 +180,7 @@ def _between_models(
     noise = normal.draw([length] * count, steps * width).view(count, length, steps, width)
     numbers = [StreamNumbers(normal, log_uniform, b, count) for b in range(count)]
     target, draft = (
-        CSpDModel(model, batch.labels, count, settings) for model in (models.target, small)
+        CSpDModel(model, batch.of, count, settings) for model in (models.target, small)
     )
     both = CSpDBatch(target, draft, orders, noise, numbers)
     if method.variant == "paper":

@@ -413,7 +413,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
     start = time.perf_counter()
     target = pipe.measured(run.sampling, **run.wanted)
     with planning_bar():
-        method, run.reason = pipe.settle(run.method, run.rows, target, count)
+        method, run.reason, _ = pipe.settle(run.method, run.rows, target, count)
     run.planning_seconds = time.perf_counter() - start
     run.ran = label(method)
     if method.one_generator and run.rows < count:
