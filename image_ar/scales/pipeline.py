@@ -49,7 +49,7 @@ from specmm.image_ar.scales.sampling import (
     VARSettings,
     release_generator,
 )
-from specmm.image_ar.scales.tuning import Chooser, CoDePlan, needed
+from specmm.image_ar.scales.tuning import CoDePlan, needed, plan_code, specialised
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
 from specmm.image_ar.shared import Batch, Drawn, ImageOutput, PicturePipeline, made_when_asked
@@ -97,7 +97,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
             check_models(transformer, small)
         vae.decoder.to(memory_format=torch.channels_last)  # a tenth faster, and the same values
         self.register_modules(transformer=transformer, vae=vae, small=small)
-        self.chooser = Chooser(transformer, small, vae, self.settings)
+        self.measured_plans: dict[tuple[int, Sampling], CoDePlan] = {}
         self.programs: dict[VAR, tuple[object, Program]] = {}  # of a version
         self.graph: tuple[object, Graph] | None = None  # the last, and what it is of
 
@@ -179,11 +179,20 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def settle(
         self, method: methods.ScalesMethod, batch: int, sampling: Sampling, pictures: int = 1
     ) -> tuple[methods.ScalesMethod, str, None]:
-        return *self.chooser.settle(method, batch, sampling), None
+        match method:
+            case methods.CoDe(n=-1):
+                found = specialised(self.settings)
+                if found is None:
+                    made = self.plan(batch, sampling)
+                    found = made.n, made.reason
+                return replace(method, n=found[0]), found[1], None
+            case methods.Auto():
+                return methods.AR(), "plain decoding: no other method is exact", None
+        return method, "", None
 
     def moved(self) -> None:
         self.vae.quantize.float()  # f_hat stays in float32
-        self.chooser.clear()
+        self.measured_plans.clear()
         self.programs.clear()
         self.graph = None
 
@@ -274,8 +283,15 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @in_its_turn(lambda pipe: pipe.transformer)
     def plan(self, batch: int, sampling: Sampling | None = None) -> CoDePlan:
-        """What ``code`` costs here by N at this batch, measured once, and the N it takes."""
-        return self.chooser.plan(batch, sampling or self.target())
+        """What ``code`` costs here by N at this batch, measured once, and the N it takes.
+
+        Raises ``ValueError`` without a small model.
+        """
+        key = batch, sampling or self.target()
+        if key not in self.measured_plans:
+            models = self.transformer, needed(self.small, "code"), self.vae
+            self.measured_plans[key] = plan_code(*models, *key, self.settings)
+        return self.measured_plans[key]
 
     @torch.inference_mode()
     def decode(self, f_hat: Tensor) -> Tensor:

@@ -65,11 +65,11 @@ def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
     assert run.round({0: parts[:3]}) == {0: 3}
     for side, made in seen[:3]:
         assert side is run.batch.draft
-        [drafted] = made[0]
+        [drafted] = made
         before[0, drafted.where] = drafted.tokens
     side, checked = seen[3]
     assert side is run.batch.target and len(seen) == 4
-    for part, made in zip(parts, checked[0], strict=False):
+    for part, made in zip(parts, checked, strict=False):
         classes = run.batch.target.classes
         given = before, ORDER[:, part.last :], classes, made.where[None]
         alone = head_conditions(tiny_mar, *given)

@@ -105,7 +105,7 @@ def test_temperature_by_scale_and_smooth(pipe):
 
 def test_code_without_n_takes_the_planners(pipe):
     out = draw(pipe, "code")
-    made = pipe.chooser.plans[3, pipe.target()]
+    made = pipe.measured_plans[3, pipe.target()]
     assert isinstance(made, CoDePlan) and out.method == f"code: {made.reason}"
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(made.n)).tokens)
     found = made.as_dict()
@@ -114,10 +114,10 @@ def test_code_without_n_takes_the_planners(pipe):
 
 def test_one_call_takes_one_n(pipe):
     out = draw(pipe, "code", batch_size=2)
-    assert list(pipe.chooser.plans) == [(2, pipe.target())], (
+    assert list(pipe.measured_plans) == [(2, pipe.target())], (
         "the batch left over is not planned for"
     )
-    n = pipe.chooser.plans[2, pipe.target()].n
+    n = pipe.measured_plans[2, pipe.target()].n
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(n), batch_size=2).tokens)
 
 
