@@ -6,7 +6,7 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
@@ -16,8 +16,23 @@ from torch import Tensor
 
 from specmm import methods, zoo
 from specmm.choose.when_compiled import Compiled
+from specmm.core.derived import Derived
+from specmm.core.stats import Certificate
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
+from specmm.image_ar.continuous.cspd import (
+    CSpDBatch,
+    CSpDModel,
+    DraftWindow,
+    ReleaseRule,
+    StreamNumbers,
+    decode_paper,
+    decode_release,
+)
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -28,12 +43,55 @@ from specmm.image_ar.continuous.loading import (
     pair_with,
 )
 from specmm.image_ar.continuous.mar import MAR, unpatchify
-from specmm.image_ar.continuous.orders import CFGSchedule, MARSettings, Solver
-from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs
-from specmm.image_ar.continuous.running import MARModels, steps_of
+from specmm.image_ar.continuous.masked_decode import (
+    Ancestral,
+    Deterministic,
+    MARProgress,
+    MARSampler,
+    PlainSampler,
+    decode_mar,
+)
+from specmm.image_ar.continuous.orders import (
+    CFGSchedule,
+    MARSettings,
+    Solver,
+    log_uniforms,
+    normals,
+    random_orders,
+)
+from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs, check
 from specmm.image_ar.files import read_settings, with_options
 from specmm.image_ar.shared import Batch, Drawn, ImageOutput, PicturePipeline, made_when_asked
 from specmm.loading.hardware import Place, choose_dtype
+from specmm.programs.graphs import captures
+
+HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
+ITERATIONS = 8  # that of the other variants
+PLAIN = Certificate("exact", "plain sampling of the target", 0.0)
+DDIM = Certificate(
+    "heuristic",
+    "DDIM leaves out the noise that the target's steps add, and with it the temperature",
+)
+EXACT = Certificate(
+    "exact",
+    "every step of every token's chain is kept or drawn by a maximal coupling "
+    "with the target's own head",
+    0.0,
+)
+PAPER = Certificate(
+    "heuristic",
+    "the paper's rule takes the last step's Gaussian, whose noise is never added, for a token's "
+    "density, and compares chains that share their noise as if they did not",
+)
+RELEASE = Certificate(
+    "heuristic",
+    "the release's rule: the target does not see the drafts of a window, the factor of the spreads "
+    "is upside down, densities are widened, and what follows a rejection is kept",
+)
+ALIGNED = Certificate(
+    "heuristic",
+    "the target does not see the drafts of a window, and what follows a replaced draft is kept",
+)
 
 
 class MARPictures(PicturePipeline[methods.ContinuousMethod]):
@@ -111,7 +169,9 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
             pair_with(self.vae, Path(folder))
 
     def moved(self) -> None:
-        self.models = MARModels(self.transformer, self.small)
+        self.heads: dict[str, Derived[ChainHead]] = {}
+        self.programs: HeadPrograms | None = None
+        self.graphs: MARGraphs | None = None
 
     def __call__(
         self,
@@ -148,11 +208,78 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         return output
 
     def draw(self, batch: Batch[methods.ContinuousMethod]) -> Drawn:
-        steps, claim = steps_of(batch, self.models)
+        steps, claim = self._steps(batch)
         for i, progress in enumerate(steps):
             if batch.tell is not None:
                 batch.tell(i, progress.count, {"tokens": progress.tokens})
         return Drawn(progress.tokens, progress.tokens, progress.stats, claim)
+
+    def _steps(
+        self, batch: Batch[methods.ContinuousMethod]
+    ) -> tuple[Iterator[MARProgress], Certificate]:
+        """The loop that draws ``batch``, and its certificate."""
+        settings: MARSettings = batch.target
+        quick: HeadPrograms | MARGraphs | None = None if batch.on is settings else batch.on
+        orders = random_orders(batch.generators, self.transformer.config.seq_len)
+        if isinstance(batch.method, methods.CSpD):
+            if settings.solver != "ddpm":
+                raise ValueError(
+                    "solver must be 'ddpm' for cspd, which compares the distributions of its "
+                    f"steps, got {settings.solver!r}"
+                )
+            if batch.method.variant != "exact":
+                return self._between_models(batch.method, batch, orders)
+        head = self.head(settings.head_steps)
+        normal = normals(batch.generators)
+        sampler: MARSampler
+        # a chain without noise has nothing to couple
+        if isinstance(batch.method, methods.CSpD) and settings.temperature > 0:
+            options = ChainOptions(settings.temperature)
+            numbers = (normal, log_uniforms(batch.generators))
+            window = batch.method.window or HEAD_STEPS
+            sampler, claim = ChainSpeculation(head, *numbers, window, options, quick), EXACT
+        elif settings.solver == "ddim":
+            sampler, claim = Deterministic(head, normal), DDIM
+        else:
+            sampler, claim = Ancestral(head, normal, settings.temperature), PLAIN
+        if quick is not None and isinstance(sampler, PlainSampler):
+            sampler.run = quick.chains(sampler)
+        conditions = None if quick is None else quick.conditions
+        given = (self.transformer, batch.of, orders, sampler, settings, conditions)
+        return decode_mar(*given), claim
+
+    def _between_models(
+        self, method: methods.CSpD, batch: Batch[methods.ContinuousMethod], orders: Tensor
+    ) -> tuple[Iterator[MARProgress], Certificate]:
+        """Whole tokens drafted by the small model, by the paper or the release.
+
+        Raises ``ValueError`` where there is no small model, and for temperature 0.
+        """
+        settings: MARSettings = batch.target
+        variant = f"variant {method.variant!r}"
+        if self.small is None:
+            raise ValueError(
+                f"cspd's {variant} needs a small model beside the target, there is none"
+            )
+        if settings.temperature == 0:
+            raise ValueError(f"temperature must be above 0 for {variant}, got 0: its σ would be 0")
+        window = DraftWindow(method.window or ITERATIONS, method.prefill)
+        normal = normals(batch.generators)
+        log_uniform = log_uniforms(batch.generators)
+        count, length = orders.shape
+        steps = len(self.head(settings.head_steps).schedule) + 1
+        width = self.transformer.config.token_dim
+        noise = normal.draw([length] * count, steps * width).view(count, length, steps, width)
+        numbers = [StreamNumbers(normal, log_uniform, b, count) for b in range(count)]
+        target, draft = (
+            CSpDModel(model, batch.of, count, settings) for model in (self.transformer, self.small)
+        )
+        both = CSpDBatch(target, draft, orders, noise, numbers)
+        if method.variant == "paper":
+            return decode_paper(both, window), PAPER
+        if method.variant == "aligned":
+            return decode_release(both, None, window), ALIGNED
+        return decode_release(both, ReleaseRule(method.relax), window), RELEASE
 
     def claimed(self, target: MARSettings) -> Mapping[str, object]:
         """With the dtype that the claimed distribution is computed in, where it rounds much."""
@@ -163,7 +290,22 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def quick(
         self, target: MARSettings, method: methods.ContinuousMethod, batch: int
     ) -> HeadPrograms | MARGraphs:
-        return self.models.quick(method, target, batch)
+        """Graphs on a GPU, else programs of heads."""
+        head = self.head(target.head_steps)
+        check(method, target, head, batch, self.transformer.config.seq_len)
+        if not captures(head.device):
+            self.programs = self.programs or HeadPrograms(head.device)
+            return self.programs
+        if self.graphs is None or self.graphs.spent:
+            self.graphs = MARGraphs(self.transformer)
+        return self.graphs
+
+    @torch.inference_mode()
+    def head(self, spec: str) -> ChainHead:
+        """The target's head with ``spec`` steps."""
+        net = self.transformer.head
+        found = self.heads.setdefault(spec, Derived())
+        return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""
@@ -190,7 +332,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         )
         if chosen.cfg != 1.0:
             self.transformer.embed_classes(None, 1)
-        self.models.head(chosen.head_steps)
+        self.head(chosen.head_steps)
         return chosen
 
     @torch.inference_mode()
