@@ -163,24 +163,22 @@ class PicturePipeline(ABC, Generic[M]):
         rows = min(batch_size, count)
         turn = self.turn(given["compiled"], target, chosen, rows)
         decided, reason, record = self.settle(chosen, rows, target, count)
+        parts: list[Drawn] = []
         pictures: list[Tensor] = []
-
-        def draw(part: slice) -> Drawn:
-            own = generators[part]
-            # the last pictures may be too few for the program, and another would not pay
-            with turn.batch(len(own), count - part.start, len(own) >= rows) as on:
-                rest = (on, batch_size, bar.update, tell, record)
-                drawn = self.draw(Batch(asked[part], own, decided, target, *rest))
-                if output_type != "latent":
-                    pictures.append(self.pixels(drawn.latents))
-            return drawn
-
-        parts = []
         together = batch_size * self.turns(chosen, tell)
         with self.progress_bar(total=count) as bar:
             for first in range(0, count, together):
-                parts.append(draw(slice(first, first + together)))
-                bar.update(first + len(parts[-1].tokens) - bar.n)
+                part = slice(first, first + together)
+                own = generators[part]
+                rest = (batch_size, bar.update, tell, record)
+                # the last pictures may be too few for the program, and another would not pay
+                with turn.batch(len(own), count - first, len(own) >= rows) as on:
+                    drawn = self.draw(Batch(asked[part], own, decided, target, on, *rest))
+                if output_type != "latent":
+                    pictures.append(self.pixels(drawn.latents))
+                drawn.latents = None  # or those of all batches would be kept
+                parts.append(drawn)
+                bar.update(first + len(own) - bar.n)
         certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
         assert certificate is not None, "there is at least one picture"
         tokens = torch.cat([part.tokens for part in parts])
