@@ -43,7 +43,7 @@ from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.loading import mapped
 from specmm.loading.hardware import Place
-from specmm.runs.convert import CONVERTERS, convert
+from specmm.runs.convert import READERS, convert
 from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import MSDConfig, MSDHead, load_msd
 from specmm.vlm.pipeline import VQAPipeline
@@ -215,7 +215,7 @@ def read(name: str, folder: Path, dtype: torch.dtype) -> list[object]:
     options = {"block_size": facts["block_size"]} if facts else {}
     loaded = []
     for place in RELEASES[name].files:
-        load, _ = CONVERTERS[entry.family, place]
+        load = READERS[entry.family, place]
         given = {"dtype": dtype, **options} if place == "transformer" else {}
         loaded.append(load(folder / file_of(name, place), **given))
     return loaded

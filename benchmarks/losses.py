@@ -28,7 +28,7 @@ from specmm.core.randomness import Uniforms
 from specmm.core.stats import Stats
 from specmm.core.tree import TreeShape
 from specmm.hf.prompts.prompt import VLMPrompt, padded
-from specmm.image_ar.shared import read_settings
+from specmm.image_ar.files import read_settings
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter
 from specmm.image_ar.tokens.loading import load_gpt, load_vq
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings

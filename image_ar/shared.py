@@ -1,5 +1,4 @@
-"""What the families of image models share: outputs, the loop over batches, settings and model
-folders.
+"""What the families of image models share: a call, from its arguments to its pictures.
 
 Shape letters: B pictures, R pixels a side.
 """
@@ -7,34 +6,38 @@ Shape letters: B pictures, R pixels a side.
 from __future__ import annotations
 
 import functools
-import json
-import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from specmm import __version__, methods
+from specmm import methods
+from specmm.choose.contest import Record
 from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.core.randomness import sample_generators
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.turns import turns_of
-from specmm.extending.registry import unknown
-from specmm.image_ar.calls import TENSOR_INPUTS, Pictures, pictures_as
-from specmm.loading.checkpoints import FileError, read_json, weights_file, write_checkpoint
+from specmm.extending.kinds import either
+from specmm.image_ar.calls import (
+    TENSOR_INPUTS,
+    Pictures,
+    Tell,
+    check_call,
+    labels_of,
+    pictures_as,
+    told,
+)
+from specmm.image_ar.files import save_module, write_index, write_settings
 from specmm.loading.hardware import named_device
-from specmm.zoo import SETTINGS as SETTINGS
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T", bound="DataclassInstance")
+M = TypeVar("M", bound=methods.Declared)
 
 
 @dataclass
@@ -68,35 +71,178 @@ class ImageOutput(Mapping[str, Any]):
         return len(fields(self))
 
 
-M = TypeVar("M", bound=methods.Declared)
+@dataclass(frozen=True)
+class Batch(Generic[M]):
+    """Pictures that are drawn together: what they are ``of``, and a generator each.
+
+    ``method`` leaves nothing open. ``target`` says how they are sampled; they are drawn ``on`` it,
+    or on what the pipeline's ``quick`` gives for it. ``rows`` of them are drawn at once, the others
+    as rows end; ``ended`` is told how many did. ``tell`` is called after each round. The ``record``
+    of method auto takes their seconds.
+    """
+
+    of: Any
+    generators: list[torch.Generator]
+    method: M
+    target: Any
+    on: Any
+    rows: int
+    ended: Callable[[int], object]
+    tell: Tell | None
+    record: Record | None
 
 
-class PicturePipeline(Generic[M]):
-    """What an image pipeline of any family declares, so that nobody asks its type.
+@dataclass
+class Drawn:
+    """A batch: ``tokens`` [B, …], and the ``latents`` that its pixels are decoded from.
 
-    Families write ``…Pictures``. Users get a ``…Pipeline`` (:func:`of_diffusers`); commands, which
-    need little of diffusers, and not the seconds of its import, :func:`alone`.
+    ``measured`` is the number of tokens that the certificate's total variation is the mean of.
+    """
+
+    tokens: Tensor
+    latents: Any
+    stats: Stats
+    certificate: Certificate
+    measured: float = 1.0
+
+
+class PicturePipeline(ABC, Generic[M]):
+    """An image pipeline of any family, and what it declares, so that nobody asks its type.
+
+    Families write ``…Pictures``: the arguments of their calls, their settings, their networks, and
+    how a batch is drawn. Users get a ``…Pipeline`` (:func:`of_diffusers`); commands, which need
+    little of diffusers, and not the seconds of its import, :func:`alone`.
     """
 
     transformer: Any
-    settings: Any
     parts: Any  # drafters and plans, of token models
+    family: ClassVar[str]
+    registry: ClassVar[methods.Methods]
+    saved: ClassVar[tuple[str, ...]] = ("transformer", "vae", "small")  # networks, and folders
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
     call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
-    works: Works  # what is known of its seconds, compiled and not
+    paints: bool = False  # a diffusion model makes pixels, and is what ``guidance_scale`` is about
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     called_on: torch.device | None = None  # where calls run whose networks rest on the CPU
     log_likelihood: Any = None  # of tokens under the target, where they have one
     _callback_tensor_inputs: ClassVar[list[str]] = list(TENSOR_INPUTS)  # as in diffusers
 
-    def __call__(self, *args: Any, **options: Any) -> ImageOutput:
-        """Draw pictures; every family says of what and how."""
-        raise NotImplementedError
+    def __init__(self, settings: Any, method: Any, name: str, family: str | None = None) -> None:
+        super().__init__()
+        self.settings = settings
+        self.method: M = methods.make(self.registry, method)
+        self.name = name
+        self.works = Works(family or self.family)  # what is known of seconds, compiled and not
 
+    def called(self, given: dict[str, Any]) -> Any:
+        """What a call returns to whom it was ``given`` so many arguments, by name: an
+        :class:`ImageOutput`, or without ``return_dict`` a tuple of its fields.
+
+        Calls wait for one another, and find the networks where they run.
+        """
+        with turns_of(self.transformer).take(), self.in_place():
+            return self._called(given)
+
+    def _called(self, given: dict[str, Any]) -> Any:
+        batch_size, output_type = given["batch_size"], given["output_type"]
+        check_call(output_type, batch_size, given["num_images_per_prompt"])
+        inputs = given["callback_on_step_end_tensor_inputs"]
+        tell = told(self, given["callback_on_step_end"], inputs)
+        if not self.paints:
+            given["cfg"] = either("cfg", given["cfg"], "guidance_scale", given["guidance_scale"])
+            given["guidance_scale"] = None
+        sampling = {name: given[name] for name in self.sampling_options}
+        target = self.measured(sampling, **{name: given[name] for name in self.call_options})
+        chosen: M = self.method if given["method"] is None else given["method"]
+        by_hand = [given.get(name) for name in ("drafter", "tree", "rule")]
+        chosen = methods.by_hand(self.registry, chosen, *by_hand)
+        asked = self.asked(given, target)
+        count = len(asked)
+        generators = self.generators(given, chosen, count)
+        rows = min(batch_size, count)
+        turn = self.turn(given["compiled"], target, chosen, rows)
+        decided, reason, record = self.settle(chosen, rows, target, count)
+        parts: list[Drawn] = []
+        pictures: list[Tensor] = []
+        together = batch_size * self.turns(chosen, tell)
+        with self.progress_bar(total=count) as bar:
+            for first in range(0, count, together):
+                part = slice(first, first + together)
+                own = generators[part]
+                rest = (batch_size, bar.update, tell, record)
+                # the last pictures may be too few for the program, and another would not pay
+                with turn.batch(len(own), count - first, len(own) >= rows) as on:
+                    drawn = self.draw(Batch(asked[part], own, decided, target, on, *rest))
+                if output_type != "latent":
+                    pictures.append(self.pixels(drawn.latents))
+                drawn.latents = None  # or those of all batches would be kept
+                parts.append(drawn)
+                bar.update(first + len(own) - bar.n)
+        certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
+        assert certificate is not None, "there is at least one picture"
+        tokens = torch.cat([part.tokens for part in parts])
+        output = ImageOutput(
+            images=pictures_as(output_type, pictures, tokens),
+            tokens=tokens,
+            stats=total([part.stats for part in parts]),
+            certificate=certificate.under(self.claimed(target)),
+            method=self.ran_as(chosen, decided, reason),
+            compiled=turn.compiled,
+        )
+        return output if given["return_dict"] else output.to_tuple()
+
+    @abstractmethod
+    def __call__(self, *args: Any, **options: Any) -> ImageOutput:
+        """Draw pictures: what of and how are a family's own arguments, which ``called`` takes."""
+
+    @abstractmethod
     def target(self, *args: Any, **options: Any) -> Any:
         """How pictures are drawn under ``options``, which may be any ``sampling_options``."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def draw(self, batch: Batch[M]) -> Drawn:
+        """The tokens of a batch."""
+
+    @abstractmethod
+    def pixels(self, latents: Any, /) -> Tensor:
+        """Pictures [B, R, R, 3] uint8, decoded one by one: other batch sizes round otherwise."""
+
+    @abstractmethod
+    def claimed(self, target: Any) -> Mapping[str, object]:
+        """The settings of ``target`` that certificates are about."""
+
+    @abstractmethod
+    def quick(self, target: Any, method: M, batch: int) -> Any:
+        """What ``batch`` compiled pictures of ``method`` are drawn on; calls with the same options
+        share it.
+
+        Raises ``ValueError`` for what cannot be compiled, and where there is no compiler.
+        """
+
+    @abstractmethod
+    def moved(self) -> None:
+        """Forget what was made of the networks where they were."""
+
+    def asked(self, given: Mapping[str, Any], target: Any) -> Any:
+        """What the pictures of a call are of, one after the other: ids of classes [B].
+
+        Raises ``ValueError`` for none and for unknown ones.
+        """
+        wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
+        return labels_of(self, wanted, given["num_images_per_prompt"])
+
+    def generators(self, given: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
+        """One for each of ``count`` pictures."""
+        return sample_generators(given["generator"], count, self.device)
+
+    def turns(self, method: M, tell: Tell | None) -> int:
+        """Batches that one loop of ``method`` draws."""
+        return 1
+
+    def ran_as(self, method: M, decided: M, reason: str) -> str:
+        """The name of a run of ``method``, which was ``decided`` to be another for a ``reason``."""
+        return f"{method.name}: {reason}" if reason else method.name
 
     if TYPE_CHECKING:  # of what comes after this class: diffusers' pipeline, or ``Alone``
 
@@ -106,14 +252,26 @@ class PicturePipeline(Generic[M]):
         def progress_bar(self, iterable: Iterable[Any] | None = None, total: int = 0) -> Any:
             """The bar of a call."""
 
-        def to(self, *args: Any, **kwargs: Any) -> Self:
-            """Move all networks to a device or dtype."""
-
-        def save_pretrained(self, folder: str | Path) -> None:
-            """Write what ``from_pretrained`` reads."""
-
         def set_progress_bar_config(self, **options: Any) -> None:
             """``options`` of tqdm for the bar of each call."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move all networks to a device or dtype; what was made of them is made anew there."""
+        super().to(*args, **kwargs)  # type: ignore[misc]  # of diffusers' pipeline, or ``Alone``
+        self.works.clear()
+        self.moved()
+        return self
+
+    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+        """Write everything ``from_pretrained`` reads, with the official parameter names, in
+        safetensors (in ``dtype``, such as bf16, which halves it).
+        """
+        folder = Path(folder)
+        for name in self.saved:
+            if getattr(self, name) is not None:
+                save_module(getattr(self, name), folder / name, dtype)
+        write_settings(self.settings, folder)
+        write_index(type(self).__name__.replace("Pictures", "Pipeline"), self.family, folder)
 
     @property
     def device(self) -> torch.device:
@@ -186,10 +344,16 @@ class PicturePipeline(Generic[M]):
         return self.target(**sampling)
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
-        """The decisions whether ``batch`` pictures at a time are ``compiled``, drawn under
-        ``target`` by ``method``.
+        """The decisions whether ``batch`` pictures at a time are drawn by ``method`` on ``target``
+        or compiled.
         """
-        raise NotImplementedError
+        key = (method, *self.work(target), batch)
+        make = partial(self.quick, target, method, batch)
+        return self.works.begin(compiled, target, make, self.transformer, key)
+
+    def work(self, target: Any) -> tuple[Any, ...]:
+        """What the seconds of a picture depend on, of ``target``."""
+        return (target,)
 
     def timed(self, method: M) -> bool:
         """Whether what ``method`` draws depends on seconds measured on this machine."""
@@ -199,11 +363,14 @@ class PicturePipeline(Generic[M]):
         """Those of the ``usual`` methods that this model has a drafter or a small model for."""
         return list(usual)
 
-    def settle(self, method: M, batch: int, sampling: Any, pictures: int = 1) -> tuple[M, str]:
+    def settle(
+        self, method: M, batch: int, sampling: Any, pictures: int = 1
+    ) -> tuple[M, str, Record | None]:
         """``method`` with what it leaves open decided for ``pictures``, ``batch`` at once, and why;
-        measured under ``sampling``, what ``target`` or ``measured`` gives.
+        measured under ``sampling``, what ``target`` or ``measured`` gives. The record, if there is
+        one, learns from their seconds.
         """
-        return method, ""
+        return method, "", None
 
 
 class Alone:
@@ -257,164 +424,3 @@ def made_when_asked(kind: Any) -> Callable[[str], Any]:
         raise AttributeError(f"module {kind.__module__!r} has no attribute {name!r}")
 
     return attribute
-
-
-def call_of_pipeline(call: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a pipeline's ``__call__``: calls wait for one another, and find the networks where
-    they run.
-    """
-
-    @functools.wraps(call)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        pipe: Any = args[0]
-        with turns_of(pipe.transformer).take(), pipe.in_place():
-            return call(*args, **kwargs)
-
-    return run
-
-
-@dataclass
-class Drawn:
-    """One batch: ``tokens`` [B, …], ``images`` [B, R, R, 3] uint8 (None for output type latent).
-
-    ``measured`` is the number of tokens that the certificate's total variation is the mean of.
-    """
-
-    tokens: Tensor
-    images: Tensor | None
-    stats: Stats
-    certificate: Certificate
-    method: str
-    measured: float = 1.0
-
-
-def draw_batches(
-    draw: Callable[[slice], Drawn],
-    count: int,
-    batch_size: int,
-    output_type: str,
-    bar: Any,
-    settings: Mapping[str, object],
-    return_dict: bool = True,
-    compiled: list[bool] | None = None,
-) -> Any:
-    """``draw`` the rows of ``count`` pictures, ``batch_size`` at a time, under a progress ``bar``,
-    which ``draw`` may move earlier. ``settings`` are those the certificate is about. ``draw`` fills
-    ``compiled`` [B], whether programs are run for a picture; None: for none.
-
-    What a call returns: an :class:`ImageOutput`, or without ``return_dict`` a tuple of its fields.
-    """
-    parts = []
-    with bar:
-        for first in range(0, count, batch_size):
-            parts.append(draw(slice(first, first + batch_size)))
-            bar.update(first + len(parts[-1].tokens) - bar.n)
-    certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
-    assert certificate is not None, "there is at least one picture"
-    drawn = [part.images for part in parts if part.images is not None]
-    tokens = torch.cat([part.tokens for part in parts])
-    output = ImageOutput(
-        images=pictures_as(output_type, drawn, tokens),
-        tokens=tokens,
-        stats=total([part.stats for part in parts]),
-        certificate=certificate.under(settings),
-        method=parts[-1].method,
-        compiled=[False] * count if compiled is None else compiled,
-    )
-    return output if return_dict else output.to_tuple()
-
-
-def with_options(settings: T, **options: object) -> T:
-    """``settings`` with every option that is not None in place of its own."""
-    given = {k: v for k, v in options.items() if v is not None}
-    return replace(settings, **given)
-
-
-def read_settings(kind: type[T], folder: Path) -> T:
-    """The ``kind`` of settings beside a model, or the defaults.
-
-    Raises ``ValueError`` for an unknown setting.
-    """
-    file = folder / SETTINGS
-    if not file.exists():
-        return kind()
-    found = read_json(file)
-    known = _names(kind)
-    for key in found.keys() - set(known):
-        raise unknown(f"setting in {file}", key, known)
-    return kind(**{key: _frozen(value) for key, value in found.items()})
-
-
-def write_settings(settings: DataclassInstance, folder: Path) -> None:
-    """Write a model's settings beside it."""
-    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
-
-
-def write_index(pipeline: str, family: str, folder: Path) -> None:
-    """Write which ``pipeline`` saved the model in ``folder``, and its ``family``, by which it is
-    opened.
-    """
-    index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
-    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
-
-
-def save_module(
-    model: nn.Module,
-    config: DataclassInstance,
-    folder: str | Path,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Write ``model.safetensors`` (in ``dtype``, such as bf16) and ``config`` as ``config.json``
-    into ``folder``.
-    """
-    facts = {"model": type(config).__name__, **asdict(config)}
-    write_checkpoint(model.state_dict(), facts, folder, dtype)
-
-
-def read_config(path: str | Path, kind: type[T]) -> T | None:
-    """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when
-    there is none.
-
-    A file of another program (LANTERN's, a hub's) has no ``model`` of ours in it and counts as
-    none. Raises ``ValueError`` for one of ours that is not JSON, describes another kind of model or
-    holds unknown names.
-    """
-    file = weights_file(path).with_name("config.json")
-    sizes = read_json(file) if file.is_file() else {}
-    if not str(sizes.get("model", "")).endswith("Config"):
-        return None
-    found = sizes.pop("model")
-    if found != kind.__name__:
-        raise ValueError(
-            f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder"
-        )
-    strange = sizes.keys() - set(_names(kind))
-    if strange:
-        raise ValueError(
-            f"{file} must hold sizes of {kind.__name__}, got {', '.join(sorted(strange))}"
-        )
-    return kind(**{k: _frozen(v) for k, v in sizes.items()})
-
-
-def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch.Size:
-    """The shape of a weight; raises ``ValueError`` naming a missing one."""
-    if key not in state:
-        raise FileError(source, f"must hold {key}, got a file without it: is it another model's?")
-    return state[key].shape
-
-
-def count(state: Mapping[str, Tensor], pattern: str) -> int:
-    """One more than the largest number that ``pattern`` finds at the start of a name."""
-    found = (re.match(pattern, key) for key in state)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
-
-
-def _names(kind: type[DataclassInstance]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
-def _frozen(value: Any) -> Any:
-    """Lists of JSON as the tuples they were."""
-    if isinstance(value, dict):
-        return {k: _frozen(v) for k, v in value.items()}
-    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

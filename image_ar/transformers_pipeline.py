@@ -6,20 +6,17 @@ Shape letters: B pictures of a batch, T tokens a picture, H and W pixels of its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import torch
 import transformers
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.choose.when_compiled import Compiled, Turn, Works
-from specmm.core.guidance import Guidance
-from specmm.core.processors import Processor
-from specmm.core.randomness import further, sample_generators
-from specmm.extending.kinds import check_numbers, check_whole, either, texts_of
+from specmm.choose.when_compiled import Compiled
+from specmm.core.randomness import further
+from specmm.extending.kinds import check_numbers, check_whole, texts_of
 from specmm.extending.outside import with_own
 from specmm.hf.drafters.drafter_formats import ModelFolder
 from specmm.hf.loading.placing import Placing
@@ -33,31 +30,32 @@ from specmm.hf.pictures.picture_tokens import (
     PictureTarget,
     picture_prompt,
 )
+from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, check_call, negatives_of, told
+from specmm.image_ar.calls import Callback, negatives_of
+from specmm.image_ar.files import SETTINGS, read_settings, write_settings
 from specmm.image_ar.pipeline import picture_type
-from specmm.image_ar.shared import (
-    SETTINGS,
-    Drawn,
-    ImageOutput,
-    PicturePipeline,
-    call_of_pipeline,
-    draw_batches,
-    made_when_asked,
-    read_settings,
-    with_options,
-    write_settings,
-)
+from specmm.image_ar.shared import Batch, Drawn, ImageOutput, made_when_asked
 from specmm.image_ar.tokens.assemble import PictureParts
-from specmm.image_ar.tokens.choosing import ran_as, settled
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
-from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
+from specmm.image_ar.tokens.running import TokenPictures
 from specmm.loading.hardware import Place, contiguous_state, prepack
 
 EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
 
 
-class TransformersImagePictures(PicturePipeline[methods.Method]):
+class Wanted(NamedTuple):
+    """A picture: the ids of its prompt, those that guidance leads ``away`` from, the prompt's
+    ``text``, and ``options`` of the diffusion model that paints it.
+    """
+
+    ids: list[int]
+    away: list[int]
+    text: str
+    options: dict[str, Any]
+
+
+class TransformersImagePictures(TokenPictures):
     """A model of transformers that draws pictures, and its tokenizer, after one call.
 
     Several threads may share one.
@@ -67,9 +65,9 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
     """
 
     tokenizer: transformers.PreTrainedTokenizerBase
-    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    registry = methods.TRANSFORMERS_IMAGES
+    static = StaticPictureTarget
     call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
-    plans = "trees"
     takes = "prompt"
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
@@ -82,19 +80,17 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         method: str | methods.Method = "ar",
         name: str = "pictures",
     ) -> None:
-        super().__init__()
+        if (folder / SETTINGS).exists():
+            settings = read_settings(LlamaGenSettings, folder)
+        else:
+            settings = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
+        super().__init__(settings, method, name, transformer.config.model_type)
         self.register_modules(transformer=transformer, tokenizer=tokenizer)
         self.facts = facts
+        self.paints = facts.paints
         self.folder = folder
-        self.name = name
-        self.works = Works(transformer.config.model_type)
-        given = (folder / SETTINGS).exists()
-        usual = LlamaGenSettings(**{"cfg": facts.cfg, **facts.sampling(transformer)})
-        self.settings = read_settings(LlamaGenSettings, folder) if given else usual
-        self.method = methods.make(methods.TRANSFORMERS_IMAGES, method)
         self.parts = PictureParts()
-        self._read_codebook()
-        self._decoder: Decoder | None = None
+        self.moved()
 
     @classmethod
     def from_pretrained(
@@ -142,7 +138,7 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         prepack(use_tree_attention(model))
         return cls(model, load_tokenizer(words), facts, folder, method, str(name))
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path) -> None:  # type: ignore[override]  # as loaded
         """Write model, tokenizer, settings, and what pixels are made with."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +154,6 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         """Networks and tokenizer; what else the pipeline is made of comes from the folder."""
         return {name: getattr(self, name) for name in ("transformer", "tokenizer")}
 
-    @call_of_pipeline
     def __call__(
         self,
         prompt: str | Sequence[str],
@@ -203,55 +198,46 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         an unknown method, options out of range, a size that the model does not draw, pixels where
         the folder has nothing to decode tokens with, and what cannot be compiled.
         """
-        check_call(output_type, batch_size, num_images_per_prompt)
-        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-        texts = texts_of("prompt", prompt)
+        output: ImageOutput = self.called(locals())
+        return output
+
+    def asked(self, given: Mapping[str, Any], target: PictureTarget) -> list[Wanted]:
+        texts = texts_of("prompt", given["prompt"])
         if not texts:
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
             raise ValueError("prompt must say what to draw, got an empty one")
-        negatives = negatives_of(negative_prompt, len(texts))
-        method = self.method if method is None else method
-        chosen = methods.by_hand(methods.TRANSFORMERS_IMAGES, method, drafter, tree, rule)
-        layout = self._layout(height, width)
-        if not self.facts.paints:
-            cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-            guidance_scale = None
-        options = self._painting_options(num_inference_steps, guidance_scale)
-        target = self.target(cfg, cfg_interval, temperature, top_k, top_p, layout)
-        if negative_prompt is not None and target.branches == 1:
+        negatives = negatives_of(given["negative_prompt"], len(texts))
+        if given["negative_prompt"] is not None and target.branches == 1:
             raise ValueError(
                 f"negative_prompt needs cfg above 1, got cfg {target.guidance.scale}, by which "
                 "nothing is led away from it"
             )
-        asked = [text for text in texts for _ in range(num_images_per_prompt)]
-        avoided = [text for text in negatives for _ in range(num_images_per_prompt)]
-        rows = [self._ids(text, layout) for text in asked]
-        away = [self._away(*each, layout) for each in zip(rows, avoided, strict=True)]
-        target.check(picture_prompt(target, rows, away))
-        decoder = None if output_type == "latent" else self.decoder()
-        generators = sample_generators(generator, len(rows), self.device)
-        seeds = [further(one) for one in generators]
-        paintings = [Painting(*each, options) for each in zip(asked, seeds, strict=True)]
-        count = min(batch_size, len(rows))
-        turn = self.turn(compiled, target, chosen, count)
-        decided, _, record = settled(chosen, target, self.parts, count, len(rows))
+        options = self._painting_options(given["num_inference_steps"], given["guidance_scale"])
+        found = []
+        for text, negative in zip(texts, negatives, strict=True):
+            ids = self._ids(text, target.layout)
+            wanted = Wanted(ids, self._away(ids, negative, target.layout), text, options)
+            found += [wanted] * given["num_images_per_prompt"]
+        target.check(_prompt(target, found))
+        if given["output_type"] != "latent":
+            self.decoder()  # or there are no pixels
+        return found
 
-        def draw(part: slice) -> Drawn:
-            batch = Batch(picture_prompt(target, rows[part], away[part]), generators[part])
-            now = len(batch.generators)
-            # the last pictures may be too few for the program, and another would not pay
-            with turn.batch(now, len(rows) - part.start, now == count) as fitting:
-                drawn = draw_tokens(fitting, self.parts, batch, decided, tell, record)
-            drawn.method = ran_as(chosen, decided)
-            if decoder is not None:
-                drawn.images = self._pixels(decoder, drawn.tokens, layout, paintings[part])
-            return drawn
+    def prompt(self, batch: Batch[methods.Method]) -> VLMPrompt:
+        return _prompt(batch.on, batch.of)
 
-        bar = self.progress_bar(total=len(rows))
-        settings = target.processor.settings | target.guidance.settings
-        rest = (settings, return_dict, turn.compiled)
-        return draw_batches(draw, len(rows), batch_size, output_type, bar, *rest)
+    def draw(self, batch: Batch[methods.Method]) -> Drawn:
+        seeds = [further(one) for one in batch.generators]  # before tokens take their numbers
+        drawn = super().draw(batch)
+        paintings = [
+            Painting(one.text, seed, one.options) for one, seed in zip(batch.of, seeds, strict=True)
+        ]
+        drawn.latents = [
+            (tokens, batch.on.layout, painting)
+            for tokens, painting in zip(drawn.tokens.split(1), paintings, strict=True)
+        ]
+        return drawn
 
     def target(
         self,
@@ -267,13 +253,12 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
 
         Methods are measured on the prompt ``example``.
         """
-        options = dict(cfg=cfg, cfg_interval=cfg_interval, temperature=temperature)
-        chosen = with_options(self.settings, **options, top_k=top_k, top_p=top_p)
-        check_numbers(cfg=chosen.cfg)
-        if not chosen.cfg >= 1:  # only scales above 1 guide, and a certificate names the scale
-            raise ValueError(f"cfg must be at least 1, got {chosen.cfg}, use 1 for no guidance")
-        processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
-        guidance = Guidance(chosen.cfg, chosen.cfg_interval)
+        scale = self.settings.cfg if cfg is None else cfg
+        check_numbers(cfg=scale)
+        if not scale >= 1:  # only scales above 1 guide, and a certificate names the scale
+            raise ValueError(f"cfg must be at least 1, got {scale}, use 1 for no guidance")
+        filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        guidance, processor = self.sampled(cfg=cfg, cfg_interval=cfg_interval, **filters)
         where = layout or self._layout()
 
         def ids() -> tuple[list[int], list[int]]:
@@ -283,20 +268,8 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
 
-    def turn(
-        self, compiled: Compiled, target: PictureTarget, method: methods.Method, batch: int
-    ) -> Turn[PictureTarget]:
-        """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled
-        steps and rounds, which calls with the same options share.
-        """
-        size = (target.layout.rows, target.layout.columns)
-        key = (target.guidance, target.processor, size, batch)
-
-        def static() -> PictureTarget:
-            make = partial(StaticPictureTarget, target)
-            return static_target(method, self.parts, key, make, self.transformer, self.works)
-
-        return self.works.begin(compiled, target, static, self.transformer, (method, *key))
+    def work(self, target: PictureTarget) -> tuple[Any, ...]:
+        return *super().work(target), (target.layout.rows, target.layout.columns)
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture, with those that end a row."""
@@ -308,27 +281,10 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         layout = self._layout(wanted.get("height"), wanted.get("width"))
         return self.target(**sampling, layout=layout, example=prompt or EXAMPLE)
 
-    def settle(
-        self, method: methods.Method, batch: int, sampling: PictureTarget, pictures: int = 1
-    ) -> tuple[methods.Method, str]:
-        return settled(method, sampling, self.parts, batch, pictures)[:2]
-
-    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
-        """Those of the ``usual`` methods that it has a drafter for."""
-        return [m for m in usual if self.parts.serves(m)]
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move the model to a device or dtype; the decoder is made anew there."""
-        super().to(*args, **kwargs)
-        self.parts.made.clear()
-        self.parts.records.clear()
-        self.works.clear()
-        self._read_codebook()
-        self._decoder = None
-        return self
-
-    def _read_codebook(self) -> None:
+    def moved(self) -> None:
+        super().moved()
         self.parts.code_ids, self.parts.codebook = self.facts.codebook(self.transformer)
+        self._decoder: Decoder | None = None
 
     def decoder(self) -> Decoder:
         """What turns tokens into pixels; raises ``ValueError`` where the folder has nothing."""
@@ -337,12 +293,9 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         return self._decoder
 
     @torch.inference_mode()
-    def _pixels(
-        self, decoder: Decoder, tokens: Tensor, layout: Layout, paintings: Sequence[Painting]
-    ) -> Tensor:
-        """[B, H, W, 3] uint8, one by one: batches of other sizes round otherwise."""
-        rows = zip(tokens.split(1), paintings, strict=True)
-        return torch.cat([to_uint8(decoder(row, layout, painting)) for row, painting in rows])
+    def pixels(self, latents: Any) -> Tensor:
+        decoder = self.decoder()
+        return torch.cat([to_uint8(decoder(*each)) for each in latents])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
         """What is given to the diffusion model; raises ``ValueError`` where there is none."""
@@ -380,6 +333,10 @@ class TransformersImagePictures(PicturePipeline[methods.Method]):
         if negative is None and self.facts.away is not None:
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)
+
+
+def _prompt(target: PictureTarget, pictures: Sequence[Wanted]) -> VLMPrompt:
+    return picture_prompt(target, [one.ids for one in pictures], [one.away for one in pictures])
 
 
 def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:

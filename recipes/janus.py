@@ -18,7 +18,7 @@ from recipes.training.janus_vq import LEVELS, JanusCodes, finished, tokens_of, v
 from recipes.training.vq import train_codes
 from recipes.wording import build_processor, build_tokenizer
 from specmm.core.randomness import seeded
-from specmm.image_ar.shared import write_settings
+from specmm.image_ar.files import write_settings
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.loading.files import writable
 from specmm.recipes.drafter import kept_tokens

@@ -12,8 +12,9 @@ from recipes.data import emoji
 from recipes.training.llamagen import train_target
 from recipes.training.vq import train_tokenizer
 from specmm.image_ar.autoencoder import VQConfig
+from specmm.image_ar.files import save_module
 from specmm.image_ar.tokens.gpt import GPTConfig
-from specmm.image_ar.tokens.loading import load_vq, save_vq
+from specmm.image_ar.tokens.loading import load_vq
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.loading.files import writable
 from specmm.recipes.drafter import picture_tokens
@@ -32,7 +33,7 @@ def tokenizer(
     rows.copy_(
         F.normalize(rows, dim=-1)
     )  # the same codes; LANTERN's distances are those of the rows as stored
-    save_vq(model, out)
+    save_module(model, out)
     return {"kind": "tokenizer", "steps": steps, "outputs": [str(out)]}
 
 

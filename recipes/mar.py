@@ -17,12 +17,12 @@ from specmm.image_ar.continuous.loading import (
     kl_fingerprint,
     load_kl,
     load_mar,
-    save_kl,
-    save_small_mar,
+    pair_with,
 )
 from specmm.image_ar.continuous.mar import MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
+from specmm.image_ar.files import save_module
 from specmm.loading.files import writable
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Width
 
@@ -54,7 +54,7 @@ def kl(
     options: dict[str, Any] = dict(
         steps=steps, batch=batch, kl_weight=kl_weight, seed=seed, compiled=compile
     )
-    save_kl(train_kl(images, config, out, **options), out)
+    save_module(train_kl(images, config, out, **options), out)
     return {"kind": "kl", "steps": steps, "outputs": [str(out)]}
 
 
@@ -124,5 +124,6 @@ def _save(model: Any, vae: Any, classes: tuple[str, ...], out: Path, beside: Pat
         return folder
     check_models(load_mar(beside / "transformer"), model)
     check_same_vae(load_kl(beside / "vae"), kl_fingerprint(vae), beside)
-    save_small_mar(model.eval(), beside, vae, torch.bfloat16)
+    save_module(model.eval(), beside / "small", torch.bfloat16)
+    pair_with(vae, beside)
     return beside / "small"

@@ -13,14 +13,13 @@ import torch
 from recipes.data import emoji
 from recipes.training.var import Examples, train_drafter, train_refiner, train_var
 from recipes.training.vqvae import encode_pictures, train_vqvae
+from specmm.image_ar.files import save_module
 from specmm.image_ar.scales.collaborative import split
 from specmm.image_ar.scales.loading import (
     check_models,
     check_same_tokenizer,
     load_var,
     load_vqvae,
-    save_var,
-    save_vqvae,
     tokenizer_fingerprint,
 )
 from specmm.image_ar.scales.pipeline import VARPipeline
@@ -51,7 +50,7 @@ def vqvae(
     levels = _levels(images.shape[1], schedule[-1])
     config = VQVAEConfig(codes, width, 32, (1, 2, 2, 2)[:levels], 1, schedule)
     model = train_vqvae(images, config, out, steps=steps, batch=batch, seed=seed, compiled=compile)
-    save_vqvae(model, out)
+    save_module(model, out)
     return {"kind": "vqvae", "steps": steps, "outputs": [str(out)]}
 
 
@@ -91,7 +90,7 @@ def var(
         place = beside / "small"
         check_models(load_var(beside / "transformer"), model)
         check_same_tokenizer(load_vqvae(beside / "vae"), vae, beside)
-        save_var(model, place, torch.bfloat16)
+        save_module(model, place, torch.bfloat16)
     return {"kind": "var", "steps": steps, "outputs": [str(place)]}
 
 

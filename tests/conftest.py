@@ -140,7 +140,7 @@ def taped(monkeypatch):
     """Programs are graphs as on a GPU, recorded by what stands in for one there; gives their
     recorder, which counts.
     """
-    families = ("continuous.programs", "continuous.running", "scales.pipeline", "tokens.running")
+    families = ("continuous.programs", "continuous.pipeline", "scales.pipeline", "tokens.running")
     for module in (
         "programs.graphs",
         "hf.answers.running",

@@ -22,8 +22,8 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import ClassVar
+from itertools import zip_longest
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -45,13 +45,12 @@ from specmm.image_ar.continuous.orders import Iteration, MARSettings, Stream
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-Parts = Mapping[int, Sequence[Iteration]]  # iterations to make, by picture
+Row = tuple[int, Iteration]  # of a pass: a picture, and an iteration of it to make
 RELAX = 42.0  # the release's factor on standard deviations
 PROPOSALS = 100  # the release's, for a rejected token
 
 
-@dataclass
-class ChainEnd:
+class ChainEnd(NamedTuple):
     """How chains ended: ``mean`` and ``std`` [N, C] of the last step, and the sum of the log σ
     [N, C] of the steps before.
     """
@@ -230,10 +229,12 @@ class CSpDBatch:
     numbers: Sequence[StreamNumbers]
 
 
-@dataclass
-class MadeTokens:
-    """``tokens`` [n, C] of an iteration at positions ``where`` [n], and how their chains ended."""
+class Made(NamedTuple):
+    """``tokens`` [n, C] of an iteration of picture ``b`` at positions ``where`` [n], and how their
+    chains ended.
+    """
 
+    b: int
     where: Tensor
     tokens: Tensor
     ends: ChainEnd
@@ -265,61 +266,54 @@ class CSpDRun:
         stats.verify_seconds = self.clock.seconds["verify"]
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
-    def verify(self, rule: PaperRule | None, b: int, own: MadeTokens, last: bool) -> Mask:
-        """Compare the drafts of picture ``b`` with the target's ``own`` tokens, and replace those
-        that are rejected; returns which were kept.
+    def verify(self, rule: PaperRule | None, own: Made, last: bool) -> Mask:
+        """Compare drafts with the target's ``own`` tokens, and replace those that are rejected;
+        returns which were kept.
         """
         made = own.ends.mean
         kept = np.zeros(len(own.where), dtype=bool)
         if rule is not None:
-            drafted = self.tokens[b, own.where].double().cpu().numpy()
-            q = ChainEnd(*self.ends[:, b, own.where.cpu().numpy()])
-            made, kept = verify_tokens(rule, drafted, own.ends, q, self.batch.numbers[b], last)
-        self.tokens[b, own.where] = torch.from_numpy(made).to(self.tokens)
+            drafted = self.tokens[own.b, own.where].double().cpu().numpy()
+            q = ChainEnd(*self.ends[:, own.b, own.where.cpu().numpy()])
+            made, kept = verify_tokens(rule, drafted, own.ends, q, self.batch.numbers[own.b], last)
+        self.tokens[own.b, own.where] = torch.from_numpy(made).to(self.tokens)
         self.stats.drafted += len(kept)
         self.stats.accepted += int(kept.sum())
         return kept
 
-    def round(self, parts: Parts) -> dict[int, int]:
-        """Draft ``parts``, verify them from left to right as the paper does; how many of each
-        picture are made.
+    def round(self, parts: Mapping[int, Sequence[Iteration]]) -> dict[int, int]:
+        """Draft ``parts`` of each picture, verify them from left to right as the paper does; how
+        many of each are made.
         """
-        for i in range(max(map(len, parts.values()))):
-            now = {b: own[i : i + 1] for b, own in parts.items() if i < len(own)}
-            self.make(self.batch.draft, now)
-        checked = self.compute(self.batch.target, parts)
-        return {b: self._verified(b, own) for b, own in checked.items()}
+        for column in zip_longest(*parts.values()):
+            now = zip(parts, column, strict=True)
+            self.make(self.batch.draft, [(b, part) for b, part in now if part is not None])
+        made = dict.fromkeys(parts, 0)
+        rejected: set[int] = set()
+        for own in self.compute(self.batch.target, [(b, x) for b, of in parts.items() for x in of]):
+            if own.b not in rejected:
+                made[own.b] += 1
+                if not self.verify(PaperRule(), own, last=False).all():
+                    rejected.add(own.b)
+        return made
 
-    def _verified(self, b: int, checked: list[MadeTokens]) -> int:
-        for n, own in enumerate(checked, 1):
-            if not self.verify(PaperRule(), b, own, last=False).all():
-                return n
-        return len(checked)
+    def make(self, model: CSpDModel, rows: Sequence[Row]) -> None:
+        """Compute ``rows`` by ``model``, and write their tokens."""
+        for made in self.compute(model, rows):
+            self.tokens[made.b, made.where] = made.tokens
+            self.ends[:, made.b, made.where.cpu().numpy()] = made.ends
 
-    def make(self, model: CSpDModel, parts: Parts) -> None:
-        """Compute ``parts`` by ``model``, and write their tokens."""
-        for b, made in self.compute(model, parts).items():
-            for part in made:
-                self.tokens[b, part.where] = part.tokens
-                ends = part.ends.mean, part.ends.std, part.ends.log_stds
-                self.ends[:, b, part.where.cpu().numpy()] = ends
-
-    def compute(self, model: CSpDModel, parts: Parts) -> dict[int, list[MadeTokens]]:
-        """One pass of ``model``: a row for each part, given the tokens before it."""
+    def compute(self, model: CSpDModel, rows: Sequence[Row]) -> list[Made]:
+        """One pass of ``model``: each of ``rows`` given the tokens before it."""
         own = model is self.batch.target
         with self.clock("verify" if own else "draft"):
-            tokens, ends, where = self._pass(model, [(b, p) for b, of in parts.items() for p in of])
+            found = self._pass(model, rows)
         if own:
-            self.stats.rounds += len(parts)
-            self.stats.head_calls += len(model.steps.keep) * len(tokens)
-        sizes = [len(w) for w in where]
-        made = map(MadeTokens, where, tokens.split(sizes), _split(ends, sizes))
-        return {b: list(islice(made, len(of))) for b, of in parts.items()}
+            self.stats.rounds += len({b for b, _ in rows})
+            self.stats.head_calls += len(model.steps.keep) * sum(len(x.where) for x in found)
+        return found
 
-    def _pass(
-        self, model: CSpDModel, parts: Sequence[tuple[int, Iteration]]
-    ) -> tuple[Tensor, ChainEnd, list[Tensor]]:
-        """Tokens [N, C] of all rows, the ends of their chains, and the positions of each row."""
+    def _pass(self, model: CSpDModel, parts: Sequence[Row]) -> list[Made]:
         device = self.orders.device
         rows = torch.tensor([b for b, _ in parts], device=device)
         where = [self.orders[b, part.first : part.last].sort().values for b, part in parts]
@@ -338,13 +332,13 @@ class CSpDRun:
         noise = self.batch.noise[rows.repeat_interleave(counts), torch.cat(where)].transpose(0, 1)
         scales = torch.tensor([part.scale for _, part in parts], device=device)
         tokens, ends = model.chains(z, scales.repeat_interleave(counts)[:, None], noise)
-        return tokens, ends, where
-
-
-def _split(ends: ChainEnd, counts: Sequence[int]) -> list[ChainEnd]:
-    bounds = np.cumsum(counts)[:-1]
-    parts = (np.split(t, bounds) for t in (ends.mean, ends.std, ends.log_stds))
-    return [ChainEnd(*part) for part in zip(*parts, strict=True)]
+        found = []
+        first = 0
+        for (b, _), place in zip(parts, where, strict=True):
+            own = slice(first, first + len(place))
+            found.append(Made(b, place, tokens[own], ChainEnd(*(x[own] for x in ends))))
+            first = own.stop
+        return found
 
 
 @torch.inference_mode()
@@ -363,14 +357,14 @@ def decode_release(
     parts = settings.iterations(length)
     for k, part in enumerate(parts):
         own = k <= window.prefill * settings.num_iter
-        run.make(batch.target if own else batch.draft, {b: [part] for b in pictures})
+        run.make(batch.target if own else batch.draft, [(b, part) for b in pictures])
         if own:
             begun = part.first
         elif k % window.size == 0 or k == len(parts) - 1:
             # by the target's own chains, as if nothing were drafted in the window
             whole = Iteration(part.first, begun, part.scale)
-            for b, [made] in run.compute(batch.target, {b: [whole] for b in pictures}).items():
-                run.verify(rule, b, made, last=True)
+            for made in run.compute(batch.target, [(b, whole) for b in pictures]):
+                run.verify(rule, made, last=True)
             begun = part.first
         yield MARProgress(run.tokens, length - part.first)
     yield run.finish()
@@ -384,7 +378,7 @@ def decode_paper(batch: CSpDBatch, window: DraftWindow) -> Iterator[MARProgress]
     parts = batch.target.settings.iterations(length)
     own = math.ceil(window.prefill * len(parts))
     for part in parts[:own]:
-        run.make(batch.target, {b: [part] for b in range(len(batch.orders))})
+        run.make(batch.target, [(b, part) for b in range(len(batch.orders))])
         yield MARProgress(run.tokens, length - part.first)
     done = [own] * len(batch.orders)
     while min(done) < len(parts):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,20 +20,24 @@ from torch import Tensor
 
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
-from specmm.image_ar.shared import count, read_config, save_module, shape_of
-from specmm.loading.checkpoints import NESTING, fingerprint, load_strict, read_checkpoint, read_json
-from specmm.loading.mapped import DtypeChoice, WithoutWeights, chosen_dtype
+from specmm.image_ar.files import check_shared, count, load_module, shape_of, stack_sizes
+from specmm.loading.checkpoints import NESTING, fingerprint, read_checkpoint, read_json
+from specmm.loading.mapped import DtypeChoice
 
 EMA = "model_ema"
 KL_LEFTOVERS = ("loss",)  # the discriminator of latent diffusion's training
 CELL = 16  # pixels a token side of the published models
 PAIR = "pair.json"
 SHARED = {  # what both models' configurations must agree on
-    "token_dim": "token width",
-    "seq_len": "order's length",
-    "vae_stride": "VAE stride",
-    "patch_size": "patch size",
-    "class_num": "number of classes",
+    "token width": ["token_dim"],
+    "order's length": ["seq_len"],
+    "VAE stride": ["vae_stride"],
+    "patch size": ["patch_size"],
+    "number of classes": ["class_num"],
+}
+DECODED = {  # by the autoencoder
+    "channels": ["vae_embed_dim", "z_channels"],
+    "stride": ["vae_stride", "downsampling"],
 }
 
 
@@ -51,35 +56,16 @@ def load_mar(
     sizes are missing and, naming them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path, (EMA, *NESTING))
-    config = config or read_config(path, MARConfig)
-    config = config or infer_mar_config(state, heads=heads, source=path)
-    with WithoutWeights():
-        model = MAR(config)
-    wanted = chosen_dtype(dtype, model)
-    load_strict(model, state, source=path, dtype=wanted)
-    return model.to(wanted).eval()
+    infer = partial(infer_mar_config, heads=heads)
+    return load_module(path, MAR, MARConfig, infer, config, state=state, dtype=dtype)
 
 
 def load_kl(
     path: str | Path, config: KLConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> AutoencoderKL:
     """The autoencoder in ``path``, in evaluation mode; sizes and errors as ``load_mar``."""
-    state = read_checkpoint(path)
-    config = config or read_config(path, KLConfig) or infer_kl_config(state, path)
-    with WithoutWeights():
-        model = AutoencoderKL(config)
-    load_strict(model, state, KL_LEFTOVERS, path, dtype)
-    return model.to(dtype).eval()
-
-
-def save_mar(model: MAR, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
-    save_module(model, model.config, folder, dtype)
-
-
-def save_kl(model: AutoencoderKL, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
-    save_module(model, model.config, folder, dtype)
+    given = (path, AutoencoderKL, KLConfig, infer_kl_config, config)
+    return load_module(*given, leftovers=KL_LEFTOVERS, dtype=dtype)
 
 
 def kl_fingerprint(model: AutoencoderKL) -> str:
@@ -128,36 +114,25 @@ def infer_mar_config(
 
 def infer_kl_config(state: Mapping[str, Tensor], source: str | Path = "") -> KLConfig:
     """Sizes of an autoencoder's ``state`` by its shapes; the scale is the published one."""
-    ch = shape_of(state, "encoder.conv_in.weight", source)[0]
     levels = range(count(state, r"encoder\.down\.(\d+)\."))
-    widths = [shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in levels]
     attending = [i for i in levels if f"encoder.down.{i}.attn.0.q.weight" in state]
     return KLConfig(
-        ch=ch,
-        ch_mult=tuple(w // ch for w in widths),
-        num_res_blocks=count(state, r"encoder\.down\.0\.block\.(\d+)\."),
         z_channels=shape_of(state, "post_quant_conv.weight", source)[0],
         attn_resolutions=tuple(KLConfig.resolution // 2**i for i in attending),
+        **stack_sizes(state, source),
     )
 
 
 def check_models(target: MAR, small: MAR) -> None:
     """Raise ``ValueError`` when ``small`` makes other tokens than ``target``."""
-    for field, name in SHARED.items():
-        ours = getattr(target.config, field)
-        theirs = getattr(small.config, field)
-        if ours != theirs:
-            raise ValueError(f"drafter's {name} must be the target's {ours}, got {theirs}")
+    said = "drafter's {name} must be the target's {ours}, got {theirs}"
+    check_shared(said, SHARED, target.config, small.config)
 
 
 def check_vae(target: MAR, vae: AutoencoderKL) -> None:
     """Raise ``ValueError`` when ``vae`` does not decode what ``target`` makes."""
-    for name, ours, theirs in (
-        ("channels", target.config.vae_embed_dim, vae.config.z_channels),
-        ("stride", target.config.vae_stride, vae.config.downsampling),
-    ):
-        if ours != theirs:
-            raise ValueError(f"autoencoder's {name} must be the transformer's {ours}, got {theirs}")
+    said = "autoencoder's {name} must be the transformer's {ours}, got {theirs}"
+    check_shared(said, DECODED, target.config, vae.config)
 
 
 def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
@@ -185,9 +160,6 @@ def load_small_mar(
     return load_mar(place, dtype=dtype)
 
 
-def save_small_mar(
-    small: MAR, folder: Path, vae: AutoencoderKL, dtype: torch.dtype | None = None
-) -> None:
-    """Write ``folder/small`` with the fingerprint of ``vae``."""
-    save_mar(small, folder / "small", dtype)
+def pair_with(vae: AutoencoderKL, folder: Path) -> None:
+    """Write into ``folder/small`` the fingerprint of ``vae``."""
     (folder / "small" / PAIR).write_text(json.dumps({"vae": kl_fingerprint(vae)}) + "\n")

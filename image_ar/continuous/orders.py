@@ -72,8 +72,20 @@ class MARSettings:
         return {name: getattr(self, name) for name in names}
 
     def iterations(self, length: int) -> list[Iteration]:
-        """The iterations that make the L = ``length`` tokens of a picture."""
-        return iterations(length, self.num_iter, self.cfg, self.cfg_schedule)
+        """The iterations that make any of the L = ``length`` tokens of a picture, from part (…, L)
+        of the orders down to (0, …).
+
+        The guidance scale rises from 1 to nearly ``cfg`` as tokens become known (``linear``), or is
+        ``cfg`` throughout (``constant``).
+        """
+        left = mask_lengths(length, self.num_iter)
+        made = []
+        for (last, first), unknown in zip(pairwise([length, *left[:-1], 0]), left, strict=True):
+            rising = 1 + (self.cfg - 1) * (length - unknown) / length
+            if first < last:
+                scale = self.cfg if self.cfg_schedule == "constant" else rising
+                made.append(Iteration(first, last, scale))
+        return made
 
 
 def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
@@ -103,23 +115,6 @@ class Iteration:
     first: int
     last: int
     scale: float
-
-
-def iterations(
-    length: int, count: int, cfg: float = 1.0, schedule: CFGSchedule = "linear"
-) -> list[Iteration]:
-    """The iterations that make any tokens, from part (…, L) of the orders down to (0, …).
-
-    The guidance scale rises from 1 to nearly ``cfg`` as tokens become known (``linear``), or is
-    ``cfg`` throughout (``constant``).
-    """
-    left = mask_lengths(length, count)
-    made = []
-    for (last, first), unknown in zip(pairwise([length, *left[:-1], 0]), left, strict=True):
-        scale = cfg if schedule == "constant" else 1 + (cfg - 1) * (length - unknown) / length
-        if first < last:
-            made.append(Iteration(first, last, scale))
-    return made
 
 
 class Stream(Protocol):

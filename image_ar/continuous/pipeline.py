@@ -6,7 +6,7 @@ side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias
@@ -15,11 +15,24 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.choose.when_compiled import Compiled, Turn, Works
-from specmm.core.randomness import sample_generators
-from specmm.extending.kinds import either
+from specmm.choose.when_compiled import Compiled
+from specmm.core.derived import Derived
+from specmm.core.stats import Certificate
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, Classes, check_call, labels_of, told
+from specmm.image_ar.calls import Callback, Classes
+from specmm.image_ar.continuous.chain_round import ChainOptions
+from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
+from specmm.image_ar.continuous.cspd import (
+    CSpDBatch,
+    CSpDModel,
+    DraftWindow,
+    ReleaseRule,
+    StreamNumbers,
+    decode_paper,
+    decode_release,
+)
+from specmm.image_ar.continuous.diffusion import NoiseSchedule
+from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -27,27 +40,58 @@ from specmm.image_ar.continuous.loading import (
     load_kl,
     load_mar,
     load_small_mar,
-    save_kl,
-    save_mar,
-    save_small_mar,
+    pair_with,
 )
 from specmm.image_ar.continuous.mar import MAR, unpatchify
-from specmm.image_ar.continuous.orders import CFGSchedule, MARSettings, Solver
-from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs
-from specmm.image_ar.continuous.running import MARBatch, MARModels, steps_of
-from specmm.image_ar.shared import (
-    Drawn,
-    ImageOutput,
-    PicturePipeline,
-    call_of_pipeline,
-    draw_batches,
-    made_when_asked,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
+from specmm.image_ar.continuous.masked_decode import (
+    Ancestral,
+    Deterministic,
+    MARProgress,
+    MARSampler,
+    PlainSampler,
+    decode_mar,
 )
+from specmm.image_ar.continuous.orders import (
+    CFGSchedule,
+    MARSettings,
+    Solver,
+    log_uniforms,
+    normals,
+    random_orders,
+)
+from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs, check
+from specmm.image_ar.files import read_settings, with_options
+from specmm.image_ar.shared import Batch, Drawn, ImageOutput, PicturePipeline, made_when_asked
 from specmm.loading.hardware import Place, choose_dtype
+from specmm.programs.graphs import captures
+
+HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
+ITERATIONS = 8  # that of the other variants
+PLAIN = Certificate("exact", "plain sampling of the target", 0.0)
+DDIM = Certificate(
+    "heuristic",
+    "DDIM leaves out the noise that the target's steps add, and with it the temperature",
+)
+EXACT = Certificate(
+    "exact",
+    "every step of every token's chain is kept or drawn by a maximal coupling "
+    "with the target's own head",
+    0.0,
+)
+PAPER = Certificate(
+    "heuristic",
+    "the paper's rule takes the last step's Gaussian, whose noise is never added, for a token's "
+    "density, and compares chains that share their noise as if they did not",
+)
+RELEASE = Certificate(
+    "heuristic",
+    "the release's rule: the target does not see the drafts of a window, the factor of the spreads "
+    "is upside down, densities are widened, and what follows a rejection is kept",
+)
+ALIGNED = Certificate(
+    "heuristic",
+    "the target does not see the drafts of a window, and what follows a replaced draft is kept",
+)
 
 
 class MARPictures(PicturePipeline[methods.ContinuousMethod]):
@@ -62,6 +106,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
     vae: AutoencoderKL
     small: MAR | None
+    family = "mar"
+    registry = methods.CONTINUOUS
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
@@ -74,16 +120,12 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         method: str | methods.ContinuousMethod = "ar",
         name: str = "mar",
     ) -> None:
-        super().__init__()
+        super().__init__(settings or MARSettings(), method, name)
         check_vae(transformer, vae)
         if small is not None:
             check_models(transformer, small)
         self.register_modules(transformer=transformer, vae=vae, small=small)
-        self.settings = settings or MARSettings()
-        self.name = name
-        self.method = methods.make(methods.CONTINUOUS, method)
-        self.models = MARModels(transformer, small)
-        self.works = Works("mar")
+        self.moved()
 
     @classmethod
     def from_pretrained(
@@ -122,23 +164,15 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
-        folder = Path(folder)
-        save_mar(self.transformer, folder / "transformer", dtype)
-        save_kl(self.vae, folder / "vae", dtype)
+        super().save_pretrained(folder, dtype)
         if self.small is not None:
-            save_small_mar(self.small, folder, self.vae, dtype)
-        write_settings(self.settings, folder)
-        write_index("MARPipeline", "mar", folder)
+            pair_with(self.vae, Path(folder))
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move models and autoencoder to a device or dtype."""
-        super().to(*args, **kwargs)
-        self.models = MARModels(self.transformer, self.small)
-        self.works.clear()
-        return self
+    def moved(self) -> None:
+        self.heads: dict[str, Derived[ChainHead]] = {}
+        self.programs: HeadPrograms | None = None
+        self.graphs: MARGraphs | None = None
 
-    @call_of_pipeline
     def __call__(
         self,
         classes: Classes | None = None,
@@ -170,49 +204,108 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         uniforms depend on its own seed only, not on the batch. Raises ``ValueError`` for an unknown
         class or method, for options out of range and for a method without the small model it needs.
         """
-        check_call(output_type, batch_size, num_images_per_prompt)
-        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
-        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-        settings = self.target(cfg, temperature, num_iter, head_steps, cfg_schedule, solver)
-        chosen = self.method if method is None else methods.make(methods.CONTINUOUS, method)
-        labels = labels_of(self, wanted, num_images_per_prompt)
-        generators = sample_generators(generator, len(labels), self.device)
+        output: ImageOutput = self.called(locals())
+        return output
 
-        count = len(labels)
-        at_once = min(batch_size, count)
-        turn = self.turn(compiled, settings, chosen, at_once)
+    def draw(self, batch: Batch[methods.ContinuousMethod]) -> Drawn:
+        steps, claim = self._steps(batch)
+        for i, progress in enumerate(steps):
+            if batch.tell is not None:
+                batch.tell(i, progress.count, {"tokens": progress.tokens})
+        return Drawn(progress.tokens, progress.tokens, progress.stats, claim)
 
-        def draw(rows: slice) -> Drawn:
-            own = generators[rows]
-            fits = len(own) == at_once  # the last batch may be smaller: other programs
-            with turn.batch(len(own), count - rows.start, fits) as quick:
-                batch = MARBatch(labels[rows], own, settings, quick)
-                steps, claim = steps_of(chosen, self.models, batch)
-                for i, progress in enumerate(steps):
-                    if tell is not None:
-                        tell(i, progress.count, {"tokens": progress.tokens})
-                tokens = progress.tokens
-                images = None if output_type == "latent" else self.decode_tokens(tokens)
-                return Drawn(tokens, images, progress.stats, claim, chosen.name)
+    def _steps(
+        self, batch: Batch[methods.ContinuousMethod]
+    ) -> tuple[Iterator[MARProgress], Certificate]:
+        """The loop that draws ``batch``, and its certificate."""
+        settings: MARSettings = batch.target
+        quick: HeadPrograms | MARGraphs | None = None if batch.on is settings else batch.on
+        orders = random_orders(batch.generators, self.transformer.config.seq_len)
+        if isinstance(batch.method, methods.CSpD):
+            if settings.solver != "ddpm":
+                raise ValueError(
+                    "solver must be 'ddpm' for cspd, which compares the distributions of its "
+                    f"steps, got {settings.solver!r}"
+                )
+            if batch.method.variant != "exact":
+                return self._between_models(batch.method, batch, orders)
+        head = self.head(settings.head_steps)
+        normal = normals(batch.generators)
+        sampler: MARSampler
+        # a chain without noise has nothing to couple
+        if isinstance(batch.method, methods.CSpD) and settings.temperature > 0:
+            options = ChainOptions(settings.temperature)
+            numbers = (normal, log_uniforms(batch.generators))
+            window = batch.method.window or HEAD_STEPS
+            sampler, claim = ChainSpeculation(head, *numbers, window, options, quick), EXACT
+        elif settings.solver == "ddim":
+            sampler, claim = Deterministic(head, normal), DDIM
+        else:
+            sampler, claim = Ancestral(head, normal, settings.temperature), PLAIN
+        if quick is not None and isinstance(sampler, PlainSampler):
+            sampler.run = quick.chains(sampler)
+        conditions = None if quick is None else quick.conditions
+        given = (self.transformer, batch.of, orders, sampler, settings, conditions)
+        return decode_mar(*given), claim
 
-        bar = self.progress_bar(total=count)
-        rest = (settings.claimed | self._rounded, return_dict, turn.compiled)
-        return draw_batches(draw, count, batch_size, output_type, bar, *rest)
+    def _between_models(
+        self, method: methods.CSpD, batch: Batch[methods.ContinuousMethod], orders: Tensor
+    ) -> tuple[Iterator[MARProgress], Certificate]:
+        """Whole tokens drafted by the small model, by the paper or the release.
 
-    @property
-    def _rounded(self) -> dict[str, object]:
-        """The dtype that the claimed distribution is computed in, where it rounds much."""
+        Raises ``ValueError`` where there is no small model, and for temperature 0.
+        """
+        settings: MARSettings = batch.target
+        variant = f"variant {method.variant!r}"
+        if self.small is None:
+            raise ValueError(
+                f"cspd's {variant} needs a small model beside the target, there is none"
+            )
+        if settings.temperature == 0:
+            raise ValueError(f"temperature must be above 0 for {variant}, got 0: its σ would be 0")
+        window = DraftWindow(method.window or ITERATIONS, method.prefill)
+        normal = normals(batch.generators)
+        log_uniform = log_uniforms(batch.generators)
+        count, length = orders.shape
+        steps = len(self.head(settings.head_steps).schedule) + 1
+        width = self.transformer.config.token_dim
+        noise = normal.draw([length] * count, steps * width).view(count, length, steps, width)
+        numbers = [StreamNumbers(normal, log_uniform, b, count) for b in range(count)]
+        target, draft = (
+            CSpDModel(model, batch.of, count, settings) for model in (self.transformer, self.small)
+        )
+        both = CSpDBatch(target, draft, orders, noise, numbers)
+        if method.variant == "paper":
+            return decode_paper(both, window), PAPER
+        if method.variant == "aligned":
+            return decode_release(both, None, window), ALIGNED
+        return decode_release(both, ReleaseRule(method.relax), window), RELEASE
+
+    def claimed(self, target: MARSettings) -> Mapping[str, object]:
+        """With the dtype that the claimed distribution is computed in, where it rounds much."""
         dtype = self.transformer.dtype
-        return {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+        rounded = {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+        return target.claimed | rounded
 
-    def turn(
-        self, compiled: Compiled, target: MARSettings, method: methods.ContinuousMethod, batch: int
-    ) -> Turn[HeadPrograms | MARGraphs | None]:
-        def quick() -> HeadPrograms | MARGraphs | None:
-            return self.models.quick(method, target, batch)
+    def quick(
+        self, target: MARSettings, method: methods.ContinuousMethod, batch: int
+    ) -> HeadPrograms | MARGraphs:
+        """Graphs on a GPU, else programs of heads."""
+        head = self.head(target.head_steps)
+        check(method, target, head, batch, self.transformer.config.seq_len)
+        if not captures(head.device):
+            self.programs = self.programs or HeadPrograms(head.device)
+            return self.programs
+        if self.graphs is None or self.graphs.spent:
+            self.graphs = MARGraphs(self.transformer)
+        return self.graphs
 
-        return self.works.begin(compiled, None, quick, self.transformer, (method, target, batch))
+    @torch.inference_mode()
+    def head(self, spec: str) -> ChainHead:
+        """The target's head with ``spec`` steps."""
+        net = self.transformer.head
+        found = self.heads.setdefault(spec, Derived())
+        return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""
@@ -239,14 +332,16 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         )
         if chosen.cfg != 1.0:
             self.transformer.embed_classes(None, 1)
-        self.models.head(chosen.head_steps)
+        self.head(chosen.head_steps)
         return chosen
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C], one by one: batches round otherwise."""
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L, C]; see ``pixels``."""
         latents = unpatchify(tokens, self.transformer.config.patch_size)
         return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
+
+    pixels = decode_tokens
 
 
 if TYPE_CHECKING:

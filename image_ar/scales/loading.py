@@ -8,31 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from specmm import zoo
+from specmm.image_ar.files import check_shared, count, load_module, shape_of, stack_sizes
 from specmm.image_ar.scales.scale_schedule import PATCHES_256
 from specmm.image_ar.scales.var import PUBLISHED_HEAD_DIM, VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
-from specmm.image_ar.shared import count, read_config, save_module, shape_of
-from specmm.loading.checkpoints import (
-    NESTING,
-    FileError,
-    State,
-    fingerprint,
-    load_strict,
-    read_checkpoint,
-)
+from specmm.loading.checkpoints import NESTING, FileError, State, fingerprint, read_checkpoint
 from specmm.loading.hardware import gpu_has_bfloat16
-from specmm.loading.mapped import WithoutWeights
 
 MASK = "attn_bias_for_masking"  # holds -inf by design
 TRAINER_NAMES = {VARConfig: ("var_wo_ddp", "var"), VQVAEConfig: ("vae_local", "vae_wo_ddp", "vae")}
+COMMON = ("patch_nums", "vocab_size", "z_channels")  # to models and their tokenizer
 SHARED_BY_MODELS = ("patch_nums", "num_classes", "vocab_size", "z_channels")
-SHARED_WITH_TOKENIZER = ("patch_nums", "vocab_size", "z_channels")
 
 
 def load_var(
@@ -45,18 +38,17 @@ def load_var(
     when sizes are missing and, naming them, when weights are missing, extra or misshapen.
     """
     state = _read(path, VARConfig)
-    config = config or read_config(path, VARConfig) or infer_var_config(state, path)
-    with WithoutWeights():
-        model = VAR(config)
     if MASK in state:
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
-    load_strict(model, state, (), path, dtype)
-    if not torch.equal(model.lvl_1L, config.schedule.levels):
+    given = (path, VAR, VARConfig, infer_var_config, config)
+    model = load_module(*given, state=state, leftovers=(), dtype=dtype)
+    if not torch.equal(model.lvl_1L, model.config.schedule.levels):
         raise FileError(
-            path, f"must hold the levels of patch_nums {config.patch_nums} in lvl_1L, got others"
+            path,
+            f"must hold the levels of patch_nums {model.config.patch_nums} in lvl_1L, got others",
         )
     model.reset_mask()
-    return model.to(dtype).eval()
+    return model
 
 
 def load_vqvae(
@@ -71,22 +63,12 @@ def load_vqvae(
     Its weights do not tell the sides of the scales: without ``patch_nums`` and ``config.json`` ten
     scales are those of 256 px (give ``PATCHES_512`` for 512 px: the published file is the same).
     """
-    state = _read(path, VQVAEConfig)
-    config = config or read_config(path, VQVAEConfig) or infer_vqvae_config(state, patch_nums, path)
-    with WithoutWeights():
-        model = VQVAE(replace(config, patch_nums=patch_nums or config.patch_nums))
-    load_strict(model, state, (), path, dtype)
-    return model.to(dtype).eval()
 
+    def make(sizes: VQVAEConfig) -> VQVAE:
+        return VQVAE(replace(sizes, patch_nums=patch_nums or sizes.patch_nums))
 
-def save_var(model: VAR, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
-    save_module(model, model.config, folder, dtype)
-
-
-def save_vqvae(model: VQVAE, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (as ``dtype``) and ``folder/config.json``."""
-    save_module(model, model.config, folder, dtype)
+    given = (path, make, VQVAEConfig, partial(infer_vqvae_config, patch_nums=patch_nums), config)
+    return load_module(*given, state=_read(path, VQVAEConfig), leftovers=(), dtype=dtype)
 
 
 def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
@@ -139,44 +121,27 @@ def infer_vqvae_config(
             f"needs other sizes: patch_nums must be the sides of the {scales} scales in it, got "
             f"{patch_nums}",
         )
-    ch = shape_of(state, "encoder.conv_in.weight", source)[0]
-    levels = count(state, r"encoder\.down\.(\d+)\.")
-    widths = [
-        shape_of(state, f"encoder.down.{i}.block.0.conv1.weight", source)[0] for i in range(levels)
-    ]
     one = "quantize.quant_resi.qresi.weight" in state
     return VQVAEConfig(
         vocab_size=vocab_size,
         z_channels=width,
-        ch=ch,
-        ch_mult=tuple(w // ch for w in widths),
-        num_res_blocks=count(state, r"encoder\.down\.0\.block\.(\d+)\."),
         patch_nums=tuple(sides),
         share_quant_resi=1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)"),
         quant_conv_ks=shape_of(state, "quant_conv.weight", source)[-1],
+        **stack_sizes(state, source),
     )
 
 
 def check_tokenizer(model: VAR, vqvae: VQVAE) -> None:
     """Raise ``ValueError`` naming what ``model`` and its tokenizer do not share."""
-    for name in SHARED_WITH_TOKENIZER:
-        ours = getattr(model.config, name)
-        theirs = getattr(vqvae.config, name)
-        if ours != theirs:
-            raise ValueError(
-                f"transformer and tokenizer must share {name}, got {ours} and {theirs}"
-            )
+    said = "transformer and tokenizer must share {name}, got {ours} and {theirs}"
+    check_shared(said, {name: [name] for name in COMMON}, model.config, vqvae.config)
 
 
 def check_models(large: VAR, small: VAR) -> None:
     """Raise ``ValueError`` naming what two models that are to draw one picture do not share."""
-    for name in SHARED_BY_MODELS:
-        ours = getattr(large.config, name)
-        theirs = getattr(small.config, name)
-        if ours != theirs:
-            raise ValueError(
-                f"the two models must share {name}, got {ours} (large) and {theirs} (small)"
-            )
+    said = "the two models must share {name}, got {ours} (large) and {theirs} (small)"
+    check_shared(said, {name: [name] for name in SHARED_BY_MODELS}, large.config, small.config)
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

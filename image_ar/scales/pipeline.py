@@ -6,32 +6,32 @@ Shape letters: B pictures of a batch, K scales, L tokens of all scales, R pixels
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.choose.when_compiled import Compiled, Turn, Works
+from specmm.choose.when_compiled import Compiled
 from specmm.core.derived import placed, version
-from specmm.core.randomness import Uniforms, sample_generators
+from specmm.core.randomness import Uniforms
 from specmm.core.stats import Certificate, Clock, Stats
 from specmm.core.turns import in_its_turn
-from specmm.extending.kinds import either
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, told
+from specmm.image_ar.calls import Callback, Classes, labels_of
+from specmm.image_ar.files import read_settings, with_options
 from specmm.image_ar.scales.collaborative import (
     LARGE,
+    Turn,
     alternate,
     certificate,
     code_turns,
     draw_picture,
 )
-from specmm.image_ar.scales.collaborative import Turn as ScalesTurn
 from specmm.image_ar.scales.loading import (
     check_dtype,
     check_models,
@@ -39,8 +39,6 @@ from specmm.image_ar.scales.loading import (
     load_small_var,
     load_var,
     load_vqvae,
-    save_var,
-    save_vqvae,
 )
 from specmm.image_ar.scales.next_scale import FeatureMap, log_likelihood
 from specmm.image_ar.scales.sampling import (
@@ -49,23 +47,12 @@ from specmm.image_ar.scales.sampling import (
     Sampling,
     ScaleSampler,
     VARSettings,
-    release_state,
+    release_generator,
 )
-from specmm.image_ar.scales.tuning import Chooser, CoDePlan, needed
+from specmm.image_ar.scales.tuning import CoDePlan, needed, plan_code, specialised
 from specmm.image_ar.scales.var import VAR
 from specmm.image_ar.scales.vqvae import VQVAE
-from specmm.image_ar.shared import (
-    Drawn,
-    ImageOutput,
-    PicturePipeline,
-    call_of_pipeline,
-    draw_batches,
-    made_when_asked,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
-)
+from specmm.image_ar.shared import Batch, Drawn, ImageOutput, PicturePipeline, made_when_asked
 from specmm.loading.hardware import LARGE as LARGE_MODEL
 from specmm.loading.hardware import Place, choose_dtype, prepack
 from specmm.programs.compiled import NotCompiled, Program, compiled
@@ -75,20 +62,6 @@ SOFT_CODES = Certificate(
     "heuristic", "as released, the picture is made from soft codes; tokens are sampled separately"
 )
 TIES = Certificate("heuristic", "as released, ties at the top-p boundary are broken by sort order")
-
-
-class VARBatch(NamedTuple):
-    """One batch: ``labels`` [B], how it is sampled, and its uniforms.
-
-    ``compiled``: whether compiled programs run the scales; ``state``: of the generator that the
-    release's sampler begins with, if it is to draw.
-    """
-
-    labels: Tensor
-    sampling: Sampling
-    uniforms: Uniforms
-    compiled: bool
-    state: Tensor | None
 
 
 class VARPictures(PicturePipeline[methods.ScalesMethod]):
@@ -105,6 +78,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     small: VAR | None
     _optional_components: ClassVar[list[str]] = ["small"]
     sampling_options = ("cfg", "temperature", "top_k", "top_p", "more_smooth")
+    family = "var"
+    registry = methods.SCALES
     plans = "scales"
 
     def __init__(
@@ -116,17 +91,13 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         method: str | methods.ScalesMethod = "ar",
         name: str = "var",
     ) -> None:
-        super().__init__()
+        super().__init__(settings or VARSettings(), method, name)
         check_tokenizer(transformer, vae)
         if small is not None:
             check_models(transformer, small)
         vae.decoder.to(memory_format=torch.channels_last)  # a tenth faster, and the same values
         self.register_modules(transformer=transformer, vae=vae, small=small)
-        self.settings = settings or VARSettings()
-        self.name = name
-        self.works = Works("var")
-        self.method = methods.make(methods.SCALES, method)
-        self.chooser = Chooser(transformer, small, vae, self.settings)
+        self.measured_plans: dict[tuple[int, Sampling], CoDePlan] = {}
         self.programs: dict[VAR, tuple[object, Program]] = {}  # of a version
         self.graph: tuple[object, Graph] | None = None  # the last, and what it is of
 
@@ -193,16 +164,6 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         vqvae = load_vqvae(vae, patch_nums=large.config.patch_nums)
         return cls(large, vqvae, second, settings, method)
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, under the official names, in safetensors."""
-        folder = Path(folder)
-        save_var(self.transformer, folder / "transformer", dtype)
-        save_vqvae(self.vae, folder / "vae", dtype)
-        if self.small is not None:
-            save_var(self.small, folder / "small", dtype)
-        write_settings(self.settings, folder)
-        write_index("VARPipeline", "var", folder)
-
     def timed(self, method: methods.ScalesMethod) -> bool:
         """Not for method code where the models are specialised for an N."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
@@ -217,20 +178,24 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     def settle(
         self, method: methods.ScalesMethod, batch: int, sampling: Sampling, pictures: int = 1
-    ) -> tuple[methods.ScalesMethod, str]:
-        return self.chooser.settle(method, batch, sampling)
+    ) -> tuple[methods.ScalesMethod, str, None]:
+        match method:
+            case methods.CoDe(n=-1):
+                found = specialised(self.settings)
+                if found is None:
+                    made = self.plan(batch, sampling)
+                    found = made.n, made.reason
+                return replace(method, n=found[0]), found[1], None
+            case methods.Auto():
+                return methods.AR(), "plain decoding: no other method is exact", None
+        return method, "", None
 
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move models and tokenizer to a device or dtype; f_hat stays in float32."""
-        super().to(*args, **kwargs)
-        self.vae.quantize.float()
-        self.chooser.clear()
+    def moved(self) -> None:
+        self.vae.quantize.float()  # f_hat stays in float32
+        self.measured_plans.clear()
         self.programs.clear()
         self.graph = None
-        self.works.clear()
-        return self
 
-    @call_of_pipeline
     def __call__(
         self,
         classes: Classes | None = None,
@@ -266,35 +231,17 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         class or method, for options out of range, for a method without the small model it needs,
         for ``release`` with several generators or batches, and where there is no compiler.
         """
-        check_call(output_type, batch_size, num_images_per_prompt)
-        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
-        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-        check_dtype(self.transformer.dtype, self.device)
-        sampling = self.target(cfg, temperature, top_k, top_p, more_smooth)
-        chosen = self.method if method is None else methods.make(methods.SCALES, method)
-        labels = labels_of(self, wanted, num_images_per_prompt)
-        at_once = min(batch_size, len(labels))
-        state = None
-        if chosen.one_generator:
-            state = release_state(generator, self.device, len(labels), batch_size)
-            generator = None
-        generators = sample_generators(generator, len(labels), self.device)
+        output: ImageOutput = self.called(locals())
+        return output
 
-        turn = self.turn(compiled, sampling, chosen, at_once)
-        decided, reason = self.chooser.settle(chosen, at_once, sampling)
-        name = f"{chosen.name}: {reason}" if reason else chosen.name
-
-        def draw(rows: slice) -> Drawn:
-            own = labels[rows]
-            fits = len(own) == at_once  # programs for the rest would not pay
-            with turn.batch(len(own), len(labels) - rows.start, fits) as quick:
-                batch = VARBatch(own, sampling, Uniforms(generators[rows]), quick, state)
-                return self._batch(batch, decided, name, output_type, tell)
-
-        bar = self.progress_bar(total=len(labels))
-        rest = (sampling.settings, return_dict, turn.compiled)
-        return draw_batches(draw, len(labels), batch_size, output_type, bar, *rest)
+    def generators(
+        self, given: Mapping[str, Any], method: methods.ScalesMethod, count: int
+    ) -> list[torch.Generator]:
+        """One for each picture, or one for all of them, as it is given to the release."""
+        if not method.one_generator:
+            return super().generators(given, method, count)
+        rest = (self.device, count, given["batch_size"])
+        return [release_generator(given["generator"], *rest)] * count
 
     def target(
         self,
@@ -305,6 +252,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         more_smooth: bool | None = None,
     ) -> Sampling:
         """The options of a run, by default the settings'; ``ValueError`` for any out of range."""
+        check_dtype(self.transformer.dtype, self.device)
         one = isinstance(temperature, str) or not isinstance(temperature, Sequence)
         s = with_options(
             self.settings,
@@ -318,17 +266,15 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         sampling.check(self.transformer.config.vocab_size, len(self.transformer.config.schedule))
         return sampling
 
-    def turn(
-        self, compiled: Compiled, target: Sampling, method: methods.ScalesMethod, batch: int
-    ) -> Turn[bool]:
-        def programs() -> bool:
-            if not method.static_shapes:
-                raise NotCompiled(f"compiled=True needs ar or code (a scale a pass), got {method}")
-            prepare_programs(self.device)
-            return True
+    def quick(self, target: Sampling, method: methods.ScalesMethod, batch: int) -> bool:
+        """That there are programs, which are made as they are needed."""
+        if not method.static_shapes:
+            raise NotCompiled(f"compiled=True needs ar or code (a scale a pass), got {method}")
+        prepare_programs(self.device)
+        return True
 
-        key = (method, target, batch)
-        return self.works.begin(compiled, False, programs, self.transformer, key)
+    def claimed(self, target: Sampling) -> Mapping[str, object]:
+        return target.settings
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability (nats) a token [B] of ``tokens`` [B, L] of ``classes``."""
@@ -337,49 +283,50 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @in_its_turn(lambda pipe: pipe.transformer)
     def plan(self, batch: int, sampling: Sampling | None = None) -> CoDePlan:
-        """What ``code`` costs here by N at this batch, measured once, and the N it takes."""
-        return self.chooser.plan(batch, sampling or self.target())
+        """What ``code`` costs here by N at this batch, measured once, and the N it takes.
+
+        Raises ``ValueError`` without a small model.
+        """
+        key = batch, sampling or self.target()
+        if key not in self.measured_plans:
+            models = self.transformer, needed(self.small, "code"), self.vae
+            self.measured_plans[key] = plan_code(*models, *key, self.settings)
+        return self.measured_plans[key]
 
     @torch.inference_mode()
     def decode(self, f_hat: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of f_hat, one by one: other batch sizes round otherwise."""
+        """Pictures [B, R, R, 3] uint8 of f_hat; see ``pixels``."""
         return torch.cat([to_uint8(self.vae.decode(row)) for row in f_hat.split(1)])
 
+    pixels = decode
+
     @torch.inference_mode()
-    def _batch(
-        self,
-        batch: VARBatch,
-        method: methods.ScalesMethod,
-        name: str,
-        output_type: str,
-        tell: Tell | None,
-    ) -> Drawn:
+    def draw(self, batch: Batch[methods.ScalesMethod]) -> Drawn:
         begin = time.perf_counter()
         clock = Clock()
-        feature_map = FeatureMap(self.vae.quantize, len(batch.labels))
-        steps, claim = self._steps(method, feature_map, batch, clock)
+        feature_map = FeatureMap(self.vae.quantize, len(batch.of))
+        steps, claim = self._steps(batch, feature_map, clock)
         rounds = 0
         for _ in steps:
             rounds += 1
-            if tell is not None:
-                tell(rounds - 1, feature_map.drawn, {"tokens": feature_map.scales})
+            if batch.tell is not None:
+                batch.tell(rounds - 1, feature_map.drawn, {"tokens": feature_map.scales})
         tokens = feature_map.tokens
         stats = Stats(
             tokens.numel(),
-            rounds * len(batch.labels),
+            rounds * len(batch.of),
             rounds,
             time.perf_counter() - begin,
             clock.seconds["draft"],
             clock.seconds["verify"],
         )
-        images = None if output_type == "latent" else self.decode(feature_map.f_hat)
-        return Drawn(tokens, images, stats, claim, name)
+        return Drawn(tokens, feature_map.f_hat, stats, claim)
 
     def _steps(
-        self, method: methods.ScalesMethod, feature_map: FeatureMap, batch: VARBatch, clock: Clock
+        self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap, clock: Clock
     ) -> tuple[Iterator[int], Certificate]:
-        """The rounds of a decided ``method``, and what it may claim."""
-        sampling = batch.sampling
+        """The rounds of ``batch``, and what it may claim."""
+        sampling, method = batch.target, batch.method
         scales = len(feature_map.schedule)
         n = method.n if isinstance(method, methods.CoDe) else scales
         large = self.transformer
@@ -387,29 +334,34 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         small = large if n == scales else needed(self.small, method.name)
         turns = code_turns(large, small, n)
         claim = certificate(turns, LARGE)
-        if batch.compiled and batch.state is None and captures(self.device):
+        quick = batch.on is not sampling
+        if quick and not method.one_generator and captures(self.device):
             return self._replayed(turns, feature_map, batch, clock), claim
-        if batch.compiled:
+        if quick:
             turns = [replace(turn, blocks=self._blocks(turn.model)) for turn in turns]
-        sampler = self._sampler(batch, feature_map)
-        if batch.state is not None and sampling.more_smooth:
+        if method.one_generator and sampling.more_smooth:
             claim = SOFT_CODES
-        elif batch.state is not None and sampling.top_p < 1:
+        elif method.one_generator and sampling.top_p < 1:
             claim = TIES
-        return alternate(turns, feature_map, batch.labels, sampling, sampler, clock), claim
+        sampler = self._sampler(batch, feature_map)
+        return alternate(turns, feature_map, batch.of, sampling, sampler, clock), claim
 
     def _replayed(
-        self, turns: list[ScalesTurn], feature_map: FeatureMap, batch: VARBatch, clock: Clock
+        self,
+        turns: list[Turn],
+        feature_map: FeatureMap,
+        batch: Batch[methods.ScalesMethod],
+        clock: Clock,
     ) -> Iterator[int]:
         """All rounds at once, as one graph of a GPU."""
-        quantizer, sampling = self.vae.quantize, batch.sampling
+        quantizer, sampling = self.vae.quantize, batch.target
         networks = *(turn.model for turn in turns), quantizer
-        key = turns[0].scales, len(batch.labels), sampling, placed(*networks)
+        key = turns[0].scales, len(batch.of), sampling, placed(*networks)
         if self.graph is None or self.graph[0] != key:  # one at a time: it keeps its memory
             self.graph = key, Graph(partial(draw_picture, turns, quantizer, sampling))
         with clock("verify"):
-            numbers = batch.uniforms.draw(feature_map.schedule.length)
-            feature_map.tokens, feature_map.f_hat, ends = self.graph[1](batch.labels, numbers)
+            numbers = Uniforms(batch.generators).draw(feature_map.schedule.length)
+            feature_map.tokens, feature_map.f_hat, ends = self.graph[1](batch.of, numbers)
             feature_map.ends = ends.cpu()
         for turn in turns:
             for k in turn.scales:
@@ -417,18 +369,20 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
                 feature_map.drawn = k + 1
                 yield k
 
-    def _sampler(self, batch: VARBatch, feature_map: FeatureMap) -> Callable[[range], ScaleSampler]:
+    def _sampler(
+        self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap
+    ) -> Callable[[range], ScaleSampler]:
         """What samples in a turn: one sampler for both models, or the release's for each."""
         schedule = feature_map.schedule
-        if batch.state is None:
-            shared = InverseCDF(batch.sampling, batch.uniforms, len(schedule))
+        if not batch.method.one_generator:
+            shared = InverseCDF(batch.target, Uniforms(batch.generators), len(schedule))
             return lambda _: shared
-        state = batch.state
+        state = batch.generators[0].get_state()
 
         def sampler(scales: range) -> ReleaseSampler:
             generator = torch.Generator(self.device)
             generator.set_state(state)  # the release seeds both models alike
-            made = ReleaseSampler(batch.sampling, generator, len(schedule))
+            made = ReleaseSampler(batch.target, generator, len(schedule))
             vocabulary = self.transformer.config.vocab_size
             made.burn(schedule, feature_map.batch, vocabulary, scales.start)
             return made

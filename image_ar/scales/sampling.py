@@ -224,31 +224,31 @@ class ReleaseSampler:
             torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
 
 
-def release_state(
-    generator: torch.Generator | Sequence[torch.Generator] | None,
+def release_generator(
+    given: torch.Generator | Sequence[torch.Generator] | None,
     device: torch.device,
     pictures: int,
     at_once: int,
-) -> Tensor:
-    """The state of the one generator of a run, which is left as it is.
+) -> torch.Generator:
+    """The one generator of a run, or a seeded one, whose state nobody moves.
 
     Raises ``ValueError`` unless there is one, on ``device``, and all ``pictures`` are drawn
     ``at_once``.
     """
-    if isinstance(generator, Sequence) or pictures > at_once:
+    if isinstance(given, Sequence) or pictures > at_once:
         raise ValueError(
             "release draws one batch from one generator: give one and a batch_size of at least "
             f"{pictures}, got batch_size {at_once}"
         )
-    if generator is None:
-        generator = torch.Generator(device)
-        generator.seed()
-    if generator.device.type != device.type:
+    if given is None:
+        given = torch.Generator(device)
+        given.seed()
+    if given.device.type != device.type:
         raise ValueError(
             f"release needs a generator on {device}, where the models are, "
-            f"got one on {generator.device}"
+            f"got one on {given.device}"
         )
-    return generator.get_state()
+    return given
 
 
 def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import count
 
 import torch
 from torch import Tensor
 
-from specmm import methods
 from specmm.choose.contest import MARGIN, Measured
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
@@ -96,57 +95,25 @@ class CoDePlan:
         return [*rows, f"choice  {self.reason}"]
 
 
-@dataclass
-class Chooser:
-    """Decides what a method leaves open, once for each number of pictures at once and sampling.
+def plan_code(
+    large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, settings: VARSettings
+) -> CoDePlan:
+    """What ``code`` costs by N for ``batch`` pictures at once, measured, and the N it takes.
 
-    ``settings`` hold the FID by N, and the N of specialised models.
+    ``settings`` hold the FID by N, and the N of models that are specialised.
     """
+    seconds = measured(large, small, vqvae, batch, sampling)
+    sizes = (large.config, small.config)
+    forecasts = forecast(*sizes, seconds, batch, sampling, large.dtype)
+    n, reason = specialised(settings) or choose_n(forecasts, settings.fid)
+    return CoDePlan(n, reason, forecasts, seconds)
 
-    large: VAR
-    small: VAR | None
-    vqvae: VQVAE
-    settings: VARSettings
-    plans: dict[tuple[int, Sampling], CoDePlan] = field(default_factory=dict)
 
-    def clear(self) -> None:
-        """Forget what was measured: the models have moved."""
-        self.plans.clear()
-
-    def settle(
-        self, method: methods.ScalesMethod, batch: int, sampling: Sampling
-    ) -> tuple[methods.ScalesMethod, str]:
-        """``method`` with nothing left open for ``batch`` pictures at once, and the reason."""
-        match method:
-            case methods.CoDe(n=-1):
-                if self.settings.n != -1:
-                    return replace(method, n=self.settings.n), self._specialised()
-                made = self.plan(batch, sampling)
-                return replace(method, n=made.n), made.reason
-            case methods.Auto():
-                return (methods.AR(), "plain decoding: no other method is exact")
-        return method, ""
-
-    def plan(self, batch: int, sampling: Sampling) -> CoDePlan:
-        """What ``code`` costs by N, measured once, and the N it takes.
-
-        Raises ``ValueError`` without a small model.
-        """
-        small = needed(self.small, "code")
-        key = batch, sampling
-        if key not in self.plans:
-            seconds = measured(self.large, small, self.vqvae, batch, sampling)
-            sizes = (self.large.config, small.config)
-            forecasts = forecast(*sizes, seconds, batch, sampling, self.large.dtype)
-            n, reason = choose_n(forecasts, self.settings.fid)
-            if self.settings.n != -1:
-                n = self.settings.n
-                reason = self._specialised()
-            self.plans[key] = CoDePlan(n, reason, forecasts, seconds)
-        return self.plans[key]
-
-    def _specialised(self) -> str:
-        return f"n {self.settings.n}: what the models were specialised for"
+def specialised(settings: VARSettings) -> tuple[int, str] | None:
+    """The N that two models were specialised for, and that it is; None for others."""
+    if settings.n == -1:
+        return None
+    return settings.n, f"n {settings.n}: what the models were specialised for"
 
 
 def needed(small: VAR | None, method: str) -> VAR:

@@ -84,11 +84,6 @@ def settled(
     return chosen, record.reason(), record
 
 
-def ran_as(method: Method, decided: Method) -> str:
-    """The name of a run by what ``method`` was ``decided`` to be."""
-    return f"{method.name}: {decided}" if isinstance(method, methods.Auto) else str(method.name)
-
-
 def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candidate]:
     """Exact methods that serve: the usual tree of the block drafter, and Sequoia's where its
     acceptance is known; SJD, a lookup where prompts are tokens.

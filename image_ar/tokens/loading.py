@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from specmm.image_ar.autoencoder import VQConfig, VQModel
-from specmm.image_ar.shared import count, read_config, save_module, shape_of
+from specmm.image_ar.files import count, load_module, shape_of, stack_sizes
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockHead
 from specmm.image_ar.tokens.drafters.eagle import EagleConfig, EagleHead
 from specmm.image_ar.tokens.gpt import PUBLISHED, GPTConfig, Transformer
 from specmm.loading.checkpoints import (
-    LEFTOVERS,
     FileError,
     State,
     check_fingerprint,
@@ -34,7 +34,7 @@ from specmm.loading.checkpoints import (
     weights_file,
     write_checkpoint,
 )
-from specmm.loading.mapped import DtypeChoice, WithoutWeights, chosen_dtype, give_back
+from specmm.loading.mapped import DtypeChoice, WithoutWeights, give_back
 
 DrafterHead = BlockHead | EagleHead
 VQ_LEFTOVERS = ("codebook_used",)  # the release's ring buffer of used codes
@@ -85,13 +85,8 @@ def load_gpt(
     state = read_checkpoint(path)
     if "model.embed_tokens.weight" in state:
         state = from_lantern({k: v for k, v in state.items() if "rotary_emb" not in k})
-    config = config or read_config(path, GPTConfig)
-    config = config or infer_gpt_config(state, n_head=n_head, block_size=block_size, source=path)
-    with WithoutWeights():
-        model = Transformer(config)
-    wanted = chosen_dtype(dtype, model)
-    load_strict(model, state, LEFTOVERS, path, wanted)
-    return model.to(wanted).eval()
+    infer = partial(infer_gpt_config, n_head=n_head, block_size=block_size)
+    return load_module(path, Transformer, GPTConfig, infer, config, state=state, dtype=dtype)
 
 
 def load_vq(
@@ -100,24 +95,8 @@ def load_vq(
     """The image tokenizer in the file or folder ``path``, in evaluation mode; sizes and errors as
     ``load_gpt``.
     """
-    state = read_checkpoint(path)
-    config = config or read_config(path, VQConfig) or infer_vq_config(state, path)
-    with WithoutWeights():
-        model = VQModel(config)
-    load_strict(model, state, VQ_LEFTOVERS, path, dtype)
-    return model.to(dtype).eval()
-
-
-def save_gpt(model: Transformer, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` (official names; ``dtype`` such as bf16 halves it) and
-    ``config.json``.
-    """
-    save_module(model, model.config, folder, dtype)
-
-
-def save_vq(model: VQModel, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write ``folder/model.safetensors`` and ``folder/config.json`` as ``save_gpt`` does."""
-    save_module(model, model.config, folder, dtype)
+    given = (path, VQModel, VQConfig, infer_vq_config, config)
+    return load_module(*given, leftovers=VQ_LEFTOVERS, dtype=dtype)
 
 
 def infer_gpt_config(
@@ -168,16 +147,11 @@ def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQC
     ones.
     """
     size, width = shape_of(state, "quantize.embedding.weight", source)
-    ch = shape_of(state, "encoder.conv_in.weight", source)[0]
-    levels = range(count(state, r"encoder\.conv_blocks\.(\d+)\."))
-    names = (f"encoder.conv_blocks.{i}.res.0.conv1.weight" for i in levels)
     return VQConfig(
         codebook_size=size,
         codebook_embed_dim=width,
-        ch=ch,
-        ch_mult=tuple(shape_of(state, name, source)[0] // ch for name in names),
-        num_res_blocks=count(state, r"encoder\.conv_blocks\.0\.res\.(\d+)\."),
         z_channels=shape_of(state, "encoder.conv_out.weight", source)[0],
+        **stack_sizes(state, source, "conv_blocks", "res"),
     )
 
 

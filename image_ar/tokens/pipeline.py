@@ -7,7 +7,7 @@ drafter, K ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,31 +17,15 @@ import torch
 from torch import Tensor
 
 from specmm import methods, zoo
-from specmm.choose.contest import Record
-from specmm.choose.when_compiled import Compiled, Turn, Works
-from specmm.core.continuous_batching import Queue
-from specmm.core.guidance import Guidance
-from specmm.core.processors import Processor
-from specmm.core.randomness import sample_generators
+from specmm.choose.when_compiled import Compiled
 from specmm.extending.kinds import either, texts_of
 from specmm.extending.outside import with_own
 from specmm.image_ar.autoencoder import VQModel, to_uint8
-from specmm.image_ar.calls import Callback, Classes, Tell, check_call, labels_of, listed, told
-from specmm.image_ar.shared import (
-    Drawn,
-    ImageOutput,
-    PicturePipeline,
-    call_of_pipeline,
-    draw_batches,
-    made_when_asked,
-    read_settings,
-    with_options,
-    write_index,
-    write_settings,
-)
+from specmm.image_ar.calls import Callback, Classes, Tell, labels_of, listed
+from specmm.image_ar.files import read_settings
+from specmm.image_ar.shared import ImageOutput, made_when_asked
 from specmm.image_ar.tokens.assemble import PictureParts
 from specmm.image_ar.tokens.captions import CaptionEncoder
-from specmm.image_ar.tokens.choosing import ran_as, settled
 from specmm.image_ar.tokens.gpt import Transformer
 from specmm.image_ar.tokens.loading import (
     DrafterHead,
@@ -51,10 +35,8 @@ from specmm.image_ar.tokens.loading import (
     load_gpt,
     load_vq,
     save_drafters,
-    save_gpt,
-    save_vq,
 )
-from specmm.image_ar.tokens.running import Batch, draw_tokens, static_target
+from specmm.image_ar.tokens.running import TokenPictures
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, StaticTarget, log_likelihood
 from specmm.loading.hardware import Place, choose_dtype, prepack
 
@@ -80,26 +62,7 @@ class LlamaGenSettings:
     taus: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LlamaGenBatch:
-    """Pictures of ``prompt`` that one loop draws, ``batch_size`` at a time; ``tell(1)`` is called
-    for each that is finished.
-    """
-
-    prompt: Prompt
-    generators: list[torch.Generator]
-    batch_size: int
-    tell: Callable[[int], object]
-
-    def queue(self) -> Queue | None:
-        """The pictures by number where there are more than rows."""
-        if len(self.generators) <= self.batch_size:
-            return None
-        rows = self.prompt.rows
-        return Queue(lambda i: rows(slice(i, i + 1)), self.generators, self.batch_size, self.tell)
-
-
-class LlamaGenPictures(PicturePipeline[methods.Method]):
+class LlamaGenPictures(TokenPictures):
     """A token image model (LlamaGen), its tokenizer and its drafters after one call.
 
     Several threads may share one: calls are answered in the order they come.
@@ -109,8 +72,10 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
     """
 
     vq: VQModel
-    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
-    plans = "trees"
+    family = "llamagen"
+    registry = methods.IMAGE_TOKENS
+    saved = ("transformer", "vq")
+    static = StaticTarget
     _optional_components: ClassVar[list[str]] = ["drafters"]
 
     def __init__(
@@ -123,7 +88,7 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         text_encoder: CaptionEncoder | None = None,
         name: str = "llamagen",
     ) -> None:
-        super().__init__()
+        super().__init__(settings or LlamaGenSettings(), method, name)
         heads = dict((drafters or {}).items())
         self.register_modules(transformer=transformer, vq=vq, drafters=DrafterHeads(heads))
         if vq.config.codebook_size != transformer.config.vocab_size:
@@ -131,10 +96,7 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
                 "tokenizer and transformer must share a codebook, got "
                 f"{vq.config.codebook_size} codes and {transformer.config.vocab_size} tokens"
             )
-        self.settings = settings or LlamaGenSettings()
         self.text_encoder = text_encoder
-        self.name = name
-        self.works = Works("llamagen")
         self.parts = PictureParts(
             heads,
             vq.quantize.embedding.weight.detach(),
@@ -142,7 +104,6 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
             acceptance=self.settings.acceptance,
             taus=self.settings.taus,
         )
-        self.method = methods.resolve(method)
 
     @classmethod
     def from_pretrained(
@@ -189,15 +150,8 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         return pipe
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        """Write everything ``from_pretrained`` reads, with the official parameter names, in
-        safetensors.
-        """
-        folder = Path(folder)
-        save_gpt(self.transformer, folder / "transformer", dtype)
-        save_vq(self.vq, folder / "vq", dtype)
-        save_drafters(self.parts.drafters, folder / "drafters", self.transformer, dtype)
-        write_settings(self.settings, folder)
-        write_index("LlamaGenPipeline", "llamagen", folder)
+        super().save_pretrained(folder, dtype)
+        save_drafters(self.parts.drafters, Path(folder) / "drafters", self.transformer, dtype)
 
     @property
     def takes(self) -> Literal["classes", "prompt"]:
@@ -208,20 +162,10 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         """Tokens of a picture."""
         return self.grid**2
 
-    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
-        """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
-        return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move transformer, tokenizer and drafters to a device or dtype."""
-        super().to(*args, **kwargs)
+    def moved(self) -> None:
+        super().moved()
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
-        self.parts.made.clear()
-        self.parts.records.clear()
-        self.works.clear()
-        return self
 
-    @call_of_pipeline
     def __call__(
         self,
         classes: Classes | None = None,
@@ -260,35 +204,12 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         a tie. Raises ``ValueError`` for an unknown class or method, for options out of range and
         where there is no compiler.
         """
-        check_call(output_type, batch_size, num_images_per_prompt)
-        cfg = either("cfg", cfg, "guidance_scale", guidance_scale)
-        wanted: Classes | None = either("classes", classes, "class_labels", class_labels)
-        tell = told(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
-        target = self.target(cfg, cfg_interval, temperature, top_k, top_p)
-        prompts = self._prompts(wanted, prompt, num_images_per_prompt)
-        method = self.method if method is None else method
-        chosen = methods.by_hand(methods.IMAGE_TOKENS, method, drafter, tree, rule)
-        generators = sample_generators(generator, len(prompts.condition), self.device)
-        count = len(generators)
-        rows = min(batch_size, count)
-        turn = self.turn(compiled, target, chosen, rows)
-        decided, _, record = settled(chosen, target, self.parts, rows, count)
+        output: ImageOutput = self.called(locals())
+        return output
 
-        def draw(part: slice) -> Drawn:
-            what = LlamaGenBatch(prompts.rows(part), generators[part], batch_size, bar.update)
-            now = len(what.generators)
-            # the last pictures may be too few for the program, and another would not pay
-            with turn.batch(now, count - part.start, now >= rows) as fitting:
-                drawn = self._draw(fitting, what, decided, output_type, tell, record)
-            drawn.method = ran_as(chosen, decided)
-            return drawn
-
-        bar = self.progress_bar(total=count)
-        continuous = chosen.drafts and chosen.can_refill and tell is None
-        at_once = batch_size * (TURNS if continuous else 1)
-        settings = target.processor.settings | target.guidance.settings
-        rest = (settings, return_dict, turn.compiled)
-        return draw_batches(draw, count, at_once, output_type, bar, *rest)
+    def turns(self, method: methods.Method, tell: Tell | None) -> int:
+        continuous = method.drafts and method.can_refill and tell is None
+        return TURNS if continuous else 1
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability a token [B] of ``tokens`` [B, T] of ``classes``; see
@@ -307,69 +228,32 @@ class LlamaGenPictures(PicturePipeline[methods.Method]):
         """The transformer as a target under these options, or the model's settings where they are
         None.
         """
-        sampling = dict(temperature=temperature, top_k=top_k, top_p=top_p)
-        chosen = with_options(self.settings, cfg=cfg, cfg_interval=cfg_interval, **sampling)
-        processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
-        guidance = Guidance(chosen.cfg, chosen.cfg_interval)
-        return LlamaGenTarget(self.transformer, guidance, processor, self.name)
+        filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+        sampled = self.sampled(cfg=cfg, cfg_interval=cfg_interval, **filters)
+        return LlamaGenTarget(self.transformer, *sampled, self.name)
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T].
-
-        They are decoded one by one, since values round differently in batches of other sizes.
-        """
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T]; see ``pixels``."""
         side = self.transformer.config.grid
         rows = tokens.unflatten(1, (side, side)).split(1)
         return torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
 
-    def _draw(
-        self,
-        target: LlamaGenTarget,
-        what: LlamaGenBatch,
-        method: methods.Method,
-        output_type: str,
-        tell: Tell | None,
-        record: Record | None,
-    ) -> Drawn:
-        first = slice(what.batch_size)
-        batch = Batch(what.prompt.rows(first), what.generators[first], what.queue())
-        drawn = draw_tokens(target, self.parts, batch, method, tell, record)
-        if output_type != "latent":
-            drawn.images = self.decode_tokens(drawn.tokens)
-        return drawn
+    pixels = decode_tokens
 
-    def turn(
-        self, compiled: Compiled, target: LlamaGenTarget, method: methods.Method, batch: int
-    ) -> Turn[LlamaGenTarget]:
-        """Whether ``batch`` pictures at a time are drawn on ``target`` or on the one for compiled
-        steps and rounds, which calls with the same options share.
-        """
-        key = (target.guidance, target.processor, batch)
-
-        def static() -> LlamaGenTarget:
-            make = partial(StaticTarget, target)
-            return static_target(method, self.parts, key, make, self.transformer, self.works)
-
-        return self.works.begin(compiled, target, static, self.transformer, (method, *key))
-
-    def settle(
-        self, method: methods.Method, batch: int, sampling: LlamaGenTarget, pictures: int = 1
-    ) -> tuple[methods.Method, str]:
-        return settled(method, sampling, self.parts, batch, pictures)[:2]
-
-    def _prompts(
-        self, classes: Classes | None, prompt: str | Sequence[str] | None, repeats: int
-    ) -> Prompt:
-        given = [] if classes is None else listed(classes)
-        if bool(given) == bool(prompt):
+    def asked(self, given: Mapping[str, Any], target: Any) -> Prompt:
+        """Classes or prompts; raises ``ValueError`` for what the model does not draw from."""
+        wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
+        classes = [] if wanted is None else listed(wanted)
+        prompt, repeats = given["prompt"], given["num_images_per_prompt"]
+        if bool(classes) == bool(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
-        if given:
+        if classes:
             if self.takes == "prompt":
                 raise ValueError(
                     "this model draws from captions, give prompt='…' instead of classes"
                 )
-            return Prompt(labels_of(self, given, repeats))
+            return Prompt(labels_of(self, classes, repeats))
         if self.takes == "classes":
             raise ValueError("this model draws classes, give classes=… instead of prompt")
         if self.text_encoder is None:

@@ -6,24 +6,26 @@ Shape letters: B pictures, T tokens a picture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from specmm import methods
 from specmm.choose.contest import Record
-from specmm.choose.when_compiled import Works
 from specmm.core.continuous_batching import Queue
 from specmm.core.decode import Play, Progress, decode, decode_plain, one_round, without_drafts
 from specmm.core.derived import placed, version
 from specmm.core.drafter import Drafter
 from specmm.core.drawing import DrawingTarget
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.image_ar.calls import Tell
-from specmm.image_ar.shared import Drawn
+from specmm.image_ar.files import with_options
+from specmm.image_ar.shared import Batch, Drawn, PicturePipeline
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
+from specmm.image_ar.tokens.choosing import settled
 from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.programs.compiled import NotCompiled
 from specmm.programs.graphs import captures, prepare_programs, round_program
@@ -33,66 +35,117 @@ from specmm.verify.claims import run_claim
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The ``prompt`` of the pictures drawn at first, a generator each, and the ``queue`` of all
-    where there are more.
-    """
+class TokenPictures(PicturePipeline[methods.Method]):
+    """Pipelines of models that draw token by token: a family says what its targets are."""
 
-    prompt: Any
-    generators: list[torch.Generator]
-    queue: Queue | None = None
+    parts: PictureParts
+    sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
+    plans = "trees"
+    static: ClassVar[type[Any]]  # the target for compiled steps and rounds
 
+    def sampled(self, **options: Any) -> tuple[Guidance, Processor]:
+        """By ``options`` of sampling, and the model's settings where they are None."""
+        chosen = with_options(self.settings, **options)
+        processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
+        return Guidance(chosen.cfg, chosen.cfg_interval), processor
 
-def draw_tokens(
-    target: DrawingTarget,
-    parts: PictureParts,
-    batch: Batch,
-    method: Method,
-    tell: Tell | None,
-    record: Record | None = None,
-) -> Drawn:
-    """Pictures without pixels, by a ``method`` that is settled; ``tell`` is called after each
-    round. The ``record`` takes a sample of their seconds.
+    def claimed(self, target: Any) -> Mapping[str, object]:
+        found: Mapping[str, object] = target.processor.settings | target.guidance.settings
+        return found
 
-    Raises ``ValueError`` for a method that the model has no drafter for.
-    """
-    steps, rule, drafter = _steps(target, parts, batch, method)
-    if record is not None and batch.queue is None:  # or rows begin anew
-        steps = record.called(method, steps)
-    for i, progress in enumerate(steps):
-        if tell is not None:
-            tell(i, int(progress.counts.min()), {"tokens": progress.tokens})
-    queue = batch.queue
-    # copies: the next batch's rounds may be played in the same memory
-    rows = queue.tokens if queue is not None else progress.tokens[:, : target.length].unbind()
-    tokens = torch.stack(list(rows))
-    window = method.row_window
-    made = run_claim(rule, progress, drafter)
-    said = made if window is None else rows_certificate(target, window)
-    measured = float(progress.measured)
-    return Drawn(tokens, None, progress.stats, said, method.name, measured)
+    def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
+        """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
+        return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
+    def settle(
+        self, method: methods.Method, batch: int, sampling: Any, pictures: int = 1
+    ) -> tuple[methods.Method, str, Record | None]:
+        return settled(method, sampling, self.parts, batch, pictures)
 
-def _steps(
-    target: DrawingTarget, parts: PictureParts, batch: Batch, method: Method
-) -> tuple[Iterator[Progress], Rule | None, Drafter | None]:
-    """The loop over ``batch``, its rule and its drafter (none for plain decoding)."""
-    prompt = batch.prompt
-    uniforms = Uniforms(batch.generators)
-    if method.row_window is not None:
-        return decode_rows(target, prompt, method.row_window, uniforms), None, None
-    length = target.length
-    if not (method.drafts or (target.static_shapes and captures(target.device))):
-        return decode_plain(target, prompt, length, uniforms), None, None
-    if not method.drafts:  # filters and the draw are part of a round's graph, but not of a step's
-        _, play = _rounds(target, parts, method, lambda: None)
-        alone = without_drafts()
-        return decode(target, *alone, prompt, length, uniforms, play=play), None, None
-    made, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
-    target, drafter, rule = made
-    steps = decode(target, drafter, rule, prompt, length, uniforms, queue=batch.queue, play=play)
-    return steps, rule, drafter
+    def ran_as(self, method: methods.Method, decided: methods.Method, reason: str) -> str:
+        return f"{method.name}: {decided}" if isinstance(method, methods.Auto) else method.name
+
+    def work(self, target: Any) -> tuple[Any, ...]:
+        return target.guidance, target.processor
+
+    def quick(self, target: Any, method: methods.Method, batch: int) -> Any:
+        """Steps and rounds as programs, on a target of their own.
+
+        It is shared as long as the network and the drafters are what they were.
+        """
+        if not method.static_shapes:
+            raise NotCompiled(
+                "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
+                f"(rounds all alike), got {method}"
+            )
+        prepare_programs(self.device)
+        parts = self.parts
+        heads = [head for head in parts.drafters.values() if isinstance(head, torch.nn.Module)]
+        now = (placed if captures(self.device) else version)(self.transformer, *heads)
+        if parts.made.get("version") != now:  # programs are traced of networks as they are
+            parts.made.clear()
+            parts.made["version"] = now
+        key = (*self.work(target), batch)
+        if parts.made.get("static of") != key:  # one at a time: it keeps its cache
+            parts.made["static of"] = key
+            parts.made.pop("static", None)
+            self.works.replaced()
+        return parts.once("static", lambda: self.static(target))
+
+    def moved(self) -> None:
+        self.parts.made.clear()
+        self.parts.records.clear()
+
+    def prompt(self, batch: Batch[methods.Method]) -> Any:
+        """What the target begins with for the pictures of ``batch``."""
+        return batch.of
+
+    def draw(self, batch: Batch[methods.Method]) -> Drawn:
+        """See :class:`PicturePipeline`; raises ``ValueError`` for a method that the model has no
+        drafter for.
+        """
+        queue = None
+        if len(batch.generators) > batch.rows:
+            every = batch.of
+            rest = (batch.generators, batch.rows, batch.ended)
+            queue = Queue(lambda i: every[i : i + 1], *rest)
+            first = slice(batch.rows)
+            batch = replace(batch, of=batch.of[first], generators=batch.generators[first])
+        target = batch.on
+        steps, rule, drafter = self._steps(batch, queue)
+        if batch.record is not None and queue is None:  # or rows begin anew
+            steps = batch.record.called(batch.method, steps)
+        for i, progress in enumerate(steps):
+            if batch.tell is not None:
+                batch.tell(i, int(progress.counts.min()), {"tokens": progress.tokens})
+        # copies: the next batch's rounds may be played in the same memory
+        rows = queue.tokens if queue is not None else progress.tokens[:, : target.length].unbind()
+        tokens = torch.stack(list(rows))
+        window = batch.method.row_window
+        made = run_claim(rule, progress, drafter)
+        said = made if window is None else rows_certificate(target, window)
+        return Drawn(tokens, tokens, progress.stats, said, float(progress.measured))
+
+    def _steps(
+        self, batch: Batch[methods.Method], queue: Queue | None
+    ) -> tuple[Iterator[Progress], Rule | None, Drafter | None]:
+        """The loop over ``batch``, its rule and its drafter (none for plain decoding)."""
+        method, target, parts = batch.method, batch.on, self.parts
+        prompt = self.prompt(batch)
+        uniforms = Uniforms(batch.generators)
+        if method.row_window is not None:
+            return decode_rows(target, prompt, method.row_window, uniforms), None, None
+        length = target.length
+        if not (method.drafts or (target.static_shapes and captures(target.device))):
+            return decode_plain(target, prompt, length, uniforms), None, None
+        if not method.drafts:  # filters and the draw are part of a round's graph, not of a step's
+            _, play = _rounds(target, parts, method, lambda: None)
+            alone = without_drafts()
+            return decode(target, *alone, prompt, length, uniforms, play=play), None, None
+        made, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
+        target, drafter, rule = made
+        steps = decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play)
+        return steps, rule, drafter
 
 
 def _rounds(
@@ -105,37 +158,3 @@ def _rounds(
         return assembled(), one_round
     own = ("round", parts.made.get("static of"), methods.filed(method))
     return parts.once(own, lambda: (assembled(), round_program(target.device)))
-
-
-def static_target(
-    method: Method,
-    parts: PictureParts,
-    key: Hashable,
-    make: Callable[[], T],
-    network: torch.nn.Module,
-    works: Works,
-) -> T:
-    """What ``make`` gives for compiled steps and rounds of ``method``; calls with the same ``key``
-    share it as long as the ``network`` and the drafters are what they were, and ``works`` are told
-    when it is another.
-
-    Raises ``ValueError`` for a method that compiled rounds do not serve, and where there is no
-    compiler.
-    """
-    if not method.static_shapes:
-        raise NotCompiled(
-            "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
-            f"(rounds all alike), got {method}"
-        )
-    device = next(network.parameters()).device
-    prepare_programs(device)
-    heads = [head for head in parts.drafters.values() if isinstance(head, torch.nn.Module)]
-    now = (placed if captures(device) else version)(network, *heads)
-    if parts.made.get("version") != now:  # programs are traced of networks as they are
-        parts.made.clear()
-        parts.made["version"] = now
-    if parts.made.get("static of") != key:  # one at a time: it keeps its cache
-        parts.made["static of"] = key
-        parts.made.pop("static", None)
-        works.replaced()
-    return parts.once("static", make)

@@ -35,8 +35,10 @@ class Prompt:
     condition: Tensor
     mask: Tensor | None = None
 
-    def rows(self, some: slice) -> Prompt:
-        """``some`` of them."""
+    def __len__(self) -> int:
+        return len(self.condition)
+
+    def __getitem__(self, some: slice) -> Prompt:
         return Prompt(self.condition[some], None if self.mask is None else self.mask[some])
 
 

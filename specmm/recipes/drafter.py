@@ -28,8 +28,8 @@ from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms, seeded
 from specmm.extending.registry import unknown
+from specmm.image_ar.files import read_settings, write_settings
 from specmm.image_ar.pipeline import picture_type
-from specmm.image_ar.shared import read_settings, write_settings
 from specmm.image_ar.tokens.assemble import PictureParts, assemble
 from specmm.image_ar.tokens.choosing import JACOBI
 from specmm.image_ar.tokens.drafters.block import BlockConfig, BlockDrafter, BlockHead

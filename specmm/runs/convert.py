@@ -13,6 +13,7 @@ import torch
 from specmm import zoo
 from specmm.extending.registry import unknown
 from specmm.image_ar.continuous import loading as mar
+from specmm.image_ar.files import save_module
 from specmm.image_ar.scales import loading as var
 from specmm.image_ar.tokens import loading as llamagen
 from specmm.image_ar.tokens.gpt import GPTConfig
@@ -27,15 +28,14 @@ from specmm.zoo.published import (
     weights_name,
 )
 
-Converter = tuple[Callable[..., Any], Callable[..., None]]
-CONVERTERS: Mapping[tuple[str, str], Converter] = {  # reading and writing a part of a family
-    ("llamagen", TRANSFORMER): (llamagen.load_gpt, llamagen.save_gpt),
-    ("llamagen", "vq"): (llamagen.load_vq, llamagen.save_vq),
-    ("mar", TRANSFORMER): (mar.load_mar, mar.save_mar),
-    ("mar", "vae"): (mar.load_kl, mar.save_kl),
-    ("var", TRANSFORMER): (var.load_var, var.save_var),
-    ("var", "small"): (var.load_var, var.save_var),
-    ("var", "vae"): (var.load_vqvae, var.save_vqvae),
+READERS: Mapping[tuple[str, str], Callable[..., Any]] = {  # of a part of a family
+    ("llamagen", TRANSFORMER): llamagen.load_gpt,
+    ("llamagen", "vq"): llamagen.load_vq,
+    ("mar", TRANSFORMER): mar.load_mar,
+    ("mar", "vae"): mar.load_kl,
+    ("var", TRANSFORMER): var.load_var,
+    ("var", "small"): var.load_var,
+    ("var", "vae"): var.load_vqvae,
 }
 EAGLE = "drafters/eagle"
 
@@ -154,9 +154,8 @@ def _write_parts(entry: Published, links: Path, out: Path, dtype: torch.dtype | 
             head = llamagen.load_eagle(links / place, target[0], dtype=wanted)
             llamagen.save_drafter(head, out / place, fingerprint=target[1])
             continue
-        load, save = CONVERTERS[entry.family, place]
-        model = load(links / place, dtype=wanted)
-        save(model, out / place)
+        model = READERS[entry.family, place](links / place, dtype=wanted)
+        save_module(model, out / place)
         if entry.family == "llamagen" and place == TRANSFORMER:
             target = model.config, llamagen.target_fingerprint(model)
         del model

@@ -366,7 +366,7 @@ def check(pipe: Images, run: PictureRun) -> None:
     Sampling options that were not given are set to the model's.
     """
     from specmm.image_ar.calls import class_ids
-    from specmm.image_ar.shared import with_options
+    from specmm.image_ar.files import with_options
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
@@ -413,7 +413,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
     start = time.perf_counter()
     target = pipe.measured(run.sampling, **run.wanted)
     with planning_bar():
-        method, run.reason = pipe.settle(run.method, run.rows, target, count)
+        method, run.reason, _ = pipe.settle(run.method, run.rows, target, count)
     run.planning_seconds = time.perf_counter() - start
     run.ran = label(method)
     if method.one_generator and run.rows < count:

@@ -15,7 +15,7 @@ import torch
 import specmm
 from specmm import methods
 from specmm.choose import when_compiled
-from specmm.image_ar.tokens import pipeline as tokens_pipeline
+from specmm.image_ar.tokens import running as tokens_running
 from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs.engines import run_local
 from specmm.jobs.finish import finish
@@ -101,7 +101,7 @@ def check_equal(made: Any, method: str) -> None:
 def test_compiled_pictures_do_not_depend_on_their_batch(made, traced, method, monkeypatch):
     """No row is refilled: its first round would be a program's."""
     queues = []
-    monkeypatch.setattr(tokens_pipeline, "Queue", lambda *given: queues.append(given))
+    monkeypatch.setattr(tokens_running, "Queue", lambda *given: queues.append(given))
     check_equal(made, method)
     assert not queues
 

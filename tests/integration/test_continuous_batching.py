@@ -102,15 +102,11 @@ def test_padded_captions():
     def run(first: slice, queue: Queue | None, seeds: list[int]) -> torch.Tensor:
         target = LlamaGenTarget(model, Guidance(2.0), Processor())
         drafter, uniforms = JacobiDrafter(target, 4), Uniforms.from_seeds(seeds)
-        *_, end = decode(
-            target, drafter, Recursive(), prompt.rows(first), 16, uniforms, queue=queue
-        )
+        *_, end = decode(target, drafter, Recursive(), prompt[first], 16, uniforms, queue=queue)
         return torch.stack(queue.tokens) if queue else end.tokens[:, :16]
 
     queue = Queue(
-        lambda i: prompt.rows(slice(i, i + 1)),
-        [torch.Generator().manual_seed(s) for s in range(5)],
-        2,
+        lambda i: prompt[i : i + 1], [torch.Generator().manual_seed(s) for s in range(5)], 2
     )
     with batch_invariant():
         assert torch.equal(run(slice(2), queue, [0, 1]), run(slice(None), None, list(range(5))))

@@ -18,9 +18,13 @@ from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.core.target import TargetOutput
 from specmm.image_ar.tokens.assemble import assemble
-from specmm.image_ar.tokens.drafters.jacobi import NEWEST, JacobiDrafter
+from specmm.image_ar.tokens.drafters.jacobi import (
+    NEWEST,
+    JacobiDrafter,
+    left_neighbours,
+    upper_neighbours,
+)
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
-from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.verify import Recursive, VerifyResult
 

@@ -71,19 +71,19 @@ def test_graphs_are_no_more_than_so_many(name, most, taped, monkeypatch):
     graphs = []
     for iterations in (9, 9, 10, 11):  # with those of chains 14, 14 and 24
         draw(made, methods.AR(), True, head_steps="ddim5", num_iter=iterations)
-        graphs.append(made.models.graphs)
+        graphs.append(made.graphs)
     assert graphs[0] is graphs[1] is graphs[2] is not graphs[3]
 
 
 def test_weights_that_move_get_graphs_of_their_own(taped):
     made = pipeline()
     draw(made, methods.AR(), True, head_steps="ddim5")
-    before = made.models.graphs
+    before = made.graphs
     layer = made.transformer.decoder_embed
     layer.weight.data = 2 * layer.weight.data
     plain, quick = (draw(made, methods.AR(), way, head_steps="ddim5") for way in (False, True))
     torch.testing.assert_close(quick.tokens, plain.tokens, atol=1e-4, rtol=1e-4)
-    assert made.models.graphs is not before
+    assert made.graphs is not before
 
 
 @pytest.mark.parametrize("method", [methods.AR(), methods.CSpD()], ids=lambda m: m.name)

@@ -97,9 +97,9 @@ def test_a_head_that_is_not_finite_stops_its_program(traced):
 def test_moved_networks_get_programs_of_their_own(pipe, traced):
     made = pipeline()
     draw(made, methods.AR(), True, head_steps=5)
-    before = made.models.programs
+    before = made.programs
     made.to(torch.float32)
-    assert made.models.programs is not before
+    assert made.programs is not before
 
 
 REFUSED = [

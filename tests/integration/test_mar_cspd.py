@@ -20,7 +20,7 @@ from specmm.image_ar.continuous.cspd import (
 )
 from specmm.image_ar.continuous.loading import check_models
 from specmm.image_ar.continuous.mar import MAR, unpatchify
-from specmm.image_ar.continuous.orders import MARSettings, iterations
+from specmm.image_ar.continuous.orders import MARSettings
 from tests.tiny import recorded
 
 FACTS = recorded.facts("cspd/cspd_accept")
@@ -193,7 +193,7 @@ def test_whole_runs_of_the_release(t, pair, run):
     ]
     close(unpatchify(states[-1]), g["result_latent"], 2e-3)
     follow(g, run, states)
-    assert len(states) == len(iterations(16, run["num_iter"])) + 1
+    assert len(states) == len(plan.iterations(16)) + 1
     *_, last = decode_release(
         CSpDBatch(*sides, g["orders"], noise, [AlwaysKeep()] * 3), ReleaseRule(), window
     )

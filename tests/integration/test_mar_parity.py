@@ -11,7 +11,7 @@ from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, sinusoid
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig
 from specmm.image_ar.continuous.mar import patchify, unpatchify
-from specmm.image_ar.continuous.orders import iterations, mask_lengths
+from specmm.image_ar.continuous.orders import MARSettings, mask_lengths
 from specmm.loading.checkpoints import load_strict
 from tests.tiny import recorded
 from tests.tiny.recorded import tiny_mar, under
@@ -182,7 +182,8 @@ def test_mask_lengths(name, lengths):
 
 @pytest.mark.parametrize("run", facts("mar_tiny")["sample_runs"], ids=lambda run: run["name"])
 def test_iterations_and_guidance(run):
-    got = iterations(16, run["num_iter"], run.get("cfg", 1.0), run.get("cfg_schedule", "linear"))
+    own = {name: run[name] for name in ("num_iter", "cfg", "cfg_schedule") if name in run}
+    got = MARSettings(**own).iterations(16)
     before = [n for n in run["n_masked_before_step"] if n]
     assert [i.last for i in got] == before[: len(got)]
     assert sum(i.last - i.first for i in got) == 16

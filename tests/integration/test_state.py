@@ -19,7 +19,7 @@ from specmm.core.drafter import Feedback
 from specmm.core.state import slots_of
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.image_ar.continuous import running
+from specmm.image_ar.continuous import pipeline as mar_pipeline
 from specmm.image_ar.continuous.chain_speculation import ChainRun
 from specmm.image_ar.continuous.masked_decode import MARProgress
 from specmm.image_ar.continuous.orders import PictureStreams
@@ -196,7 +196,7 @@ def latents(name, method, **options):
 @pytest.fixture
 def watched_chains(monkeypatch):
     """MAR's iterations, by sampler and progress, and the rounds of its chains."""
-    found, decode, play = Watched(), running.decode_mar, ChainRun.round
+    found, decode, play = Watched(), mar_pipeline.decode_mar, ChainRun.round
 
     def iterations(model, labels, orders, sampler, settings, conditions=None):
         steps = decode(model, labels, orders, sampler, settings, conditions)
@@ -216,7 +216,7 @@ def watched_chains(monkeypatch):
         play(self, left)
         found.ended(before)
 
-    monkeypatch.setattr(running, "decode_mar", iterations)
+    monkeypatch.setattr(mar_pipeline, "decode_mar", iterations)
     monkeypatch.setattr(ChainRun, "round", rounds)
     return found
 

@@ -10,15 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from specmm.image_ar.autoencoder import VQConfig, VQModel
+from specmm.image_ar.files import save_module
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer, rotary_table
-from specmm.image_ar.tokens.loading import (
-    infer_gpt_config,
-    load_gpt,
-    load_vq,
-    save_gpt,
-    save_vq,
-    to_lantern,
-)
+from specmm.image_ar.tokens.loading import infer_gpt_config, load_gpt, load_vq, to_lantern
 from tests.tiny.parts import same_weights
 
 C2I = GPTConfig(dim=64, n_layer=3, n_head=4, vocab_size=128, block_size=16, num_classes=10)
@@ -101,8 +95,8 @@ def test_wrong_model_is_named(tmp_path, c2i, vq):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_save_and_load(tmp_path, c2i, vq, dtype):
-    save_gpt(c2i, tmp_path / "gpt", dtype)
-    save_vq(vq, tmp_path / "vq", dtype)
+    save_module(c2i, tmp_path / "gpt", dtype)
+    save_module(vq, tmp_path / "vq", dtype)
     for model, again in ((c2i, load_gpt(tmp_path / "gpt")), (vq, load_vq(tmp_path / "vq"))):
         assert again.config == model.config and not again.training
         for name, weight in model.state_dict().items():
@@ -112,7 +106,7 @@ def test_save_and_load(tmp_path, c2i, vq, dtype):
 
 @torch.no_grad()
 def test_casting_keeps_the_rotary_table(tmp_path, c2i):
-    save_gpt(c2i, tmp_path)
+    save_module(c2i, tmp_path)
     half = load_gpt(tmp_path, dtype=torch.bfloat16)
     assert half.output.weight.dtype == torch.bfloat16
     assert torch.equal(half.rotary.table, c2i.rotary.table)
@@ -124,7 +118,7 @@ def test_casting_keeps_the_rotary_table(tmp_path, c2i):
 
 
 def test_bad_configs(tmp_path, c2i):
-    save_gpt(c2i, tmp_path)
+    save_module(c2i, tmp_path)
     sizes = json.loads((tmp_path / "config.json").read_text())
     for content, message in (
         ("{", "must be JSON"),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from specmm.image_ar.calls import class_ids
-from specmm.image_ar.shared import read_settings, with_options, write_settings
+from specmm.image_ar.files import read_settings, with_options, write_settings
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 
 NAMES = ("heart", "face-smiling", "time")

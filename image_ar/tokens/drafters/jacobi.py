@@ -24,6 +24,9 @@ A place that enters the window has no such distribution yet. ``init`` says what 
 ``"left"`` or ``"above"``, or any token (``"random"``). A neighbour's token is a point mass: it is
 settled by what was drawn before it, the earlier drafts of the window included.
 
+Places are numbered in raster order. A row of ``line`` tokens has ``columns`` picture tokens and
+then, in some models, one that ends it.
+
 Shape letters: B batch, W window, N = W + 1 nodes, T tokens of a picture, V vocabulary.
 """
 
@@ -39,7 +42,6 @@ from specmm.core.drawing import DrawingTarget
 from specmm.core.randomness import UniformSource, categorical
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape, at_nodes
-from specmm.image_ar.tokens.raster import left_neighbours, upper_neighbours
 from specmm.methods.images import Init, check_init
 from specmm.verify.exact import Trial, strict_step
 
@@ -189,6 +191,31 @@ class JacobiDrafter:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
         return scored if feedback.fresh is None else scored.masked_fill(feedback.fresh, 0)
+
+
+def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
+    """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
+
+    Where a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
+    """
+    left = torch.minimum(places - 1, known[:, None])
+    column = places % target.line
+    inside = (left >= places - column) & (column < target.columns)
+    return torch.where(inside, left, upper_neighbours(places, known, target))
+
+
+def upper_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
+    """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
+
+    Where there is none: the latest known, or -1 for a token that ends the row.
+    """
+    latest = known[:, None]
+    above = places - target.line
+    ahead = (above - latest).clamp(min=0)  # as many rows up as it takes to be known
+    above = above - (ahead + target.line - 1) // target.line * target.line
+    if target.columns < target.line:
+        latest = torch.where(places % target.line < target.columns, latest, -1)
+    return torch.where(above >= 0, above, latest)
 
 
 NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}

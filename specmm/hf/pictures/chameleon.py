@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 from specmm.core.guidance import AllowedTokens
 from specmm.extending.registry import named
 from specmm.hf.pictures.diffusers_parts import load_part
-from specmm.hf.pictures.interleaved import Writer
 from specmm.hf.pictures.picture_tokens import (
     Decoder,
     Layout,
@@ -61,16 +60,10 @@ def _lined(model: PreTrainedModel) -> bool:
     return any(hasattr(model.config, name) for name in LUMINA)
 
 
-def _pictures(model: PreTrainedModel) -> Tensor:
-    """Which tokens [V] are those of pictures: bool."""
-    mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    mask[token_codes(model)[0].cpu()] = True
-    return mask
-
-
 def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
     """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
-    mask = _pictures(model)
+    mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    mask[token_codes(model)[0].cpu()] = True
     factor = token_side(model)
     if not _lined(model):
         side = model.config.vq_config.resolution
@@ -136,20 +129,17 @@ def _check(model: PreTrainedModel) -> None:
         )
 
 
-def _check_writer(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for one that cannot draw among words."""
+def _marks(model: PreTrainedModel) -> tuple[int, int]:
+    """Raises ``ValueError`` for one that cannot draw among words."""
     _check(model)
     if _lined(model):
         raise ValueError(
             "draw=True serves Chameleon and Anole, got Lumina-mGPT, which draws alone; use "
             "ImagePipeline"
         )
-    if END not in model.config.vocabulary_map:
-        raise ValueError(f"the model's vocabulary_map must name {END}, which ends a picture")
-
-
-def _marks(model: PreTrainedModel) -> tuple[int, int]:
     words = model.config.vocabulary_map
+    if END not in words:
+        raise ValueError(f"the model's vocabulary_map must name {END}, which ends a picture")
     return words[BEGIN], words[END]
 
 
@@ -216,12 +206,5 @@ CHAMELEON = PictureModel(
     sampling=_sampling,
     unneeded="model.vqmodel.",
     cfg=3.0,
-)
-
-INTERLEAVED = Writer(
     marks=_marks,
-    pictures=_pictures,
-    layout=lambda model: _layout(model, None),
-    decode=_decode,
-    check=_check_writer,
 )

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree
 from specmm.extending.registry import named
 from specmm.hf.models.target import ProbsProcessor, VLMTarget
-from specmm.hf.pictures.picture_tokens import Decoder, Layout, Painting
+from specmm.hf.pictures.picture_tokens import Decoder, Painting, PictureModel
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.verify.rule import VerifyResult
 
-WRITERS = {"chameleon": "specmm.hf.pictures.chameleon:INTERLEAVED"}  # descriptions by model type
+WRITERS = {"chameleon": "specmm.hf.pictures.chameleon:CHAMELEON"}  # descriptions by model type
 PIXELS = "specmm.image_ar.autoencoder:to_uint8"
 DRAFTING = ("prompt-lookup", "sjd")  # the methods that draft such answers
 SERVING = ("ar", *DRAFTING, "auto")
@@ -40,24 +39,7 @@ TEXT = -1  # no picture is open
 IN_TEXT, IN_FULL_TEXT, IN_PICTURE, AT_END = range(4)  # the masks of tokens, by where they come
 
 
-@dataclass(frozen=True)
-class Writer:
-    """A class of transformers that writes pictures between words, by functions of a model.
-
-    ``marks`` gives the ids that begin and end a picture, ``pictures`` the mask [V] of its tokens;
-    ``layout`` and ``decode`` are those of its
-    :class:`specmm.hf.pictures.picture_tokens.PictureModel`. ``check`` raises ``ValueError`` for a
-    model that cannot draw.
-    """
-
-    marks: Callable[[Any], tuple[int, int]]
-    pictures: Callable[[Any], Tensor]
-    layout: Callable[[Any], Layout]
-    decode: Callable[[Any, Path], Decoder]
-    check: Callable[[Any], None]
-
-
-def writer_of(model: PreTrainedModel, name: str = "the model") -> Writer:
+def writer_of(model: PreTrainedModel, name: str = "the model") -> PictureModel:
     """The description of ``model``; raises ``ValueError`` for one that writes text alone."""
     kind = model.config.model_type
     if kind not in WRITERS:
@@ -65,8 +47,7 @@ def writer_of(model: PreTrainedModel, name: str = "the model") -> Writer:
             f"draw=True needs a model that writes text and pictures in turn "
             f"({', '.join(WRITERS)}), got {name} of type {kind!r}; leave draw out"
         )
-    found: Writer = named(WRITERS[kind])
-    found.check(model)
+    found: PictureModel = named(WRITERS[kind])
     return found
 
 
@@ -88,11 +69,13 @@ class Grammar:
         self.codes = frozenset(pictures.nonzero()[:, 0].tolist())
 
     @classmethod
-    def of(cls, model: PreTrainedModel, writer: Writer) -> Grammar:
-        """That of ``model``, by its description."""
-        begin, end = writer.marks(model)
-        pictures = writer.pictures(model).to(model.device)
-        return cls(begin, end, writer.layout(model).length, pictures)
+    def of(cls, model: PreTrainedModel, name: str) -> Grammar:
+        """That of ``model``, by its description; raises ``ValueError`` for one that cannot draw."""
+        facts = writer_of(model, name)
+        assert facts.marks is not None, "it is among WRITERS"
+        begin, end = facts.marks(model)
+        layout = facts.layout(model, None)
+        return cls(begin, end, layout.length, layout.allowed.masks[0].to(model.device))
 
     def of_words(self) -> Grammar:
         """The same of answers in which no picture begins."""
@@ -168,9 +151,8 @@ class InterleavedTarget(VLMTarget):
     def __init__(
         self, model: PreTrainedModel, processor: ProbsProcessor, name: str = "vlm"
     ) -> None:
-        writer = writer_of(model, name)
+        self.grammar = Grammar.of(model, name)
         super().__init__(model, processor, name)
-        self.grammar = Grammar.of(model, writer)
         self.opened: Tensor  # [B], after what is in the cache
         self.at: Tensor  # [B, N], after each token that is being scored
 
@@ -233,10 +215,10 @@ class PictureReader:
     """What is in answers with pictures of ``model``, whose files are in ``folder``."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, name: str = "the model") -> None:
-        self.writer = writer_of(model, name)
+        self.facts = writer_of(model, name)
         self.model = model
         self.folder = folder
-        self.grammar = Grammar.of(model, self.writer)
+        self.grammar = Grammar.of(model, name)
         self._decoder: Decoder | None = None
 
     def check(self, max_new_tokens: int) -> None:
@@ -249,7 +231,7 @@ class PictureReader:
     def decoder(self) -> Decoder:
         """From tokens to pixels, read once; raises ``ValueError`` where the folder has none."""
         if self._decoder is None:
-            self._decoder = self.writer.decode(self.model, self.folder)
+            self._decoder = self.facts.decode(self.model, self.folder)
         return self._decoder
 
     def text(self, ids: Sequence[int], said: Callable[[list[int]], str], placeholder: str) -> str:
@@ -268,7 +250,7 @@ class PictureReader:
         if not any(whole):
             return [[] for _ in answers]
         decode = self.decoder()
-        layout = self.writer.layout(self.model)
+        layout = self.facts.layout(self.model, None)
         painting = Painting("", torch.Generator(), {})
 
         def picture(run: list[int]) -> Image.Image:

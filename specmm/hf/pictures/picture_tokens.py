@@ -83,7 +83,9 @@ class PictureModel:
     ``ValueError`` for a model that cannot draw; a checkpoint cannot without weights with ``scores``
     in their names, and can without those whose names begin with ``unneeded``, which ``fill`` then
     takes from elsewhere in the folder. ``keep`` copies into another folder what ``decode`` reads of
-    the model's. Methods ``not_by`` cannot draw with it.
+    the model's. Methods ``not_by`` cannot draw with it. ``marks``, of a class that draws between
+    words, too, gives the ids that begin and end a picture there, and raises ``ValueError`` for a
+    model that cannot.
     """
 
     architecture: str  # the class
@@ -105,6 +107,7 @@ class PictureModel:
     fill: Callable[[Any, Path], None] = lambda model, folder: None
     keep: Callable[[Path, Path], None] = lambda folder, into: None
     not_by: tuple[str, ...] = ()
+    marks: Callable[[Any], tuple[int, int]] | None = None
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
         """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""

@@ -14,7 +14,7 @@ from specmm.image_ar.continuous.cspd import (
 )
 from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.masked_decode import head_conditions
-from specmm.image_ar.continuous.orders import MARSettings, iterations, log_uniforms, normals
+from specmm.image_ar.continuous.orders import MARSettings, log_uniforms, normals
 
 ORDER = torch.randperm(16, generator=torch.Generator().manual_seed(0))[None]
 
@@ -60,16 +60,16 @@ def test_the_target_sees_the_drafts_before_each_position(tiny_mar, cfg):
     run, seen = make(tiny_mar, plan(cfg=cfg)), []
     compute = run.compute
     run.compute = lambda side, of: seen.append((side, compute(side, of))) or seen[-1][1]
-    parts = iterations(16, 6, cfg)
+    parts = run.batch.target.settings.iterations(16)
     before = run.tokens.clone()
     assert run.round({0: parts[:3]}) == {0: 3}
     for side, made in seen[:3]:
         assert side is run.batch.draft
-        [drafted] = made[0]
+        [drafted] = made
         before[0, drafted.where] = drafted.tokens
     side, checked = seen[3]
     assert side is run.batch.target and len(seen) == 4
-    for part, made in zip(parts, checked[0], strict=False):
+    for part, made in zip(parts, checked, strict=False):
         classes = run.batch.target.classes
         given = before, ORDER[:, part.last :], classes, made.where[None]
         alone = head_conditions(tiny_mar, *given)
@@ -88,7 +88,7 @@ def test_a_drafter_that_is_the_target_is_always_kept(tiny_mar):
 
 
 def test_a_rejection_discards_what_was_drafted_after_it(tiny_mar):
-    parts = iterations(16, 6)
+    parts = plan().iterations(16)
     run = make(tiny_mar, plan(), 2.0, Scripted(-1.0, 1e30))
     assert run.round({0: parts[:4]}) == {0: 2}
     again = make(tiny_mar, plan(), 2.0, Scripted())

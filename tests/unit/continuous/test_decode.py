@@ -17,7 +17,6 @@ from specmm.image_ar.continuous.masked_decode import Ancestral, ChainStats, deco
 from specmm.image_ar.continuous.orders import (
     BLOCK,
     MARSettings,
-    iterations,
     log_uniforms,
     normals,
     random_orders,
@@ -115,7 +114,7 @@ def test_orders_are_permutations_of_their_own_seed():
 
 @pytest.mark.parametrize(("count", "made"), [(1, 1), (7, 7), (16, 16), (40, 16)])
 def test_every_token_is_made_once(count, made):
-    parts = iterations(16, count, 3.0)
+    parts = MARSettings(count, cfg=3.0).iterations(16)
     assert len(parts) == made and parts[0].last == 16 and parts[-1].first == 0
     assert all(a.first == b.last for a, b in pairwise(parts))
 

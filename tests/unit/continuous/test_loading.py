@@ -13,10 +13,9 @@ from specmm.image_ar.continuous.loading import (
     kl_fingerprint,
     load_kl,
     load_mar,
-    save_kl,
-    save_mar,
 )
 from specmm.image_ar.continuous.mar import MAR, PUBLISHED, MARConfig
+from specmm.image_ar.files import save_module
 from tests.tiny.parts import mar_sides, same_weights
 
 SMALL = mar_sides(16, 1) | dict(decoder_depth=2, class_num=3)
@@ -38,8 +37,8 @@ def kl():
 
 
 def test_our_folders_go_round(mar, kl, tmp_path):
-    save_mar(mar, tmp_path / "mar")
-    save_kl(kl, tmp_path / "kl")
+    save_module(mar, tmp_path / "mar")
+    save_module(kl, tmp_path / "kl")
     assert same_weights(load_mar(tmp_path / "mar"), mar)
     assert load_mar(tmp_path / "mar").config == TINY
     assert same_weights(load_kl(tmp_path / "kl"), kl) and load_kl(tmp_path / "kl").config == KL
@@ -86,7 +85,7 @@ def test_published_sizes_need_no_heads(name):
 
 
 def test_wrong_files_are_named(mar, tmp_path):
-    save_mar(mar, tmp_path / "mar")
+    save_module(mar, tmp_path / "mar")
     with pytest.raises(ValueError, match="must describe a KLConfig"):
         load_kl(tmp_path / "mar")
     torch.save({"a": torch.zeros(1)}, tmp_path / "other.pt")

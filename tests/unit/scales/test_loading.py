@@ -7,13 +7,8 @@ import json
 import pytest
 import torch
 
-from specmm.image_ar.scales.loading import (
-    load_var,
-    load_vqvae,
-    save_var,
-    save_vqvae,
-    tokenizer_fingerprint,
-)
+from specmm.image_ar.files import save_module
+from specmm.image_ar.scales.loading import load_var, load_vqvae, tokenizer_fingerprint
 from specmm.image_ar.scales.vqvae import phi_of_scale
 from tests.tiny.parts import same_weights
 
@@ -48,8 +43,8 @@ def test_official_tokenizers(vqvae, tmp_path, wrap):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_save_and_load(large, vqvae, tmp_path, dtype):
-    save_var(large, tmp_path / "var", dtype)
-    save_vqvae(vqvae, tmp_path / "vae", dtype)
+    save_module(large, tmp_path / "var", dtype)
+    save_module(vqvae, tmp_path / "vae", dtype)
     loaded = load_var(tmp_path / "var"), load_vqvae(tmp_path / "vae")
     for model, again in zip((large, vqvae), loaded, strict=True):
         assert again.config == model.config
@@ -98,7 +93,7 @@ def test_heads_that_nobody_tells(make, tmp_path):
 
 
 def test_configs_that_do_not_fit(large, tmp_path):
-    save_var(large, tmp_path)
+    save_module(large, tmp_path)
     with pytest.raises(ValueError, match="must describe a VQVAEConfig, got a VARConfig"):
         load_vqvae(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specmm import methods
-from specmm.image_ar.scales.loading import save_var
+from specmm.image_ar.files import save_module
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.sampling import VARSettings
 from specmm.image_ar.scales.tuning import CoDePlan
@@ -105,7 +105,7 @@ def test_temperature_by_scale_and_smooth(pipe):
 
 def test_code_without_n_takes_the_planners(pipe):
     out = draw(pipe, "code")
-    made = pipe.chooser.plans[3, pipe.target()]
+    made = pipe.measured_plans[3, pipe.target()]
     assert isinstance(made, CoDePlan) and out.method == f"code: {made.reason}"
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(made.n)).tokens)
     found = made.as_dict()
@@ -114,10 +114,10 @@ def test_code_without_n_takes_the_planners(pipe):
 
 def test_one_call_takes_one_n(pipe):
     out = draw(pipe, "code", batch_size=2)
-    assert list(pipe.chooser.plans) == [(2, pipe.target())], (
+    assert list(pipe.measured_plans) == [(2, pipe.target())], (
         "the batch left over is not planned for"
     )
-    n = pipe.chooser.plans[2, pipe.target()].n
+    n = pipe.measured_plans[2, pipe.target()].n
     assert torch.equal(out.tokens, draw(pipe, methods.CoDe(n), batch_size=2).tokens)
 
 
@@ -129,7 +129,7 @@ def test_specialised_models_are_planned_as_they_are_run(pipe, vqvae, large, smal
     assert made.n == 1 and "specialised" in made.reason
     assert draw(special, "code").method == f"code: {made.reason}"
     special.save_pretrained(tmp_path / "model")
-    save_var(small, tmp_path / "other")
+    save_module(small, tmp_path / "other")
     again = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "other")
     assert again.settings == dataclasses.replace(special.settings, n=-1, fid={}), (
         "they were another small model's"
@@ -160,7 +160,7 @@ def test_files(pipe, large, vqvae, small, tmp_path):
         tmp_path / "model", methods.CoDe(1), torch.float32, tmp_path / "small"
     )
     assert torch.equal(draw(given, None).tokens, draw(pipe, methods.CoDe(1)).tokens)
-    save_var(small, tmp_path / "weights")
+    save_module(small, tmp_path / "weights")
     found = VARPipeline.from_pretrained(tmp_path / "model", small=tmp_path / "weights").small.config
     assert found == small.config
 

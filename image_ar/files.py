@@ -1,0 +1,185 @@
+"""Files of image models: settings beside them, configurations, and weights as modules and back.
+
+Sizes come from a ``config.json`` beside the weights, else from the shapes of the weights, as far as
+these tell. What is written has the official parameter names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from specmm import __version__
+from specmm.extending.registry import unknown
+from specmm.loading.checkpoints import (
+    LEFTOVERS,
+    FileError,
+    State,
+    load_strict,
+    read_checkpoint,
+    read_json,
+    weights_file,
+    write_checkpoint,
+)
+from specmm.loading.mapped import DtypeChoice, WithoutWeights, chosen_dtype
+from specmm.zoo import SETTINGS as SETTINGS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def with_options(settings: T, **options: object) -> T:
+    """``settings`` with every option that is not None in place of its own."""
+    given = {k: v for k, v in options.items() if v is not None}
+    return replace(settings, **given)
+
+
+def read_settings(kind: type[T], folder: Path) -> T:
+    """The ``kind`` of settings beside a model, or the defaults.
+
+    Raises ``ValueError`` for an unknown setting.
+    """
+    file = folder / SETTINGS
+    if not file.exists():
+        return kind()
+    found = read_json(file)
+    known = _names(kind)
+    for key in found.keys() - set(known):
+        raise unknown(f"setting in {file}", key, known)
+    return kind(**{key: _frozen(value) for key, value in found.items()})
+
+
+def write_settings(settings: DataclassInstance, folder: Path) -> None:
+    """Write a model's settings beside it."""
+    (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
+
+
+def write_index(pipeline: str, family: str, folder: Path) -> None:
+    """Write which ``pipeline`` saved the model in ``folder``, and its ``family``, by which it is
+    opened.
+    """
+    index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+def load_module(
+    path: str | Path,
+    make: Callable[[T], M],
+    kind: type[T],
+    infer: Callable[..., T],
+    config: T | None = None,
+    *,
+    state: State | None = None,
+    leftovers: Collection[str] = LEFTOVERS,
+    dtype: DtypeChoice = torch.float32,
+) -> M:
+    """The module that ``make`` makes of a configuration, with the weights in the file or folder
+    ``path`` (its ``state``, where that was read), in evaluation mode and in ``dtype``, or that
+    which it chooses for so many parameters.
+
+    Without ``config`` the sizes are those of the ``kind`` in the ``config.json`` beside the
+    weights, else what ``infer(state, source=path)`` tells. Raises ``ValueError`` when sizes are
+    missing and, naming them, when weights are missing, extra (but for ``leftovers``) or misshapen.
+    """
+    state = read_checkpoint(path) if state is None else state
+    config = config or read_config(path, kind) or infer(state, source=path)
+    with WithoutWeights():
+        model = make(config)
+    wanted = chosen_dtype(dtype, model)
+    load_strict(model, state, leftovers, path, wanted)
+    return model.to(wanted).eval()
+
+
+def save_module(model: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write ``folder/model.safetensors`` (in ``dtype``, such as bf16, which halves it) and the
+    model's configuration as ``folder/config.json``.
+    """
+    facts = {"model": type(model.config).__name__, **asdict(model.config)}
+    write_checkpoint(model.state_dict(), facts, folder, dtype)
+
+
+def read_config(path: str | Path, kind: type[T]) -> T | None:
+    """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when
+    there is none.
+
+    A file of another program (LANTERN's, a hub's) has no ``model`` of ours in it and counts as
+    none. Raises ``ValueError`` for one of ours that is not JSON, describes another kind of model or
+    holds unknown names.
+    """
+    file = weights_file(path).with_name("config.json")
+    sizes = read_json(file) if file.is_file() else {}
+    if not str(sizes.get("model", "")).endswith("Config"):
+        return None
+    found = sizes.pop("model")
+    if found != kind.__name__:
+        raise ValueError(
+            f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder"
+        )
+    strange = sizes.keys() - set(_names(kind))
+    if strange:
+        raise ValueError(
+            f"{file} must hold sizes of {kind.__name__}, got {', '.join(sorted(strange))}"
+        )
+    return kind(**{k: _frozen(v) for k, v in sizes.items()})
+
+
+def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch.Size:
+    """The shape of a weight; raises ``ValueError`` naming a missing one."""
+    if key not in state:
+        raise FileError(source, f"must hold {key}, got a file without it: is it another model's?")
+    return state[key].shape
+
+
+def count(state: Mapping[str, Tensor], pattern: str) -> int:
+    """One more than the largest number that ``pattern`` finds at the start of a name."""
+    found = (re.match(pattern, key) for key in state)
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def stack_sizes(
+    state: Mapping[str, Tensor], source: str | Path, levels: str = "down", block: str = "block"
+) -> dict[str, Any]:
+    """``ch``, ``ch_mult`` and ``num_res_blocks`` of an autoencoder's ``state``, whose encoder calls
+    its ``levels`` and their residual ``block``s so.
+    """
+    ch = shape_of(state, "encoder.conv_in.weight", source)[0]
+    each = range(count(state, rf"encoder\.{levels}\.(\d+)\."))
+    names = [f"encoder.{levels}.{i}.{block}.0.conv1.weight" for i in each]
+    return {
+        "ch": ch,
+        "ch_mult": tuple(shape_of(state, name, source)[0] // ch for name in names),
+        "num_res_blocks": count(state, rf"encoder\.{levels}\.0\.{block}\.(\d+)\."),
+    }
+
+
+def check_shared(said: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
+    """Raise ``ValueError`` unless ``ours`` and ``theirs``, two configurations, have all that is
+    ``shared``: facts by name, each with its attribute in both or in the one and in the other.
+
+    It is ``said`` with a fact's ``{name}`` and what ``{ours}`` and ``{theirs}`` is.
+    """
+    for name, attributes in shared.items():
+        both = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])
+        if both[0] != both[1]:
+            raise ValueError(said.format(name=name, ours=both[0], theirs=both[1]))
+
+
+def _names(kind: type[DataclassInstance]) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _frozen(value: Any) -> Any:
+    """Lists of JSON as the tuples they were."""
+    if isinstance(value, dict):
+        return {k: _frozen(v) for k, v in value.items()}
+    return tuple(_frozen(v) for v in value) if isinstance(value, list) else value
