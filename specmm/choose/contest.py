@@ -390,8 +390,8 @@ class Record:
         return rounds / self.tau(method)
 
     def gain(self, method: Any) -> float:
-        """Seconds a token of ``method``: median seconds of a round over tokens a round."""
-        calls made right after them.
+        """Measured speed over plain decoding. A method that has only trials is compared by way of
+        the calls made right after them.
         """
         samples = self.samples[method]
         beside = [sample.beside for sample in samples if sample.beside]

@@ -106,8 +106,3 @@ def test_commands_say_what_they_ran_in(tiny, text_folder, tmp_path, command):
     for dtype in ("bfloat16", "float32"):
         found = as_json(command, *arguments, "--device", "cpu", "--dtype", dtype)
         assert (found[0] if command == "bench" else found)["dtype"] == dtype
-
-
-def test_published_sizes_are_planned_on_the_cpu(monkeypatch):
-    monkeypatch.setattr("specmm.loading.hardware.named_device", torch.device)
-    assert "leave --device out" in refused("plan", "d30,d16", "--device", "cuda")
