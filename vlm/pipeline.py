@@ -310,7 +310,7 @@ class VQAPipeline(Pipeline):
         if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
             return super().chosen(method, target, prompt, share)
         found, why = self.drawn.chosen(target, prompt)
-        return Chosen(found, f"auto: {found} ({why})")
+        return Chosen(found, f"auto: {methods.label(found)} ({why})")
 
     def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
         """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures

@@ -63,7 +63,9 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return settled(method, sampling, self.parts, batch, pictures)
 
     def ran_as(self, method: methods.Method, decided: methods.Method, reason: str) -> str:
-        return f"{method.name}: {decided}" if isinstance(method, methods.Auto) else method.name
+        return (
+            f"auto: {methods.label(decided)}" if isinstance(method, methods.Auto) else method.name
+        )
 
     def work(self, target: Any) -> tuple[Any, ...]:
         return target.guidance, target.processor

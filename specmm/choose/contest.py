@@ -180,13 +180,15 @@ class Record:
     def _recall(self) -> None:
         """Take over the noted samples of the candidates, which are known by now."""
         for one in self.order:
-            if samples := self.noted.pop(str(one.method), None):
+            if samples := self.noted.pop(methods.label(one.method), None):
                 self.samples.setdefault(one.method, samples)
 
     def _note(self) -> None:
         """Keep it for later processes."""
         rows = {
-            str(method): [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
+            methods.label(method): [
+                (x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples
+            ]
             for method, samples in self.samples.items()
         }
         sums = self.calls, self.decoded, self.lasted, self.spent
@@ -325,7 +327,7 @@ class Record:
         except ValueError as error:  # of a drafter; plain decoding's are the call's own
             if method == PLAIN.method:
                 raise
-            LOGGER.warning("auto: without %s: %s", method, error)
+            LOGGER.warning("auto: without %s: %s", methods.label(method), error)
             self.failed[method] = str(error)
         known = PLAIN.method in self.samples
         took = self.now() - start
@@ -372,7 +374,7 @@ class Record:
             return "there is no drafter" if self.calls else "the first call, and a short one"
         if PLAIN.method in self.samples:
             measured = [one for one in self.samples if one != PLAIN.method]
-            said = ", ".join(f"{one} {self.gain(one):.2f}x" for one in measured)
+            said = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)
             return f"measured beside plain decoding: {said or 'no other yet'}"
         if chosen == PLAIN.method:
             return "too short to try others, and none is forecast to gain for certain"

@@ -194,8 +194,8 @@ def ask(
     settings: Settings,
 ) -> None:
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
-    from specmm.methods import VQA
-    from specmm.runs.run import default_method, label, parse_method
+    from specmm.methods import VQA, label
+    from specmm.runs.run import default_method, parse_method
 
     usual = default_method("questions", settings.drafter)
     chosen = parse_method(VQA, method or usual, settings.option)
@@ -252,8 +252,8 @@ def complete(
     settings: Settings,
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
-    from specmm.methods import TEXT
-    from specmm.runs.run import default_method, label, parse_method
+    from specmm.methods import TEXT, label
+    from specmm.runs.run import default_method, parse_method
 
     chosen = parse_method(TEXT, method or default_method("text", settings.drafter), settings.option)
     if plot is not None:

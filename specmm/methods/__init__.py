@@ -20,7 +20,9 @@ from specmm.methods.base import (
     by_hand,
     check_rejected_weight,
     filed,
+    label,
     make,
+    plain_option,
 )
 from specmm.methods.images import (
     GSD,
@@ -98,7 +100,9 @@ __all__ = [
     "by_hand",
     "check_rejected_weight",
     "filed",
+    "label",
     "make",
+    "plain_option",
     "resolve",
 ]
 

@@ -13,6 +13,7 @@ from specmm.extending.registry import (
     OPTION,
     Registry,
     maker_of,
+    name_of,
     named,
     names_of_others,
     registered,
@@ -141,6 +142,22 @@ class Composed(Declared):
     def static_shapes(self) -> bool:
         """Of drafters whose trees have as many nodes and levels every round."""
         return self.choice.drafter in ("block", "eagle", "any", "jacobi")
+
+
+def label(method: Any) -> str:
+    """The ``method``'s name, and its options that are not the default ones: ``block(length=4)``."""
+    values = {f.name: (getattr(method, f.name), f.default) for f in fields(method)}
+    changed = [
+        f"{name}={plain_option(value)}"
+        for name, (value, default) in values.items()
+        if value != default
+    ]
+    return f"{method.name}({', '.join(changed)})" if changed else str(method.name)
+
+
+def plain_option(value: object) -> object:
+    """An option's ``value``, or the display name of a third-party object."""
+    return value if isinstance(value, str | int | float | tuple | None) else name_of(value)
 
 
 class Itself:

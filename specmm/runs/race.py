@@ -19,8 +19,9 @@ from specmm import methods
 from specmm.choose.threads import settled
 from specmm.core.stats import Certificate, Stats, merged_certificate, quartiles, speedup
 from specmm.hf.drafters.drafting import KINDS
+from specmm.methods import label
 from specmm.programs.compiled import NotCompiled
-from specmm.runs.run import label, moving, place_of
+from specmm.runs.run import moving, place_of
 
 if TYPE_CHECKING:
     from specmm.hf.answers.running import Pipeline

@@ -28,7 +28,7 @@ from specmm.choose.when_compiled import Compiled
 from specmm.core.randomness import sample_generators
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.watching import watched
-from specmm.extending.registry import OPTION, Registry, name_of, unknown
+from specmm.extending.registry import OPTION, Registry, unknown
 from specmm.hf.pictures.picture_models import draws_pictures, processes
 from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
 from specmm.loading.checkpoints import read_json
@@ -185,14 +185,6 @@ def parse_methods(registry: Registry, text: str) -> list[Any]:
     return found
 
 
-def label(method: Any) -> str:
-    """The name, and the options that are not the default ones."""
-    values = {f.name: (getattr(method, f.name), f.default) for f in dataclasses.fields(method)}
-    others = {name: value for name, (value, default) in values.items() if value != default}
-    changed = [f"{name}={_plain(value)}" for name, value in others.items()]
-    return f"{method.name}({', '.join(changed)})" if changed else str(method.name)
-
-
 def _split(text: str) -> list[str]:
     """Parts of ``text`` between commas outside brackets."""
     parts = [""]
@@ -241,12 +233,11 @@ def tree_of(text: str) -> methods.TreeName:
 
 def _options(method: object) -> dict[str, object]:
     """The options of a method that are not None, for JSON."""
-    return {name: _plain(value) for name, value in vars(method).items() if value is not None}
-
-
-def _plain(value: object) -> object:
-    """``value``, or what to call an object of one's own."""
-    return value if isinstance(value, str | int | float | tuple | None) else name_of(value)
+    return {
+        name: methods.plain_option(value)
+        for name, value in vars(method).items()
+        if value is not None
+    }
 
 
 # ---- answers and texts
@@ -415,7 +406,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
     with planning_bar():
         method, run.reason, _ = pipe.settle(run.method, run.rows, target, count)
     run.planning_seconds = time.perf_counter() - start
-    run.ran = label(method)
+    run.ran = methods.label(method)
     if method.one_generator and run.rows < count:
         raise ValueError(
             f"{run.ran} draws one batch, give --batch-size {count}, got {run.batch_size}"

@@ -160,11 +160,11 @@ def test_auto_without_a_drafter_decodes_plainly(text_folder, llava_pipe, tmp_pat
     bare = undrafted(text_folder, tmp_path / "bare")
     pipe = TextPipeline.from_pretrained(bare, torch_dtype=torch.float32)
     out = pipe("def add(", method="auto", max_new_tokens=6)
-    assert out.method.startswith("auto: AR()") and out.certificate.kind == "exact"
+    assert out.method.startswith("auto: ar") and out.certificate.kind == "exact"
     assert out.texts == pipe("def add(", max_new_tokens=6).texts
     alone = VQAPipeline(llava_pipe.model, llava_pipe.processor)
     out = alone([], "What is it?", method="auto", max_new_tokens=4)
-    assert out.method.startswith("auto: AR()")
+    assert out.method.startswith("auto: ar")
     assert out.answers == alone([], "What is it?", max_new_tokens=4).answers
 
 
@@ -269,7 +269,7 @@ def test_what_a_plan_measured_is_taken_by_later_processes_in_their_first_call(
     [record] = pipe.records.values()
     taken = record.fastest()
     pipe, later = told()
-    assert f"auto: {taken} (measured beside plain decoding" in later.method
+    assert f"auto: {methods.label(taken)} (measured beside plain decoding" in later.method
     assert {*pipe.drafters.given} <= {taken.name}, "no other was read"
     assert [row.tolist() for row in later.tokens] == [row.tolist() for row in first.tokens]
     pipe(asked, method="auto", **options)

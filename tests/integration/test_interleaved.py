@@ -158,7 +158,7 @@ def test_auto_races_what_serves_such_answers(pipe):
     alone = specmm.VQAPipeline(pipe.model, pipe.processor, folder=pipe.drafters.folder)
     out = alone(None, ASKED[0], method="auto", **given)
     assert out.method.startswith("auto: ") and "of it in pictures" in out.method
-    assert "AnswerSJD" in out.method and "PromptLookup" in out.method and "x" in out.method
+    assert "sjd" in out.method and "prompt-lookup" in out.method and "x" in out.method
     own = pipe(None, ASKED[0], **given)
     assert torch.equal(out.tokens[0], own.tokens[0])
     assert [p.tobytes() for p in out.pictures[0]] == [p.tobytes() for p in own.pictures[0]]
@@ -185,8 +185,8 @@ def test_auto_weighs_words_and_pictures_by_what_is_answered(pipe, monkeypatch):
         return alone.planned(None, ASKED[0], max_new_tokens=room, draw=True).partition(" (")
 
     monkeypatch.setattr(choosing_drawn, "Record", Clocked)
-    assert chosen(COUNT)[0] == "auto: AR()", "3% is noise"
-    assert chosen(T + 2)[0].startswith("auto: AnswerSJD")
+    assert chosen(COUNT)[0] == "auto: ar", "3% is noise"
+    assert chosen(T + 2)[0].startswith("auto: sjd")
     assert f"{T / (T + 2):.0%} of it in pictures" in chosen(T + 2)[2]
     words, pictures = ran
     assert len(words) == len(pictures) == 3 and all(len(row) >= T for row in words + pictures)
@@ -197,7 +197,7 @@ def test_auto_weighs_words_and_pictures_by_what_is_answered(pipe, monkeypatch):
     assert all({*row[:T]} <= {*PICTURE} for row in pictures)
     out = alone(None, ASKED[2], max_new_tokens=COUNT, draw=True)
     assert not out.pictures[0], "it has words alone"
-    assert chosen(T + 2)[0] == "auto: AR()" and "0% of it in pictures" in chosen(T + 2)[2]
+    assert chosen(T + 2)[0] == "auto: ar" and "0% of it in pictures" in chosen(T + 2)[2]
     alone(None, ASKED[0], max_new_tokens=COUNT, draw=True)
     known = alone.drawn
     assert known.tokens > COUNT and known.drawn % T == 0 and known.drawn > 0

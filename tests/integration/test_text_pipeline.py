@@ -243,7 +243,7 @@ def test_auto_plans_for_the_drafter_it_was_given(text_pipe, text_folder):
         given = text_pipe.drafter(kind)
         pipe = specmm.TextPipeline(text_pipe.model, text_pipe.tokenizer, "auto", given)
         assert pipe(PROMPTS[0], max_new_tokens=8).method == (
-            "auto: AR() (the first call, and a short one)"
+            "auto: ar (the first call, and a short one)"
         )
         assert pipe(PROMPTS[0], max_new_tokens=8).method.startswith("auto")
         [record] = pipe.records.values()

@@ -230,7 +230,7 @@ def test_the_next_process_runs_what_the_last_one_found_fastest_from_its_first_ca
     record = noted(machine)
     for _ in range(2):
         called(record, machine, record.choose(machine.begin, 33, share=0.5))
-    assert record.fastest() == FAST and noted(machine).known() == str(FAST)
+    assert record.fastest() == FAST and noted(machine).known() == methods.label(FAST)
     later, machine = Machine(), Machine()
     again = noted(later)
     assert again.choose(later.begin, 33) == FAST and not later.begun, "nothing is tried again"
@@ -250,6 +250,6 @@ def test_notes_that_are_damaged_or_old_are_as_none(noted, tmp_path, damage):
     found = json.loads(file.read_text())
     found["at"] -= 61.0 if damage == "old" else 0.0
     if damage == "empty":
-        found["samples"][str(FAST)][0][3] = 0.0  # tokens
+        found["samples"][methods.label(FAST)][0][3] = 0.0  # tokens
     file.write_text(json.dumps(found) if damage in ("old", "empty") else damage)
     assert noted(Machine()).choose(Machine().begin, 33) == AR

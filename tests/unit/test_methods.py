@@ -12,8 +12,9 @@ import torch
 from specmm import methods
 from specmm.extending.registry import Registry
 from specmm.image_ar.tokens.assemble import DRAFTERS as OF_PICTURES
+from specmm.methods import label
 from specmm.methods.base import DRAFTERS
-from specmm.runs.run import label, parse_method, parse_methods
+from specmm.runs.run import parse_method, parse_methods
 from specmm.verify.rule import make_rule
 
 

@@ -95,7 +95,7 @@ def record_of(
         return record
     if known := not record.samples and record.known().partition("(")[0]:
         # the first call of a process reads one drafter; others wait until they may be tried
-        kinds = [name for name in kinds if known == methods.GENERATE.get(name).__name__]
+        kinds = [name for name in kinds if name == known]
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
     elif not (record.complete or record.looked):
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)

@@ -557,7 +557,7 @@ class Pipeline:
         parts = (self.drafters, target)
         record = record_of(kinds, *parts, prompt, self.records, self.tokenizer, share)
         found = choose(record, *parts, prompt, self.tokenizer, share)
-        return Chosen(found, f"auto: {found} ({record.reason()})", record)
+        return Chosen(found, f"auto: {methods.label(found)} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
         """Whether ``options`` ask for graphs, or let us choose, and the model is on a GPU.
