@@ -37,18 +37,6 @@ ABOUT_AUTO = (
     "later_median later_worst later_first taken"
 )
 AUTO = {name: name.replace("_", " ") for name in ABOUT_AUTO.split(" ")}
-FRECHET = {
-    "features fed": "features fed",
-    "library": "library",
-    "update_s": "update, s",
-    "compute_s": "compute, s",
-    "compute_speedup": "compute, speed-up",
-    "total_speedup": "both, speed-up",
-    "peak_over_imports_mb": "memory over imports, MB",
-    "memory_ratio": "memory ratio",
-    "peak_mb": "whole process, MB",
-    "fid_relative_error": "relative error of FID",
-}
 SETTING = {
     "method": "setting",
     "batch": "batch",

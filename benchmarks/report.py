@@ -9,15 +9,15 @@ from typing import Any
 
 from benchmarks.bars import (
     bars,
+    cifar_bar,
     jacobi_bar,
     job_bars,
     loading_bar,
     mar_bars,
-    metric_bars,
     round_bars,
     var_bars,
 )
-from benchmarks.columns import AUTO, FRECHET, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
+from benchmarks.columns import AUTO, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
 from benchmarks.common import Row, read_results
 from benchmarks.drafter_bars import drafter_bars
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
@@ -26,7 +26,7 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "auto"),
-    *("cifar_fid", "frechet_speed", "mar", "var"),
+    *("cifar_fid", "mar", "var"),
     *(
         "vlm_speed_llava",
         "vqa_accuracy_llava",
@@ -80,7 +80,7 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
                 for b in round_bars(rows["speed_compiled"], rows["quality"])
             ),
             jacobi_bar(rows["draft_free_speed"]),
-            *metric_bars(rows["cifar_fid"], rows["frechet_speed"]),
+            cifar_bar(rows["cifar_fid"]),
             *mar_bars(rows["mar"]),
             *var_bars(rows["var"]),
             *vlm_bars(rows["vlm_speed_llava"]),
@@ -250,12 +250,6 @@ def _metrics(rows: dict[str, list[Row]]) -> list[str]:
             "CIFAR-10's test pictures against training ones, by the offline Inception in float32."
         )
         parts += ["## Real against real", text, table(rows["cifar_fid"])]
-    if rows["frechet_speed"]:
-        text = (
-            "50,000 features of width 2048 a side to FID, against torchmetrics; every run is a "
-            "separate process."
-        )
-        parts += ["## Features to FID", text, table(rows["frechet_speed"], FRECHET)]
     return parts
 
 
