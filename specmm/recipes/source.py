@@ -27,7 +27,7 @@ from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
 from specmm.recipes.loop import one_first
 from specmm.recipes.recipe import Count, Places, Share
 from specmm.recipes.settings import Begun, sees
-from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows, frequent
+from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows
 from specmm.recipes.training.seen import Read
 from specmm.recipes.training.small_qwen import LENGTH
 from specmm.recipes.training.texts import Rows, split, text_stream, windows
@@ -108,7 +108,7 @@ class Lessons:
         if not most:
             return None
         said = self.said()
-        return frequent(said, min(most, int((said > 0).sum())))
+        return said.topk(min(most, int((said > 0).sum()))).indices
 
 
 @dataclass(frozen=True)
