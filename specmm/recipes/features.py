@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -124,40 +124,22 @@ def _loss(
     return found
 
 
-class Rolled(Protocol):
-    """A network that is trained; its tokens are the target's ``ids`` [v] (None: all)."""
-
-    @property
-    def ids(self) -> Tensor | None: ...
-
-    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
-        slots, and which of them count [B, L].
-        """
-
-    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
-        """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C].
-
-        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
-        far are in ``past``.
-        """
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., v] of predicted ``states`` [..., C]."""
-
-
 @dataclass(frozen=True)
 class RolledEagle3:
-    """An EAGLE-3 ``head`` as it is trained; see :class:`Rolled`."""
+    """An EAGLE-3 ``head`` as it is trained."""
 
     head: Eagle3Head
 
     @property
     def ids(self) -> Tensor | None:
+        """Those of the target's that are its tokens [v]; None for all."""
         return self.head.ids
 
     def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of text and the few that are left of a picture, if the head reads no more."""
+        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
+        slots, and which of them count [B, L]; of a picture the few that are left, if it reads no
+        more.
+        """
         hidden = self.head.mixed(seen.context)
         if self.head.pictures is None or seen.image is None:
             return seen.embeddings, hidden, seen.mask
@@ -166,17 +148,23 @@ class RolledEagle3:
         return embeddings, hidden, packed(seen.mask, kept)
 
     def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., v] of predicted ``states`` [..., C]."""
         return self.head.logits(states)
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
-        """One pass over all slots."""
+        """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C], in
+        one pass over all slots.
+
+        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
+        far are in ``past``.
+        """
         bias = rollout_bias(embeddings.shape[1], step).to(hidden)
         found: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
         return found
 
 
 class RolledMtp:
-    """The MTP ``layers`` of ``target`` as they are trained; see :class:`Rolled`.
+    """The MTP ``layers`` of ``target`` as they are trained; methods as of :class:`RolledEagle3`.
 
     A single layer reads its own predictions again and again. Of several each drafts one token: its
     slots read what the layer before predicted, and attend its own slots of the text before. Raises
@@ -221,6 +209,9 @@ class RolledMtp:
     def logits(self, states: Tensor) -> Tensor:
         """The target's."""
         return self.target.family.logits(states)
+
+
+Rolled: TypeAlias = RolledEagle3 | RolledMtp
 
 
 def build_eagle3(
