@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,6 @@ from transformers import DynamicCache, LlamaConfig
 from specmm.core.randomness import seeded
 from specmm.hf.drafters.eagle3_files import save_eagle3
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
-from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafters.mtp_layers import MtpLayers, layers_of, save_layers, told_layers
 from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.loading.pretrained import load_config
@@ -33,9 +33,9 @@ from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses
 from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
-from specmm.recipes.settings import Targeted, sees, served
+from specmm.recipes.settings import Targeted, sees
 from specmm.recipes.source import Source
-from specmm.recipes.training.seen import Seen, learn
+from specmm.recipes.training.seen import Seen
 
 CLIP = 0.5  # of gradients
 RATE = 2.0  # over its width, a head's learning rate: 5e-4 at 4,096, too little for small ones
@@ -63,20 +63,15 @@ def eagle3(
     lessons = source.lessons(begun)
     target = begun.target
     head = build_eagle3(target, layers, inner, lessons.vocabulary(vocabulary), picture_slots)
-    measure = begun.tau("eagle3", head, head, lessons.prompt, lessons.ends)
-    options: dict[str, Any] = {} if training.lr is not None else {"lr": head_rate(head)}
-    run = begun.run(lessons.rows, lessons.key, measure=measure, **options)
-    draw = begun.seen(lessons, head.config.layers).batch
+    rate: dict[str, Any] = {} if training.lr is not None else {"lr": head_rate(head)}
     output = target.family.logits_of(head.ids)
     loss = _loss(RolledEagle3(head), output, rollout, slots, training.loss)
-    learn(head, loss, draw, run, clip=CLIP)
 
     def save() -> None:
-        with served(head, target.dtype):
-            head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
+        begun.accepted(head, lessons)
         save_eagle3(head, begun.place, target.model)
 
-    return begun.end(save, run)
+    return begun.learn(lessons, head, loss, save, layers=head.config.layers, clip=CLIP, **rate)
 
 
 def head_rate(head: Eagle3Head) -> float:
@@ -95,12 +90,9 @@ def mtp(
     target = begun.target
     layers = layers_of(target.model)
     rolled = RolledMtp(layers, target, rollout)
-    measure = begun.tau("mtp", layers, rolled.network, lessons.prompt, lessons.ends)
-    run = begun.run(lessons.rows, lessons.key, measure=measure)
-    draw, output = begun.seen(lessons, ()).batch, target.family.logits
-    loss = _loss(rolled, output, rollout, slots, training.loss)
-    learn(rolled.network, loss, draw, run, clip=CLIP)
-    return begun.end(lambda: save_layers(layers, begun.place, target.model), run)
+    loss = _loss(rolled, target.family.logits, rollout, slots, training.loss)
+    save = partial(save_layers, layers, begun.place, target.model)
+    return begun.learn(lessons, layers, loss, save, network=rolled.network, clip=CLIP)
 
 
 def _check_slots(loss: str, slots: int) -> None:

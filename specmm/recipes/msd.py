@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.core.randomness import seeded
-from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses, Run, fit, one_first, share
 from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
-from specmm.recipes.settings import Targeted, served
-from specmm.recipes.source import Data, key_of
+from specmm.recipes.settings import Targeted
+from specmm.recipes.source import Data, lessons_of
 from specmm.recipes.training.seen import Read, Seen, seen_of
 from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
 
@@ -51,21 +50,18 @@ def msd(
         opened = source.opened(begun.folder, lambda: begun.target, training.out, training.seed)
     if True not in opened.sorts:
         raise ValueError("data must hold pictures or videos for an MSD drafter, got text alone")
-    target, ends = begun.target, opened.reader.stops
-    prompt = opened.prompts(training.scenes)
+    target = begun.target
+    lessons = lessons_of(opened, opened.rows(None), training.scenes)
     sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
     head = build_msd(target, msd_config(target, **sizes), training.seed)
-    rows = opened.rows(None)
-    measure = begun.tau("msd", head, head, prompt, ends)
-    run = begun.run(rows, key_of(chat.said for chat in rows), measure=measure)
+    run = begun.run(lessons, head, head)
     options: dict[str, Any] = dict(noise=noise, probs_weight=probs_weight, passes=passes)
     options |= dict(batch=training.batch, seed=training.seed, ramp=ramp, read=opened.read)
     options |= dict(loss=training.loss)
     train_msd(target, head, opened.draw, run, sorts=opened.sorts, **options)
 
     def save() -> None:
-        with served(head, target.dtype):
-            head.acceptance = acceptance_of(target, head, [prompt], ends)
+        begun.accepted(head, lessons)
         save_msd(head, begun.place, dtype=torch.bfloat16, embeddings=False)
 
     return begun.end(save, run)

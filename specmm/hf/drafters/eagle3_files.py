@@ -30,6 +30,7 @@ from specmm.hf.drafters.files import (
     layers_named,
     read_acceptance,
     read_state,
+    renamed,
     write_acceptance,
 )
 from specmm.loading.checkpoints import (
@@ -44,12 +45,13 @@ from specmm.loading.mapped import WithoutWeights
 
 EMBEDDINGS = "embed_tokens.weight"
 MASK = "mask_hidden"
+FIRST, FLAT = "layers.0.", "midlayer."  # what the first layer is called
 MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")  # as speculators and vLLM call it
 LAYOUTS = ("speculators", "eagle", "specforge")
 SPECULATORS = ("eagle3", "peagle")
 SPECULATORS_VERSION = "0.9.0"  # whose configuration is written
-LEFTOVERS = ("rotary_emb", "verifier_lm_head", "verifier_norm")  # constants, or the target's own
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+LEFTOVERS = ("rotary_emb", "verifier_lm_head", "verifier_norm")  # constants, or the target's own
 SIZES = (
     *NEEDED,
     "num_hidden_layers",
@@ -91,7 +93,7 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
     """
     file = Path(folder) / "config.json"
     facts = read_json(file)
-    state = {_official(name): tensor for name, tensor in read_state(folder).items()}
+    state = renamed(read_state(folder), {FLAT: FIRST})
     if facts.get("tie_word_embeddings") and EMBEDDINGS in state:
         state.setdefault(HEAD, state[EMBEDDINGS])
     config = read_config(facts, state, file)
@@ -101,12 +103,6 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
     load_strict(head, _with_tables(state, head.config, folder), LEFTOVERS, folder, dtype)
     head.acceptance = read_acceptance(file.parent)
     return cast(head, state["fc.weight"].dtype).eval()
-
-
-def _official(name: str) -> str:
-    """The name of a weight in speculators' layout."""
-    name = name.removeprefix("model.")
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
@@ -379,8 +375,4 @@ def _flat_state(state: State, config: Eagle3Config) -> State:
         state["t2d"] = torch.ones(vocabulary, dtype=torch.bool)
     if config.mask is not None:
         return state
-    first = "layers.0."
-    return {
-        ("midlayer." + name.removeprefix(first) if name.startswith(first) else name): tensor
-        for name, tensor in state.items()
-    }
+    return renamed(state, {FIRST: FLAT})

@@ -174,14 +174,14 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     """The recipe ``msd``, with other data: the file leaves the target's embeddings out and loads
     for it.
     """
-    from specmm.recipes import conversations, msd, recipe
+    from specmm.recipes import conversations, recipe
     from specmm.recipes.settings import Begun
     from specmm.recipes.source import Data
     from specmm.vlm.msd import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    reader = SimpleNamespace(stops=[2])
+    reader = SimpleNamespace(stops=[2], said=len)
     monkeypatch.setattr(Data, "reader", lambda self, folder: reader)
 
     def rows(count):
@@ -191,7 +191,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
     monkeypatch.setattr("specmm.vlm.pipeline.load_processor", lambda folder: None)
     monkeypatch.setattr(Begun, "tau", lambda *_: None)
-    monkeypatch.setattr(msd, "acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
+    monkeypatch.setattr("specmm.recipes.settings.acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(
         model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path
     )
