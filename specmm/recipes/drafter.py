@@ -307,27 +307,27 @@ def train_block(
         last = target.config.block_size - config.levels
         return torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
 
-    _learn(drafter, target, (tokens, labels), run, losses, drawn, (batch, dropout, seed))
+    given = (drafter, target, tokens, labels, run, losses, drawn)
+    _learn(*given, batch=batch, dropout=dropout, seed=seed)
     return drafter
 
 
 def _learn(
     head: nn.Module,
     target: Transformer,
-    examples: tuple[Tensor, Tensor],
+    tokens: Tensor,
+    labels: Tensor,
     run: Run,
     loss: Callable[[Tensor, Tensor, Tensor], Losses],
     drawn: Callable[[torch.Generator], Tensor],
-    options: tuple[int, float, int],
+    *,
+    batch: int,
+    dropout: float,
+    seed: int,
 ) -> None:
     """Train ``head`` by the ``loss`` of classes [B], pictures [B, T] and what is ``drawn`` for
-    each.
-
-    ``examples`` are tokens [M, 2, T] (both mirrorings) and labels [M]; ``options`` a batch, the
-    share of pictures shown without their class, and a seed.
+    each; a share ``dropout`` of the pictures is shown without its class.
     """
-    tokens, labels = examples
-    batch, dropout, seed = options
 
     def step(i: int) -> Losses:
         generator = torch.Generator().manual_seed(seed + i)
@@ -488,7 +488,8 @@ def train_eagle(
         return (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
 
     made = torch.compile(loss_of) if compiled else loss_of
-    _learn(head, target, (tokens, labels), run, made, drawn, (batch, CLASS_DROPOUT, seed))
+    given = (head, target, tokens, labels, run, made, drawn)
+    _learn(*given, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
     return head
 
 
