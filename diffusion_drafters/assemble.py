@@ -28,14 +28,14 @@ from specmm.diffusion_drafters.models.diffusion_lms import load_diffusion_lm
 from specmm.diffusion_drafters.models.masked import DiffusionLM
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, DiffusionSource
-from specmm.hf.drafters.drafting import Assembly, Verification, chain_rule, translated
+from specmm.hf.drafters.drafting import Assembly, chain_rule, translated
 from specmm.hf.drafters.files import check_target
 from specmm.hf.drafters.translation import PADDING
+from specmm.hf.drafters.trees import drawn_trees
 from specmm.hf.loading.pretrained import own_tokenizer
 from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import read_json
 from specmm.loading.hardware import prepack
-from specmm.shape.trees import static_tree
 from specmm.verify import Recursive
 
 PROXY = "ngram.safetensors"
@@ -94,10 +94,8 @@ def make_block(
         raise ValueError(
             f"a tree of fixed shape has its own depth, got {tree} and length {method.length}"
         )
-    verification = Verification.of(method.rule or "traversal", target)
-    shape = static_tree(tree, target.device)
-    target.check_tree(shape.width)
-    return Assembly(DrawnTreeDrafter(source, target, shape, *verification.drawn), verification.rule)
+    shape, drawn, rule = drawn_trees(method.rule or "traversal", tree, target)
+    return Assembly(DrawnTreeDrafter(source, target, shape, *drawn), rule)
 
 
 def make_specdiff(

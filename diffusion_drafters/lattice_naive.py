@@ -1,46 +1,35 @@
-"""Every path of a small lattice, and a beam that makes every path: references for the searches."""
+"""A beam that makes every path of a small lattice: the reference for the search."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from specmm.diffusion_drafters.lattice_search import Lattice, Objective, Path
 
 
-def every_path(lattice: Lattice, objective: Objective) -> list[Path]:
-    """All complete paths, the best first."""
-    paths = _complete(lattice, objective, Path(finished=not len(lattice)))
-    return sorted(paths, key=lambda path: path.rank)
+def best_paths(
+    lattice: Lattice, objective: Objective, width: int | None = None, end: int | None = None
+) -> list[Path]:
+    """The paths left in a beam of ``width`` (None: all that there are), the best first.
 
-
-def _complete(lattice: Lattice, objective: Objective, path: Path) -> Iterator[Path]:
-    if path.finished:
-        yield path
-        return
-    for longer in _longer(lattice, objective, path):
-        yield from _complete(lattice, objective, longer)
-
-
-def beam_path(lattice: Lattice, objective: Objective, width: int) -> Path:
-    """As ``lattice_search.beam_path``."""
-    beam = [Path(finished=not len(lattice))]
-    while not all(path.finished for path in beam):
-        grown = [path for path in beam if path.finished]
+    As in the paper the token ``end`` finishes a path, which stays in the beam and competes.
+    """
+    beam = [Path()]
+    for place in range(len(lattice)):
+        grown = []
         for path in beam:
-            grown += [] if path.finished else _longer(lattice, objective, path)
+            ended = path.tokens[-1:] == (end,)
+            grown += [path] if ended else _longer(lattice, objective, path, place)
         beam = sorted(grown, key=lambda path: path.rank)[:width]
-    return beam[0]
+    return beam
 
 
-def _longer(lattice: Lattice, objective: Objective, path: Path) -> list[Path]:
-    """``path`` with each candidate of the next position after it."""
-    place = len(path.tokens)
+def _longer(lattice: Lattice, objective: Objective, path: Path, place: int) -> list[Path]:
+    """``path`` with each candidate of the position ``place`` after it."""
     rest = 1 - objective.weight
-    context = objective.context(path)
+    count = objective.proxy.order - 1
+    context = (objective.before + path.tokens)[-count:] if count else ()
     found = []
     for token, score in zip(lattice.tokens[place], lattice.scores[place], strict=True):
         causal = objective.proxy.log_probs([context], [token])[0][0] if rest else 0.0
-        ended = place + 1 == len(lattice) or token == objective.end
         total = path.score + objective.weight * score + rest * causal
-        found.append(Path((*path.tokens, token), total, ended))
+        found.append(Path((*path.tokens, token), total))
     return found

@@ -64,14 +64,13 @@ class Lattice:
         return self.likeliest.index(end) if end in self.likeliest else len(self)
 
 
-def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15, keep: int | None = None) -> Lattice:
+def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15) -> Lattice:
     """The lattice of ``log_probs`` [K, V]: the fewest likeliest tokens with mass ``tau``, at most
     ``most``.
 
-    Equal tokens are taken by number. ``tau`` 1 keeps ``most`` everywhere. ``keep`` is a token that
-    every position offers (the paper keeps the end token). Tokens of no probability are never
-    offered, and the lattice ends in front of a position that has no others. Raises ``ValueError``
-    for options out of range.
+    Equal tokens are taken by number. ``tau`` 1 keeps ``most`` everywhere. Tokens of no probability
+    are never offered, and the lattice ends in front of a position that has no others. Raises
+    ``ValueError`` for options out of range.
     """
     if not 0 < tau <= 1 or most < 1:
         raise ValueError(f"tau must be in (0, 1] and most at least 1, got {tau} and {most}")
@@ -85,14 +84,7 @@ def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15, keep: int | None 
             break
         tokens.append(ids[:count])
         scores.append(values[:count])
-    likeliest = [row[0] for row in tokens]
-    if keep is not None:
-        given = log_probs[: len(tokens), keep].tolist()
-        for row, score, value in zip(tokens, scores, given, strict=True):
-            if keep not in row and value > -math.inf:
-                row.append(keep)
-                score.append(value)
-    return Lattice(tokens, scores, likeliest)
+    return Lattice(tokens, scores, [row[0] for row in tokens])
 
 
 def _carrying(values: list[float], tau: float) -> int:
@@ -128,11 +120,10 @@ class CausalProxy(Protocol):
 
 
 class Path(NamedTuple):
-    """Tokens chosen, their score S in nats, and whether nothing can follow."""
+    """Tokens chosen, and their score S in nats."""
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
-    finished: bool = False
 
     @property
     def rank(self) -> tuple[float, tuple[int, ...]]:
@@ -148,13 +139,12 @@ OpenPath = tuple[float, tuple[int, ...], tuple[int, ...]]
 class Objective:
     """S for one ``prefix``, with the ``weight`` of the block (the paper's lambda).
 
-    ``end`` is a token that ends a path. Raises ``ValueError`` for a weight outside [0, 1].
+    Raises ``ValueError`` for a weight outside [0, 1].
     """
 
     proxy: CausalProxy
     prefix: Sequence[int]
     weight: float = 0.5
-    end: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.weight <= 1:
@@ -180,34 +170,21 @@ class Objective:
             found += [before + score + rest * proxy for score, proxy in pairs]
         return found
 
-    def context(self, path: Path) -> tuple[int, ...]:
-        """What the proxy reads after ``path``."""
-        count = self.proxy.order - 1
-        return (self.before + path.tokens)[-count:] if count else ()
-
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
-    """The best of the paths that a beam of ``width`` finds; finished ones stay in it and compete.
+    """The best of the paths that a beam of ``width`` finds.
 
     Raises ``ValueError`` for a width below 1. An empty lattice has the empty path.
     """
     if width < 1:
         raise ValueError(f"width must be at least 1, got {width}")
-    going: list[OpenPath] = [(0.0, (), objective.before)]
-    done: list[OpenPath] = []
+    beam: list[OpenPath] = [(0.0, (), objective.before)]
     for tokens, block in zip(lattice.tokens, lattice.scores, strict=True):
-        beam = done + _grown(objective, going, tokens, block, width)
+        beam = _grown(objective, beam, tokens, block, width)
         if len(beam) > width:
             beam = sorted(beam, key=_rank)[:width]
-        if objective.end is None:
-            going = beam
-        else:
-            done = [path for path in beam if path[1][-1] == objective.end]
-            going = [path for path in beam if path[1][-1] != objective.end]
-        if not going:
-            break
-    score, path, _ = min(going + done, key=_rank)
-    return Path(path, score, True)
+    score, path, _ = min(beam, key=_rank)
+    return Path(path, score)
 
 
 def _grown(

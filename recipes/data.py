@@ -15,7 +15,7 @@ from torch.nn.functional import interpolate
 
 from recipes.emoji import load
 from recipes.scenes.composed import encoder
-from recipes.scenes.packing import Encoder, to_pixels
+from recipes.scenes.packing import Encoder, collate, to_pixels
 from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
 from specmm.chats.forms import Chat
@@ -24,7 +24,7 @@ from specmm.hf.loading.pretrained import find
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.loading.extras import install
 from specmm.recipes.conversations import LONGEST, Conversations, Opening
-from specmm.recipes.msd import MOSTLY, Example, collate
+from specmm.recipes.msd import MOSTLY
 from specmm.recipes.pictures import Pictures
 from specmm.vlm.asking import Questions
 from specmm.vlm.loading import is_composed
@@ -89,8 +89,7 @@ def _scenes(places: Sequence[str], opening: Opening, packed: Any) -> Conversatio
 
     def draw(number: int, visual: bool) -> Any:
         random = Random(f"scene {opening.seed} {number} {visual}")
-        made = next(drawn.conversations(packed or FirstTurn(), random, float(visual)))
-        return _example(made) if packed else made
+        return next(drawn.conversations(packed or FirstTurn(), random, float(visual)))
 
     def rows(count: int | None) -> Sequence[Any]:
         random = Random(opening.seed)
@@ -111,11 +110,6 @@ class FirstTurn:
         """The first of ``turns`` about the picture ``image`` [R, R, 3]."""
         picture = None if image is None else Image.fromarray(image)
         return Chat.asked(turns[0].question, turns[0].answer, picture)
-
-
-def _example(sample: Any) -> Example:
-    vision = {} if sample.pixel_values is None else {"pixel_values": sample.pixel_values[None]}
-    return Example(sample.input_ids, sample.answer_mask, vision)
 
 
 def _encoder(processor: Any, target: Any) -> Any:

@@ -42,10 +42,10 @@ from specmm.diffusion_drafters.models.block_heads import (
 )
 from specmm.diffusion_drafters.models.block_memory import BlockMemory
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
-from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state
+from specmm.hf.drafters.files import LEFTOVERS, QWEN_SIZES, cast, check_ids, read_state, renamed
 from specmm.hf.models.cache_layers import as_transformers
 from specmm.hf.models.families import cache_name
-from specmm.loading.checkpoints import State, fingerprint, load_strict, read_json, write_checkpoint
+from specmm.loading.checkpoints import fingerprint, load_strict, read_json, write_checkpoint
 from specmm.loading.mapped import WithoutWeights
 
 RENAMED = {
@@ -260,10 +260,8 @@ def dflash_of(
     config: DFlashConfig, weights: Mapping[str, Tensor], source: object, dtype: torch.dtype | None
 ) -> DFlash:
     """The drafter of ``config`` with ``weights`` by any release's names (:func:`load_dflash`)."""
-    state: State = {}
-    for name, tensor in weights.items():
-        if name.split(".")[0] not in TARGETS:
-            state[_zlab_name(name)] = tensor
+    own = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
+    state = renamed(own, RENAMED)
     if not config.tokens:
         state.pop("d2t", None)  # of all tokens, which changes nothing
     wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
@@ -308,13 +306,6 @@ def save_dflash(
     }
     facts |= {name: value for name, value in extras.items() if value}
     write_checkpoint(model.state_dict(), facts, folder, dtype)
-
-
-def _zlab_name(name: str) -> str:
-    name = name.removeprefix("model.")
-    for theirs, ours in RENAMED.items():
-        name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-    return name
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:

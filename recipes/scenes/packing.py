@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from recipes.scenes.questions import Turn
 from recipes.scenes.sprites import Array
 from recipes.scenes.tokenizer import ASSISTANT, BOS, EOS, IMAGE, MEAN, STD, USER
+from specmm.hf.prompts.prompt import VLMPrompt
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,24 @@ class Sample:
     answer_mask: Tensor  # [L] bool
     segments: Tensor  # [L]
     position_ids: Tensor  # [L]
+
+    @property
+    def said(self) -> bytes:
+        """What it says."""
+        return self.input_ids.numpy().tobytes()
+
+
+def collate(chats: Sequence[Sample]) -> tuple[VLMPrompt, Tensor]:
+    """A prompt of whole ``chats``, padded at the right, and their answer masks [B, L]."""
+    ids = pad_sequence([chat.input_ids for chat in chats], batch_first=True)
+    answers = pad_sequence([chat.answer_mask for chat in chats], batch_first=True)
+    lengths = torch.tensor([len(chat.input_ids) for chat in chats])
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    found = {"input_ids": ids, "attention_mask": mask}
+    pictures = [chat.pixel_values for chat in chats if chat.pixel_values is not None]
+    if pictures:
+        found["pixel_values"] = torch.stack(pictures)
+    return VLMPrompt(found, 1), answers
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,11 @@ class Written:
     head: int
     begin: int
 
+    @property
+    def said(self) -> list[int]:
+        """The ids that are learnt."""
+        return [token for token, own in zip(self.ids, self.learnt, strict=True) if own]
+
 
 class ChatReader:
     """Reads chats for a model of ``reader``, a processor or a tokenizer.
@@ -282,8 +287,7 @@ class ChatReader:
     def verify(self, chat: Chat) -> None:
         """Raise ``ValueError`` where what is learnt of ``chat`` is not its answers."""
         row = self.written(chat)
-        kept = [token for token, own in zip(row.ids, row.learnt, strict=True) if own]
-        found = "".join(self.words.decode(kept).split())
+        found = "".join(self.words.decode(row.said).split())
         for message in chat.messages:
             text = "".join(part.get("text", "") for part in message["content"])
             text = text.rpartition(THOUGHT)[2]
@@ -291,7 +295,7 @@ class ChatReader:
             if message["role"] == "assistant" and "".join(wanted.split()) not in found:
                 raise ValueError(
                     f"{chat.place}: the answer {wanted[:60]!r} is not in what the chat template "
-                    f"marks as answers, {self.words.decode(kept)[:60]!r}; mend the template's "
+                    f"marks as answers, {self.words.decode(row.said)[:60]!r}; mend the template's "
                     "{% generation %}, or its turns"
                 )
 
@@ -347,8 +351,7 @@ class ChatReader:
         """How often each token [V] is one that the model says in ``chats``."""
         found = torch.zeros(len(self.words), dtype=torch.long)
         for row in map(self.written, chats):
-            kept = [token for token, own in zip(row.ids, row.learnt, strict=True) if own]
-            found += torch.bincount(torch.tensor(kept), minlength=len(found))
+            found += torch.bincount(torch.tensor(row.said), minlength=len(found))
         return found
 
     def answers(

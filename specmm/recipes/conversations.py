@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 from tqdm import tqdm
 
 from specmm.chats.forms import Chat, Unusable, bytes_of, chat_of, rows_of
@@ -101,27 +102,9 @@ class Spool(Sequence[Chat]):
         return len(self.ends)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
         facts = json.loads(self._get(self.ends[index], self.sizes[index]))
         facts["images"] = [s if isinstance(s, str) else self._get(*s) for s in facts["images"]]
         return Chat(**facts)
-
-
-@dataclass(frozen=True)
-class Some(Sequence[Any]):
-    """Those of ``chats`` at ``places``."""
-
-    chats: Sequence[Any]
-    places: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self.chats[i] for i in self.places[index]]
-        return self.chats[self.places[index]]
 
 
 def conversations(places: Sequence[str], opening: Opening) -> Conversations:
@@ -144,6 +127,7 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
     asked = [i for i in range(len(keys)) if keys[i] in held]
     asked.sort(key=lambda i: (not seen[i], keys[i]))
     reader = opening.reader
+    data: Any = chats
     shown = reader.coloured(chats[learnt[0]], sys.stderr.isatty())
     _tell(f"{chats[learnt[0]].place}, of which the answers are learnt:\n{shown[:SHOWN]}")
     _tell(f"{len(learnt)} chats to learn from, {len(asked)} held out")
@@ -159,7 +143,8 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
 
     def rows(count: int | None) -> Sequence[Chat]:
         chosen = order(len(learnt), 0)[: count or len(learnt)]
-        return Some(chats, [learnt[i] for i in sorted(chosen)])
+        found: Any = Subset(data, [learnt[i] for i in sorted(chosen)])  # a Sequence but by its type
+        return found
 
     def prompts(
         count: int, other: ChatReader = reader, edit: Callable[[Chat], Chat] = lambda chat: chat

@@ -12,6 +12,7 @@ blocks, C width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -29,7 +30,7 @@ from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import ANCHORS, Anchors, probs_loss
-from specmm.recipes.training.seen import Seen, learn
+from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.small_qwen import compile_layers
 
 Block = Annotated[int, 2]  # drafts a round
@@ -56,18 +57,16 @@ def deer(
     target, end = begun.target, begun.tokenizer.eos_token_id
     drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)
     lessons = source.lessons(begun)
-    measure = begun.tau("deer", drafter, drafter.model, lessons.prompt, lessons.ends)
-    run = begun.run(lessons.rows, lessons.key, measure=measure)
+    first = first_stage * begun.steps(lessons.rows) * training.accumulate
     compile_layers(drafter.model.model.layers)
 
     def loss(seen: Seen, i: int) -> Losses:
-        filling = i < first_stage * run.steps * run.accumulate
         seed = training.seed * 1_000_003 + i
         seen = seen.with_room(block)
-        return deer_loss(drafter, target, seen, ANCHORS, filling, alpha, seed, training.loss)
+        return deer_loss(drafter, target, seen, ANCHORS, i < first, alpha, seed, training.loss)
 
-    learn(Own(drafter.model), loss, begun.seen(lessons, ()).batch, run)
-    return begun.end(lambda: save_deer(drafter, begun.place), run)
+    save = partial(save_deer, drafter, begun.place)
+    return begun.learn(lessons, drafter, loss, save, network=Own(drafter.model))
 
 
 def build_deer(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from specmm.diffusion_drafters.models.dflash import (
 from specmm.diffusion_drafters.models.dflash_config import DFlashConfig, Reach
 from specmm.hf.drafters.files import check_target
 from specmm.hf.models.target import VLMTarget
-from specmm.loading.checkpoints import read_json
+from specmm.loading.checkpoints import embeddings_of, read_json
 from specmm.recipes.features import layer_sizes, spread
 from specmm.recipes.loop import Losses
 from specmm.recipes.losses import ONE_PASS, Head, check_loss
@@ -37,7 +38,7 @@ from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.blocks import ANCHORS, Anchors, along, fading, probs_loss, silence
-from specmm.recipes.training.seen import Seen, learn
+from specmm.recipes.training.seen import Seen
 from specmm.recipes.training.small_qwen import compile_layers
 
 # of a block drafter, which start brings
@@ -83,9 +84,6 @@ def dflash(
         known = lessons.vocabulary(vocabulary)
         sizes = (layers, block + 1, hidden, read, inner, markov, recurrent)
         drafter = build_block(target, *sizes, known)
-    measure = begun.tau("block", drafter, drafter, lessons.prompt, lessons.ends)
-    run = begun.run(lessons.rows, lessons.key, measure=measure)
-    draw = begun.seen(lessons, drafter.config.layers).batch
     compile_layers(drafter.layers)
     head = target.family.logits_of(drafter.ids)
 
@@ -94,9 +92,8 @@ def dflash(
         seed = training.seed * 1_000_003 + i
         return block_loss(drafter, target, head, seen, ANCHORS, fade, seed, training.loss)
 
-    learn(drafter, loss, draw, run)
-    embeddings: Any = target.model.get_input_embeddings().weight
-    return begun.end(lambda: save_dflash(drafter, begun.place, embeddings), run)
+    save = partial(save_dflash, drafter, begun.place, embeddings_of(target.model))
+    return begun.learn(lessons, drafter, loss, save, layers=drafter.config.layers)
 
 
 def build_block(

@@ -16,14 +16,13 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm import zoo
 from specmm.choose.acceptance import WIDEST, AcceptanceCounter
 from specmm.core.decode import decode
 from specmm.core.derived import digest
-from specmm.core.drawing import DrawingTarget
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms, seeded
@@ -87,27 +86,33 @@ def drafter(
     folder = writable(out or Path("runs") / kind)
     facts = facts_of(recipe)
     check_same(folder, facts)
-    options: dict[str, Any] = dict(batch=batch, seed=seed, loss=loss)
     if kind != "block" and (start is not None or only_drawn):
         raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
     if only_drawn and not drawn:
         raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
-    block = dict(
-        overlap_weight=overlap_weight, temperature=temperature, dropout=_dropout(place, cfg)
-    )
-    options |= {"noise": noise} if kind == "eagle" else block
     with one_first():
-        target, *examples = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
+        target, tokens, labels = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
     read = _layers(aux_layers, target.config.n_layer)
-    sizes = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
-    if start is not None:
-        options["start"] = begun = load_block(start, target)
+    sizes: dict[str, Any] = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
+    begun = None if start is None else load_block(start, target)
+    if begun is not None:
         sizes = vars(begun.config) | ({"inner": inner} if inner else {})
         sizes["levels"] = max(levels, begun.config.levels)
-    facts |= {"pictures learnt": key_of(x.numpy().tobytes() for x in examples)}
+    facts |= {"pictures learnt": key_of(x.numpy().tobytes() for x in (tokens, labels))}
     facts |= {"target": digest(target)}
     run = Run(folder, steps, lr or LR[kind], batch=batch, made_of=facts)
-    head = _train_drafter(kind, (target, *examples), sizes, run, options)
+    options: dict[str, Any] = dict(batch=batch, seed=seed, loss=loss)
+    head: Any
+    if kind == "eagle":
+        options |= dict(noise=noise, ffn_dim=inner or None)
+        head = train_eagle(target, tokens, labels, run, **options)
+    else:
+        guided = (read_settings(LlamaGenSettings, place).cfg if cfg is None else cfg) > 1
+        # where the model is guided both branches draft: more than its own share has no class
+        options |= dict(dropout=3 * CLASS_DROPOUT if guided else 0.0, start=begun)
+        options |= dict(overlap_weight=overlap_weight, temperature=temperature)
+        config = BlockConfig(**sizes | {"target": target.config})
+        head = train_block(target, tokens, labels, config, run, **options)
     with one_first() as first:
         if first:
             save_drafters({kind: head}, result.parent, target, torch.bfloat16)
@@ -134,15 +139,6 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
     return place, result
 
 
-def _dropout(model: Path, cfg: float | None) -> float:
-    """The share of pictures a block drafter sees without their class: none where the model is not
-    guided.
-    """
-    guided = (read_settings(LlamaGenSettings, model).cfg if cfg is None else cfg) > 1
-    # more than the model's, for both guidance branches draft
-    return 3 * CLASS_DROPOUT if guided else 0.0
-
-
 def _layers(text: str, count: int) -> tuple[int, ...]:
     """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
     found = [part.strip() for part in text.split(",") if part.strip()]
@@ -151,18 +147,6 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
             f"aux_layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
         )
     return tuple(map(int, found))
-
-
-def _train_drafter(
-    kind: str, examples: tuple[Any, ...], sizes: dict[str, Any], run: Run, options: dict[str, Any]
-) -> Any:
-    """A head trained on ``examples`` (target, tokens, labels); ``sizes`` are those of a block."""
-    target, tokens, labels = examples
-    if kind == "eagle":
-        return train_eagle(target, tokens, labels, run, ffn_dim=sizes["inner"] or None, **options)
-    return train_block(
-        target, tokens, labels, BlockConfig(**sizes | {"target": target.config}), run, **options
-    )
 
 
 def _examples(
@@ -224,9 +208,13 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
     judge = LlamaGenTarget(target, Guidance(settings.cfg, settings.cfg_interval), processor)
     prompt = Prompt(torch.arange(pictures) % target.config.num_classes)
     table = measure_acceptance(head, judge, prompt, range(pictures))
-    taus = settings.taus | measure_taus(judge, prompt, range(pictures))
-    made = dataclasses.replace(settings, acceptance=table, taus=taus)
-    write_settings(made, model)
+    taus = dict(settings.taus)
+    for name, method in JACOBI.items():
+        own, drafter, rule = assemble(method, judge, PictureParts())
+        uniforms = Uniforms.from_seeds(range(pictures), own.device)
+        *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
+        taus[name] = round(end.stats.tau, 4)
+    write_settings(dataclasses.replace(settings, acceptance=table, taus=taus), model)
 
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
@@ -311,28 +299,48 @@ def train_block(
         seen = seen_by(target, classes, pictures, config.aux_layers)
         return block_loss(drafter, seen, target.output, at, temperature, loss, overlap_weight)
 
-    def step(i: int) -> Losses:
-        generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, batch, len(tokens), seed)
-        mirrored, dropped = varied(batch, dropout, generator)
-        last = target.config.block_size - config.levels
-        at = torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
-        rows, mirrored, dropped, at = map(share, (rows, mirrored, dropped, at))
-        classes = labels[rows].masked_fill(dropped, target.config.num_classes)
-        with torch.autocast("cpu", torch.bfloat16):
-            found, overlap = loss_of(classes, tokens[rows, mirrored], at)
+    def losses(classes: Tensor, pictures: Tensor, at: Tensor) -> Losses:
+        found, overlap = loss_of(classes, pictures, at)
         return {"loss": found, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap)}}
 
-    fit(drafter, step, run, weight_decay=0.01)
+    def drawn(generator: torch.Generator) -> Tensor:
+        last = target.config.block_size - config.levels
+        return torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
+
+    given = (drafter, target, tokens, labels, run, losses, drawn)
+    _learn(*given, batch=batch, dropout=dropout, seed=seed)
     return drafter
 
 
-def varied(batch: int, dropout: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Which pictures of a ``batch`` are mirrored [B] (0 or 1), and whose condition is dropped [B],
-    a share ``dropout`` of them.
+def _learn(
+    head: nn.Module,
+    target: Transformer,
+    tokens: Tensor,
+    labels: Tensor,
+    run: Run,
+    loss: Callable[[Tensor, Tensor, Tensor], Losses],
+    drawn: Callable[[torch.Generator], Tensor],
+    *,
+    batch: int,
+    dropout: float,
+    seed: int,
+) -> None:
+    """Train ``head`` by the ``loss`` of classes [B], pictures [B, T] and what is ``drawn`` for
+    each; a share ``dropout`` of the pictures is shown without its class.
     """
-    mirrored = torch.randint(2, (batch,), generator=generator)
-    return mirrored, torch.rand(batch, generator=generator) < dropout
+
+    def step(i: int) -> Losses:
+        generator = torch.Generator().manual_seed(seed + i)
+        rows = batch_rows(i, batch, len(tokens), seed)
+        mirrored = torch.randint(2, (batch,), generator=generator)
+        dropped = torch.rand(batch, generator=generator) < dropout
+        chosen = (rows, mirrored, dropped, drawn(generator))
+        rows, mirrored, dropped, own = map(share, chosen)
+        classes = labels[rows].masked_fill(dropped, target.config.num_classes)
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(classes, tokens[rows, mirrored], own)
+
+    fit(head, step, run, weight_decay=0.01)
 
 
 @torch.no_grad()
@@ -426,19 +434,6 @@ def block_loss(
     return found.mean(), overlap.unflatten(1, (-1, levels)).mean((0, 1))
 
 
-def measure_taus(target: DrawingTarget, prompt: Any, seeds: Sequence[int]) -> dict[str, float]:
-    """Tokens a round of the methods without a drafter, over one batch of pictures, one seed
-    each.
-    """
-    found = {}
-    for name, method in JACOBI.items():
-        own, drafter, rule = assemble(method, target, PictureParts())
-        uniforms = Uniforms.from_seeds(seeds, own.device)
-        *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
-        found[name] = round(end.stats.tau, 4)
-    return found
-
-
 def measure_acceptance(
     head: BlockHead, target: LlamaGenTarget, prompt: Any, seeds: Sequence[int]
 ) -> tuple[tuple[float, ...], ...]:
@@ -464,7 +459,6 @@ def train_eagle(
     *,
     batch: int = 16,
     noise: float = 0.2,
-    weight_decay: float = 0.01,
     ffn_dim: int | None = None,
     seed: int = 0,
     compiled: bool = True,
@@ -489,20 +483,13 @@ def train_eagle(
     def loss_of(classes: Tensor, pictures: Tensor, shift: Tensor) -> Losses:
         return eagle_loss(head, seen_by(target, classes, pictures, ()), target.output, shift, loss)
 
-    made = torch.compile(loss_of) if compiled else loss_of
-
-    def step(i: int) -> Losses:
-        generator = torch.Generator().manual_seed(seed + i)
-        rows = batch_rows(i, batch, len(tokens), seed)
-        mirrored, dropped = varied(batch, CLASS_DROPOUT, generator)
+    def drawn(generator: torch.Generator) -> Tensor:
         shape = (batch, length - 1, target.config.dim)
-        shift = (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
-        rows, mirrored, dropped, shift = map(share, (rows, mirrored, dropped, shift))
-        classes = labels[rows].masked_fill(dropped, target.config.num_classes)
-        with torch.autocast("cpu", torch.bfloat16):
-            return made(classes, tokens[rows, mirrored], shift)
+        return (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
 
-    fit(head, step, run, weight_decay=weight_decay)
+    made = torch.compile(loss_of) if compiled else loss_of
+    given = (head, target, tokens, labels, run, made, drawn)
+    _learn(*given, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
     return head
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,6 @@ from transformers import DynamicCache, LlamaConfig
 from specmm.core.randomness import seeded
 from specmm.hf.drafters.eagle3_files import save_eagle3
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
-from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.drafters.mtp_layers import MtpLayers, layers_of, save_layers, told_layers
 from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.loading.pretrained import load_config
@@ -33,9 +33,9 @@ from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses
 from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
-from specmm.recipes.settings import Targeted, sees, served
+from specmm.recipes.settings import Targeted, sees
 from specmm.recipes.source import Source
-from specmm.recipes.training.seen import Seen, learn
+from specmm.recipes.training.seen import Seen
 
 CLIP = 0.5  # of gradients
 RATE = 2.0  # over its width, a head's learning rate: 5e-4 at 4,096, too little for small ones
@@ -63,20 +63,15 @@ def eagle3(
     lessons = source.lessons(begun)
     target = begun.target
     head = build_eagle3(target, layers, inner, lessons.vocabulary(vocabulary), picture_slots)
-    measure = begun.tau("eagle3", head, head, lessons.prompt, lessons.ends)
-    options: dict[str, Any] = {} if training.lr is not None else {"lr": head_rate(head)}
-    run = begun.run(lessons.rows, lessons.key, measure=measure, **options)
-    draw = begun.seen(lessons, head.config.layers).batch
+    rate: dict[str, Any] = {} if training.lr is not None else {"lr": head_rate(head)}
     output = target.family.logits_of(head.ids)
     loss = _loss(RolledEagle3(head), output, rollout, slots, training.loss)
-    learn(head, loss, draw, run, clip=CLIP)
 
     def save() -> None:
-        with served(head, target.dtype):
-            head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
+        begun.accepted(head, lessons)
         save_eagle3(head, begun.place, target.model)
 
-    return begun.end(save, run)
+    return begun.learn(lessons, head, loss, save, layers=head.config.layers, clip=CLIP, **rate)
 
 
 def head_rate(head: Eagle3Head) -> float:
@@ -95,12 +90,9 @@ def mtp(
     target = begun.target
     layers = layers_of(target.model)
     rolled = RolledMtp(layers, target, rollout)
-    measure = begun.tau("mtp", layers, rolled.network, lessons.prompt, lessons.ends)
-    run = begun.run(lessons.rows, lessons.key, measure=measure)
-    draw, output = begun.seen(lessons, ()).batch, target.family.logits
-    loss = _loss(rolled, output, rollout, slots, training.loss)
-    learn(rolled.network, loss, draw, run, clip=CLIP)
-    return begun.end(lambda: save_layers(layers, begun.place, target.model), run)
+    loss = _loss(rolled, target.family.logits, rollout, slots, training.loss)
+    save = partial(save_layers, layers, begun.place, target.model)
+    return begun.learn(lessons, layers, loss, save, network=rolled.network, clip=CLIP)
 
 
 def _check_slots(loss: str, slots: int) -> None:
@@ -124,40 +116,22 @@ def _loss(
     return found
 
 
-class Rolled(Protocol):
-    """A network that is trained; its tokens are the target's ``ids`` [v] (None: all)."""
-
-    @property
-    def ids(self) -> Tensor | None: ...
-
-    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
-        slots, and which of them count [B, L].
-        """
-
-    def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
-        """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C].
-
-        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
-        far are in ``past``.
-        """
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Logits [..., v] of predicted ``states`` [..., C]."""
-
-
 @dataclass(frozen=True)
 class RolledEagle3:
-    """An EAGLE-3 ``head`` as it is trained; see :class:`Rolled`."""
+    """An EAGLE-3 ``head`` as it is trained."""
 
     head: Eagle3Head
 
     @property
     def ids(self) -> Tensor | None:
+        """Those of the target's that are its tokens [v]; None for all."""
         return self.head.ids
 
     def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of text and the few that are left of a picture, if the head reads no more."""
+        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
+        slots, and which of them count [B, L]; of a picture the few that are left, if it reads no
+        more.
+        """
         hidden = self.head.mixed(seen.context)
         if self.head.pictures is None or seen.image is None:
             return seen.embeddings, hidden, seen.mask
@@ -166,17 +140,23 @@ class RolledEagle3:
         return embeddings, hidden, packed(seen.mask, kept)
 
     def logits(self, states: Tensor) -> Tensor:
+        """Logits [..., v] of predicted ``states`` [..., C]."""
         return self.head.logits(states)
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
-        """One pass over all slots."""
+        """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C], in
+        one pass over all slots.
+
+        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
+        far are in ``past``.
+        """
         bias = rollout_bias(embeddings.shape[1], step).to(hidden)
         found: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
         return found
 
 
 class RolledMtp:
-    """The MTP ``layers`` of ``target`` as they are trained; see :class:`Rolled`.
+    """The MTP ``layers`` of ``target`` as they are trained; methods as of :class:`RolledEagle3`.
 
     A single layer reads its own predictions again and again. Of several each drafts one token: its
     slots read what the layer before predicted, and attend its own slots of the text before. Raises
@@ -221,6 +201,9 @@ class RolledMtp:
     def logits(self, states: Tensor) -> Tensor:
         """The target's."""
         return self.target.family.logits(states)
+
+
+Rolled: TypeAlias = RolledEagle3 | RolledMtp
 
 
 def build_eagle3(

@@ -201,6 +201,7 @@ class _Loop:
     def train(self, first: int, received: list[signal.Signals]) -> None:
         """All steps from ``first`` on."""
         run = self.run
+        every = run.measure_every
         log = _Log(run, first, self.first)
         saved = time.monotonic()
         for i in log.bar:
@@ -209,7 +210,7 @@ class _Loop:
             if i % RECORDED == 0 or i + 1 == run.steps:
                 values = {name: float(value) for name, value in losses.items()}
                 self._check(values["loss"], i)
-            if self._measures(i):
+            if run.measure and (i + 1 == run.steps or (every and (i + 1) % every == 0)):
                 values |= self._measured()
             log.add(i, values)
             if stop or time.monotonic() - saved > run.save_every:
@@ -259,13 +260,6 @@ class _Loop:
 
         found: Tensor = reduce(values, "sum")
         return found
-
-    def _measures(self, i: int) -> bool:
-        """Whether the drafter is measured after step ``i``."""
-        run = self.run
-        if run.measure is None:
-            return False
-        return i + 1 == run.steps or bool(run.measure_every and (i + 1) % run.measure_every == 0)
 
     def _measured(self) -> dict[str, float]:
         """What is measured now; the best weights are kept."""

@@ -12,7 +12,7 @@ Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -21,14 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.core.randomness import seeded
-from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.models.target import VLMTarget
-from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.recipes.loop import Losses, Run, fit, one_first, share
 from specmm.recipes.losses import Head, Places, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
-from specmm.recipes.settings import Targeted, served
-from specmm.recipes.source import Data, key_of
+from specmm.recipes.settings import Targeted
+from specmm.recipes.source import Data, lessons_of
 from specmm.recipes.training.seen import Read, Seen, seen_of
 from specmm.vlm.msd import MSDConfig, MSDHead, save_msd
 
@@ -52,21 +50,18 @@ def msd(
         opened = source.opened(begun.folder, lambda: begun.target, training.out, training.seed)
     if True not in opened.sorts:
         raise ValueError("data must hold pictures or videos for an MSD drafter, got text alone")
-    target, ends = begun.target, opened.reader.stops
-    prompt = opened.prompts(training.scenes)
+    target = begun.target
+    lessons = lessons_of(opened, opened.rows(None), training.scenes)
     sizes = {"num_hidden_layers": layers, **({"intermediate_size": width} if width else {})}
     head = build_msd(target, msd_config(target, **sizes), training.seed)
-    rows = opened.rows(None)
-    measure = begun.tau("msd", head, head, prompt, ends)
-    run = begun.run(rows, key_of(chat.said for chat in rows), measure=measure)
+    run = begun.run(lessons, head, head)
     options: dict[str, Any] = dict(noise=noise, probs_weight=probs_weight, passes=passes)
     options |= dict(batch=training.batch, seed=training.seed, ramp=ramp, read=opened.read)
     options |= dict(loss=training.loss)
     train_msd(target, head, opened.draw, run, sorts=opened.sorts, **options)
 
     def save() -> None:
-        with served(head, target.dtype):
-            head.acceptance = acceptance_of(target, head, [prompt], ends)
+        begun.accepted(head, lessons)
         save_msd(head, begun.place, dtype=torch.bfloat16, embeddings=False)
 
     return begun.end(save, run)
@@ -78,38 +73,8 @@ EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
 BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
 
 
-@dataclass(frozen=True)
-class Example:
-    """A conversation: ``input_ids`` [L] with its pictures' placeholders, ``answer_mask`` [L] bool,
-    and what the model takes of the pictures (``pixel_values``, ``image_grid_thw``, …), joined along
-    the first axis in a batch.
-    """
-
-    input_ids: Tensor
-    answer_mask: Tensor
-    vision: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def said(self) -> bytes:
-        """What it says."""
-        return self.input_ids.numpy().tobytes()
-
-
 # Gives the conversation of a number among those with a picture, or among those without one.
 Source = Callable[[int, bool], Any]
-
-
-def collate(examples: Sequence[Example]) -> tuple[VLMPrompt, Tensor]:
-    """A prompt of the whole conversations, padded at the right, and their answer masks [B, L]."""
-    ids = torch.nn.utils.rnn.pad_sequence([e.input_ids for e in examples], batch_first=True)
-    answers = torch.nn.utils.rnn.pad_sequence([e.answer_mask for e in examples], batch_first=True)
-    lengths = torch.tensor([len(e.input_ids) for e in examples])
-    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-    names = sorted({name for e in examples for name in e.vision})
-    vision = {
-        name: torch.cat([e.vision[name] for e in examples if name in e.vision]) for name in names
-    }
-    return VLMPrompt({"input_ids": ids, "attention_mask": mask} | vision, 1), answers
 
 
 def build_msd(target: VLMTarget, config: MSDConfig | None = None, seed: int = 0) -> MSDHead:
@@ -131,6 +96,7 @@ def train_msd(
     source: Source,
     run: Run,
     *,
+    read: Read,
     batch: int = 8,
     noise: float = 0.2,
     probs_weight: float = PROBS_WEIGHT,
@@ -138,7 +104,6 @@ def train_msd(
     seed: int = 0,
     ramp: int | None = None,
     autocast: bool = True,
-    read: Read = collate,
     sorts: Sequence[bool] = (False, True),
     loss: str = "kl",
 ) -> None:
@@ -166,7 +131,7 @@ def train_msd(
         random = Random(f"msd {seed} {i}")
         examples = [source(*drawn) for drawn in share(numbered[i * batch : (i + 1) * batch])]
         with torch.autocast(target.device.type, torch.bfloat16, enabled=autocast):
-            slots = read_slots(target, examples, shaking(noise, random.randrange(2**40)), read)
+            slots = read_slots(target, examples, read, shaking(noise, random.randrange(2**40)))
             return msd_loss(head, target.head, slots, probs_weight, passes, loss)
 
     fit(head, step, run, betas=BETAS, clip=CLIP, weight_decay=DECAY)
@@ -238,8 +203,8 @@ def shaking(noise: float, seed: int) -> Callable[[Tensor, Tensor], Tensor]:
 def read_slots(
     target: VLMTarget,
     examples: Sequence[Any],
+    read: Read,
     shake: Callable[[Tensor, Tensor], Tensor] | None = None,
-    read: Read = collate,
 ) -> Seen:
     """What ``target`` sees of ``examples``, of which ``read`` makes a batch; the head reads the
     states as ``shake`` gives them.

@@ -42,7 +42,10 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
     root = Path(place).expanduser()
     folders = sorted(folder for folder in root.glob("*") if folder.is_dir())
     files = [
-        (f, folder.name) for folder in folders for f in sorted(folder.rglob("*")) if _is_picture(f)
+        (f, folder.name)
+        for folder in folders
+        for f in sorted(folder.rglob("*"))
+        if f.suffix.lower() in SUFFIXES
     ]
     if not files:
         raise ValueError(
@@ -51,7 +54,3 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
     labels = class_ids([name for _, name in files], names, count)
     images = [np.asarray(ImageOps.fit(open_image(file), (side, side))) for file, _ in files]
     return Pictures(np.stack(images), np.array(labels))
-
-
-def _is_picture(file: Path) -> bool:
-    return file.suffix.lower() in SUFFIXES

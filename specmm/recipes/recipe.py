@@ -106,7 +106,7 @@ class Recipe:
         settings: dict[str, Any] = {}
         for name, kind in self.kinds().items():
             value = self.settings.get(name)
-            if value is None and not _optional(kind):
+            if value is None and type(None) not in typing.get_args(kind):
                 raise ValueError(
                     f"recipe {self.name} must be given {name}, got none; give --set {name}=…"
                 )
@@ -206,10 +206,6 @@ def _fields(hint: Any) -> dict[str, Any]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _optional(kind: Any) -> bool:
-    return type(None) in typing.get_args(kind)
 
 
 def _fitting(name: str, value: Any, kind: Any) -> Any:

@@ -1,5 +1,7 @@
 """How drafters are trained, as recipes' settings name it, and what all such recipes do: where the
-drafter goes, the target, the loop's :class:`specmm.recipes.loop.Run`, and the end.
+drafter goes, the target, what it learns from, the loop, and the end.
+
+Shape letters: V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,23 +17,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specmm import __version__, methods
 from specmm.core.decode import EndTokens, decode
 from specmm.core.derived import digest
 from specmm.core.processors import Processor
 from specmm.hf.drafters.drafting import KINDS, assemble, row_uniforms
+from specmm.hf.drafters.features import acceptance_of
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find_target, load_config, load_tokenizer, weights_folder
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.loading.files import writable
 from specmm.loading.hardware import Place
-from specmm.recipes.loop import Run, check_same, one_first, own_device
+from specmm.recipes.loop import Losses, Run, check_same, one_first, own_device
 from specmm.recipes.losses import check_loss
 from specmm.recipes.recipe import Amount, Count, Found, Places, Recipe, Seed, Size, beside
-from specmm.recipes.training.seen import SeenRows
+from specmm.recipes.training.seen import Read, Seen, SeenRows, learn
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.loading import is_composed
 from specmm.vlm.pipeline import VQAPipeline
@@ -144,6 +147,28 @@ def sees(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
+class Lessons:
+    """What a drafter learns from: ``rows``, of which ``key`` is a digest and ``read`` makes
+    batches; ``said`` tells how often each token [V] is one to draft. Answers to the ``prompt``,
+    which is held out, end with ``ends``.
+    """
+
+    rows: Sequence[Any]
+    key: str
+    read: Read
+    said: Callable[[], Tensor]
+    prompt: VLMPrompt
+    ends: Sequence[int]
+
+    def vocabulary(self, most: int) -> Tensor | None:
+        """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
+        if not most:
+            return None
+        said = self.said()
+        return said.topk(min(most, int((said > 0).sum()))).indices
+
+
+@dataclass(frozen=True)
 class Begun:
     """A drafter's training: for ``model`` in ``folder``, to be written to ``place``; its run is
     made of ``facts``.
@@ -184,35 +209,59 @@ class Begun:
             )
         return int(found)
 
-    def seen(self, lessons: Any, layers: Sequence[int]) -> SeenRows:
-        """Batches of the ``lessons``, of whose target so many ``layers`` are read."""
+    def steps(self, rows: Sequence[Any]) -> int:
+        """Optimiser steps over ``rows``."""
         own = self.training
-        options = (own.batch, own.seed, own.out, own.keep)
-        return SeenRows(self.target, lessons.rows, lessons.read, layers, *options)
+        each = own.batch * own.accumulate
+        return math.ceil(own.epochs * len(rows) / each) if own.epochs else int(own.steps)
 
-    def run(self, rows: Sequence[Any], key: str, **more: Any) -> Run:
-        """The loop over ``rows``, of which ``key`` is a digest."""
+    def run(self, lessons: Lessons, drafter: Any, network: nn.Module, **more: Any) -> Run:
+        """The loop over the ``lessons``, on which the ``drafter`` is measured while its ``network``
+        learns; ``more`` are what it has in place of the training's settings.
+        """
         own = self.training
-        if own.epochs:
-            more["steps"] = math.ceil(own.epochs * len(rows) / (own.batch * own.accumulate))
-        made = {**self.facts, "rows learnt": key, "target": digest(self.target.model)}
-        found: Run = own.run(made, measure_every=own.measure_every, **more)
+        made = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
+        more |= dict(measure=self.tau(drafter, network, lessons), measure_every=own.measure_every)
+        found: Run = own.run(made, **{"steps": self.steps(lessons.rows), **more})
         return found
 
+    def learn(
+        self,
+        lessons: Lessons,
+        drafter: Any,
+        loss: Callable[[Seen, int], Losses],
+        save: Callable[[], object],
+        *,
+        network: nn.Module | None = None,
+        layers: Sequence[int] = (),
+        clip: float = 1.0,
+        **more: Any,
+    ) -> Found:
+        """Train the ``drafter``, or a ``network`` of it, by the ``loss`` of what the target sees of
+        the ``lessons``, of which so many of its ``layers`` are read; then ``save`` writes it.
+        """
+        own = self.training
+        network = drafter if network is None else network
+        run = self.run(lessons, drafter, network, **more)
+        options = (own.batch, own.seed, own.out, own.keep)
+        seen = SeenRows(self.target, lessons.rows, lessons.read, layers, *options)
+        learn(network, loss, seen.batch, run, clip=clip)
+        return self.end(save, run)
+
     def tau(
-        self, kind: str, drafter: Any, network: nn.Module, prompt: VLMPrompt, ends: Sequence[int]
+        self, drafter: Any, network: nn.Module, lessons: Lessons
     ) -> Callable[[], dict[str, float]]:
         """What measures the ``drafter`` while its ``network`` learns: tokens a round of greedy
-        answers to ``prompt``, until ``ends``, drafted in chains by the method ``kind``.
+        answers to what the ``lessons`` hold out, drafted in chains.
         """
-        target = self.target
-        method = methods.make(methods.GENERATE, kind)
+        target, prompt = self.target, lessons.prompt
+        method = methods.make(methods.GENERATE, self.place.name)
         if hasattr(method, "top_k"):
             method = dataclasses.replace(method, top_k=1, total=method.depth + 2)
 
         def measure() -> dict[str, float]:
             judge = VLMTarget(target.model, Processor(0.0), target.name)
-            stop = EndTokens(ends, target.device)
+            stop = EndTokens(lessons.ends, target.device)
             length, uniforms = prompt.max_new_tokens, row_uniforms(prompt)
             with served(network, target.dtype):
                 own, rule = assemble(method, judge, drafter)
@@ -220,6 +269,12 @@ class Begun:
             return {"tau": end.stats.tau}
 
         return measure
+
+    def accepted(self, head: Any, lessons: Lessons) -> None:
+        """Measure what is accepted of the drafts of a ``head`` that has learnt, for method auto."""
+        target = self.target
+        with served(head, target.dtype):
+            head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
 
     def end(self, save: Callable[[], object], run: Run) -> Found:
         """What the training has made: the first process has it written by ``save``."""

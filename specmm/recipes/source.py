@@ -1,6 +1,6 @@
 """What drafters learn from, as recipes' settings name it: chats, texts, or what a target makes up.
 
-Shape letters: R rows, L tokens of a row, V vocabulary.
+Shape letters: R rows, L tokens of a row.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from specmm.recipes.answers import answered
 from specmm.recipes.conversations import LONGEST, Conversations, Opening, Spool
 from specmm.recipes.loop import one_first
 from specmm.recipes.recipe import Count, Places, Share
-from specmm.recipes.settings import Begun, sees
-from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows, frequent
-from specmm.recipes.training.seen import Read
+from specmm.recipes.settings import Begun, Lessons, sees
+from specmm.recipes.training.drawn_rows import drawn_chats, drawn_rows
 from specmm.recipes.training.small_qwen import LENGTH
 from specmm.recipes.training.texts import Rows, split, text_stream, windows
 from specmm.vlm.loading import is_composed, load_processor
@@ -90,28 +89,6 @@ def _known(folder: Path) -> tuple[Any, list[int]]:
 
 
 @dataclass(frozen=True)
-class Lessons:
-    """What a drafter learns from: ``rows``, of which ``key`` is a digest and ``read`` makes
-    batches; ``said`` tells how often each token [V] is one to draft. Answers to the ``prompt``,
-    which is held out, end with ``ends``.
-    """
-
-    rows: Sequence[Any]
-    key: str
-    read: Read
-    said: Callable[[], Tensor]
-    prompt: VLMPrompt
-    ends: Sequence[int]
-
-    def vocabulary(self, most: int) -> Tensor | None:
-        """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
-        if not most:
-            return None
-        said = self.said()
-        return frequent(said, min(most, int((said > 0).sum())))
-
-
-@dataclass(frozen=True)
 class Source(Data):
     """Chats, or texts for models that read text alone; the target itself answers or continues a
     share ``drawn`` of them.
@@ -149,10 +126,7 @@ class Source(Data):
             for chat in answered(*made, own.out):
                 kept.add(chat)
             rows = kept
-        said = partial(opened.reader.said, rows)
-        key = key_of(chat.said for chat in rows)
-        prompt = opened.prompts(own.scenes)
-        return Lessons(rows, key, opened.read, said, prompt, opened.reader.stops)
+        return lessons_of(opened, rows, own.scenes)
 
     def _texts(self, begun: Begun) -> Lessons:
         """Rows of texts; of given ones the last share is held out."""
@@ -179,6 +153,16 @@ class Source(Data):
         prompt = VLMPrompt(padded(held[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
         key = key_of(row.numpy().tobytes() for row in rows)
         return Lessons(rows, key, read_rows, rows.said, prompt, _known(begun.folder)[1])
+
+
+def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lessons:
+    """What a drafter learns from of the ``rows`` of chats ``opened``, measured on so many
+    ``scenes``.
+    """
+    key = key_of(chat.said for chat in rows)
+    reader = opened.reader
+    prompt = opened.prompts(scenes)
+    return Lessons(rows, key, opened.read, partial(reader.said, rows), prompt, reader.stops)
 
 
 def key_of(rows: Iterable[bytes]) -> str:

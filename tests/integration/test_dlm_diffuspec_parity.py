@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, draft
-from specmm.diffusion_drafters.lattice_naive import every_path
-from specmm.diffusion_drafters.lattice_search import Objective, beam_path, prune
+from specmm.diffusion_drafters.lattice_naive import best_paths
+from specmm.diffusion_drafters.lattice_search import Lattice, Objective, beam_path, prune
 
 ALL = 10**6  # a beam as wide as that holds every path
 PARITY = Path(__file__).parents[1] / "parity" / "dlm"
@@ -42,13 +42,18 @@ def case(request):
 
 
 def parts(case):
-    """The block, its lattice with the end token kept, objectives with and without an end."""
+    """The block, the lattice, it with the end token kept as in the paper, and the objective."""
     log_probs = torch.tensor(case["dlm_logprobs"], dtype=torch.float64)
     proxy = Table(case["ngram"]["order"], case["ngram"]["logprobs"])
-    ending, endless = (
-        Objective(proxy, case["prefix"], case["lam"], end) for end in (case["eos"], None)
+    bare = prune(log_probs, case["tau"], case["M_max"])
+    new = [case["eos"] not in row for row in bare.tokens]
+    ends = log_probs[:, case["eos"]].tolist()
+    kept = Lattice(
+        [row + [case["eos"]] * own for row, own in zip(bare.tokens, new, strict=True)],
+        [row + [end] * own for row, own, end in zip(bare.scores, new, ends, strict=True)],
+        bare.likeliest,
     )
-    return log_probs, prune(log_probs, case["tau"], case["M_max"], case["eos"]), ending, endless
+    return log_probs, bare, kept, Objective(proxy, case["prefix"], case["lam"])
 
 
 def same(found, wanted):
@@ -57,48 +62,43 @@ def same(found, wanted):
 
 
 def test_the_lattice(case):
-    log_probs, lattice, _, _ = parts(case)
-    wanted, bare = case["expected"], prune(log_probs, case["tau"], case["M_max"])
-    assert lattice.tokens == wanted["candidate_sets"]
+    _, bare, kept, _ = parts(case)
+    wanted = case["expected"]
+    assert kept.tokens == wanted["candidate_sets"]
     assert [len(row) for row in bare.tokens] == wanted["n_by_mass"]
-    assert lattice.likeliest == wanted["raw_argmax"]
-    assert lattice.before(case["eos"]) == wanted["L_gen"]
+    assert bare.likeliest == wanted["raw_argmax"]
+    assert bare.before(case["eos"]) == wanted["L_gen"]
     first = wanted["first_eos_index_1based"]
-    assert (first or case["k"] + 1) == lattice.before(case["eos"]) + 1
+    assert (first or case["k"] + 1) == bare.before(case["eos"]) + 1
 
 
-@pytest.mark.parametrize(
-    "finder",
-    [lambda *a: beam_path(*a, ALL), lambda *a: every_path(*a)[0]],
-    ids=["wide beam", "naive"],
-)
-def test_the_best_paths(case, finder):
-    log_probs, lattice, ending, endless = parts(case)
+def test_the_best_paths(case):
+    log_probs, bare, kept, objective = parts(case)
     wanted, end = case["expected"], case["eos"]
-    same(finder(lattice, ending), wanted["literal"])
-    same(
-        finder(prune(log_probs, case["tau"], case["M_max"]), ending),
-        wanted["literal_no_forced_eos"],
-    )
-    same(finder(lattice.first(lattice.before(end) + 1), ending), wanted["truncated_at_raw_eos"])
-    same(finder(prune(log_probs, 1, case["V"]), ending), wanted["literal_unpruned"])
-    same(
-        finder(lattice.without(end).first(lattice.before(end)), endless),
-        wanted["no_eos_up_to_L_gen"],
-    )
+    for name, lattice in {
+        "literal": kept,
+        "literal_no_forced_eos": bare,
+        "truncated_at_raw_eos": kept.first(bare.before(end) + 1),
+        "literal_unpruned": prune(log_probs, 1, case["V"]),
+    }.items():
+        same(best_paths(lattice, objective, end=end)[0], wanted[name])
+    free = kept.without(end).first(bare.before(end))
+    same(best_paths(free, objective)[0], wanted["no_eos_up_to_L_gen"])
+    same(beam_path(free, objective, ALL), wanted["no_eos_up_to_L_gen"])
 
 
 def test_beams(case):
-    _, lattice, ending, _ = parts(case)
-    wanted, paths = case["expected"], every_path(lattice, ending)
+    _, _, lattice, objective = parts(case)
+    wanted, end = case["expected"], case["eos"]
+    paths = best_paths(lattice, objective, end=end)
     for name in (
         name for name in wanted if name.startswith("beam_") and name != "beam_B_is_optimal"
     ):
-        width = len(paths) if name == "beam_inf" else int(name.removeprefix("beam_"))
-        found = beam_path(lattice, ending, width)
+        width = None if name == "beam_inf" else int(name.removeprefix("beam_"))
+        found = best_paths(lattice, objective, width, end)[0]
         same(found, wanted[name])
-        assert (found.tokens[-1] == case["eos"]) == wanted[name]["finished"]
-    best = beam_path(lattice, ending, case["B"]).rank == paths[0].rank
+        assert (found.tokens[-1] == end) == wanted[name]["finished"]
+    best = best_paths(lattice, objective, case["B"], end)[0].rank == paths[0].rank
     assert best == wanted["beam_B_is_optimal"]
     assert len(paths) == wanted["n_paths"]
     if wanted["margin"] is not None:  # there is a second path
@@ -106,9 +106,9 @@ def test_beams(case):
 
 
 def test_a_draft_says_what_is_in_front_of_the_end_and_then_the_end(case):
-    log_probs, _, ending, _ = parts(case)
+    log_probs, *_, objective = parts(case)
     search = Search(case["tau"], case["M_max"], case["lam"], width=ALL)
-    found = draft(log_probs, case["prefix"], case["eos"], ending.proxy, search)
+    found = draft(log_probs, case["prefix"], case["eos"], objective.proxy, search)
     wanted = case["expected"]
     ends = [case["eos"]] if wanted["L_gen"] < case["k"] else []
     assert list(found.tokens) == wanted["no_eos_up_to_L_gen"]["path"] + ends

@@ -157,7 +157,7 @@ def check_slots(pipe, talks):
     """A batch of ``talks`` gives a head what the model's own forward over each of them sees."""
     target = VLMTarget(pipe.model, Processor(1.0))
     target.wants_context = True
-    slots = read_slots(target, talks, read=ChatReader(pipe.processor, [2, END], 512).read)
+    slots = read_slots(target, talks, ChatReader(pipe.processor, [2, END], 512).read)
     for row, line in enumerate(talks):
         inputs, states, start = own_states(pipe, line, END)
         count = len(states) - 1

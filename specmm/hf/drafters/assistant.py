@@ -181,7 +181,8 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
     kept = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
     last = {kind: number for number, (kind, _) in enumerate(kept)}
     for number, kind in enumerate(text.layer_types):
-        attended = _attended(text.per_layer_config[number])
+        one = text.per_layer_config[number]
+        attended = LayerSize(one.num_key_value_heads, one.head_dim, one.head_dim)
         if kind not in last or kept[last[kind]][1] != attended:
             size = kept[last[kind]][1] if kind in last else None
             raise ValueError(
@@ -189,11 +190,6 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
                 f"{size}, got an assistant for {attended}; use the one made for it"
             )
     return last
-
-
-def _attended(config: Any) -> LayerSize:
-    """What a layer of the assistant attends of each token."""
-    return LayerSize(config.num_key_value_heads, config.head_dim, config.head_dim)
 
 
 def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTrainedModel:

@@ -143,10 +143,6 @@ def _is_msd(folder: ModelFolder) -> bool:
     return not nested and (shared or fused or released)
 
 
-def _is_diffusion(folder: ModelFolder) -> bool:
-    return _type(folder) in DIFFUSION or folder.facts.get("parameterization") == "subs"
-
-
 def sees(folder: ModelFolder) -> bool:
     """Whether it is a vision-language model."""
     return "vision_config" in folder.facts or "language_model" in folder.facts
@@ -196,7 +192,10 @@ FORMATS: tuple[DrafterFormat, ...] = (
     ),
     DrafterFormat("MSD head", _is_msd, ("msd",), exports={"eagle": "specmm.vlm.export:to_eagle"}),
     DrafterFormat(
-        "diffusion language model", _is_diffusion, ("diffuspec", "specdiff", "deer"), own=False
+        "diffusion language model",
+        lambda folder: _type(folder) in DIFFUSION or folder.facts.get("parameterization") == "subs",
+        ("diffuspec", "specdiff", "deer"),
+        own=False,
     ),
     DrafterFormat(
         "picture model of transformers",

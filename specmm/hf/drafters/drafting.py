@@ -358,12 +358,9 @@ class Drafters:
         """Whether ``method`` finds what it drafts with."""
         if method not in KINDS or not (KINDS[method].place or KINDS[method].offers):
             return True
-        found = method in self.given or self._folder(method) is not None
-        return found or self._offered(method)
-
-    def _offered(self, method: str) -> bool:
-        """Whether the target itself has what drafts."""
-        offers = KINDS[method].offers
+        if method in self.given or self._folder(method) is not None:
+            return True
+        offers = KINDS[method].offers  # whether the target itself has what drafts
         return bool(offers) and bool(named(offers)(self.target))
 
     def _folder(self, method: str) -> Path | None:

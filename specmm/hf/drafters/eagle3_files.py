@@ -12,7 +12,8 @@ Shape letters: C width, F layers of the target that are read, V vocabulary, v th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from specmm.hf.drafters.files import (
     layers_named,
     read_acceptance,
     read_state,
+    renamed,
     write_acceptance,
 )
 from specmm.loading.checkpoints import (
@@ -43,12 +45,13 @@ from specmm.loading.mapped import WithoutWeights
 
 EMBEDDINGS = "embed_tokens.weight"
 MASK = "mask_hidden"
+FIRST, FLAT = "layers.0.", "midlayer."  # what the first layer is called
 MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")  # as speculators and vLLM call it
 LAYOUTS = ("speculators", "eagle", "specforge")
 SPECULATORS = ("eagle3", "peagle")
 SPECULATORS_VERSION = "0.9.0"  # whose configuration is written
-LEFTOVERS = ("rotary_emb", "verifier_lm_head", "verifier_norm")  # constants, or the target's own
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+LEFTOVERS = ("rotary_emb", "verifier_lm_head", "verifier_norm")  # constants, or the target's own
 SIZES = (
     *NEEDED,
     "num_hidden_layers",
@@ -61,6 +64,12 @@ SIZES = (
     "mlp_bias",
 )
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Fields of Eagle3Config, their names in every layout, and what they are; left out they are 0.
+FIELDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("target_width", "target_hidden_size", int),
+    *((name, name, bool) for name in (*FLAGS, "picture_embeddings")),
+    ("picture_slots", "picture_slots", int),
+)
 TURNED = ("default", "linear", "llama3", "yarn")  # rotary positions that no text's length changes
 
 
@@ -84,7 +93,7 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
     """
     file = Path(folder) / "config.json"
     facts = read_json(file)
-    state = {_official(name): tensor for name, tensor in read_state(folder).items()}
+    state = renamed(read_state(folder), {FLAT: FIRST})
     if facts.get("tie_word_embeddings") and EMBEDDINGS in state:
         state.setdefault(HEAD, state[EMBEDDINGS])
     config = read_config(facts, state, file)
@@ -94,12 +103,6 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
     load_strict(head, _with_tables(state, head.config, folder), LEFTOVERS, folder, dtype)
     head.acceptance = read_acceptance(file.parent)
     return cast(head, state["fc.weight"].dtype).eval()
-
-
-def _official(name: str) -> str:
-    """The name of a weight in speculators' layout."""
-    name = name.removeprefix("model.")
-    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
 def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
@@ -147,21 +150,18 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
     sizes = _sizes(own, any(".q_norm." in name for name in state), source)
     rope = _rope(own)
     sections = tuple(rope.get("mrope_section") or ())
-    flags = {name: bool(facts.get(name)) for name in FLAGS}
-    flags["norm_before_fc"] |= "input_norm.weight" in state
+    fields = {ours: kind(facts.get(theirs) or 0) for ours, theirs, kind in FIELDS}
+    fields["norm_before_fc"] |= "input_norm.weight" in state
     return Eagle3Config(
         sizes,
         layers_named(facts),
         int(facts.get("draft_vocab_size") or sizes.vocab_size),
         own_embeddings=EMBEDDINGS in state,
         own_head=HEAD in state,
-        picture_embeddings=bool(facts.get("picture_embeddings")),
-        picture_slots=int(facts.get("picture_slots") or 0),
-        target_width=int(facts.get("target_hidden_size") or 0),
         mask=_mask(facts, source) if MASK in state else None,
         sections=sections,
         interleaved=bool(rope.get("mrope_interleaved")),
-        **flags,
+        **fields,
     )
 
 
@@ -239,30 +239,14 @@ def save_eagle3(
         state = _flat_state(state, head.config)
     if target is not None:
         facts["target_fingerprint"] = fingerprint(embeddings_of(target))
-    if head.config.picture_embeddings:
-        facts["picture_embeddings"] = True
-    if head.config.picture_slots:
-        facts["picture_slots"] = head.config.picture_slots
+    given = {theirs: getattr(head.config, ours) for ours, theirs, _ in FIELDS}
+    facts = {name: value for name, value in given.items() if value} | facts
     write_checkpoint(state, facts, folder, dtype)
     write_acceptance(head.acceptance, Path(folder))
 
 
-def to_speculators(folder: Path, target: PreTrainedModel | None, out: Path) -> None:
-    """Write the head in ``folder`` to ``out`` in speculators' layout, in its own dtype."""
-    _rewrite(folder, target, out, "speculators")
-
-
-def to_eagle(folder: Path, target: PreTrainedModel | None, out: Path) -> None:
-    """Write the head in ``folder`` to ``out`` in SafeAILab's layout, in its own dtype."""
-    _rewrite(folder, target, out, "eagle")
-
-
-def to_specforge(folder: Path, target: PreTrainedModel | None, out: Path) -> None:
-    """Write the head in ``folder`` to ``out`` in SpecForge's layout, in its own dtype."""
-    _rewrite(folder, target, out, "specforge")
-
-
-def _rewrite(folder: Path, target: PreTrainedModel | None, out: Path, layout: str) -> None:
+def _rewrite(folder: Path, target: PreTrainedModel | None, out: Path, *, layout: str) -> None:
+    """Write the head in ``folder`` to ``out`` in a ``layout``, in its own dtype."""
     head = load_eagle3(folder)
     if head.config.picture_slots:
         raise ValueError(
@@ -270,6 +254,9 @@ def _rewrite(folder: Path, target: PreTrainedModel | None, out: Path, layout: st
             "train one with picture_slots=0 to export it"
         )
     save_eagle3(head, out, target, layout=layout, dtype=head.fc.weight.dtype)
+
+
+to_speculators, to_eagle, to_specforge = (partial(_rewrite, layout=name) for name in LAYOUTS)
 
 
 def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | None = None) -> None:
@@ -369,11 +356,7 @@ def _flat_facts(config: Eagle3Config, layout: str, dtype: torch.dtype) -> dict[s
     }
     if config.layers:
         facts["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.layers)}
-    if config.target_width:
-        facts["target_hidden_size"] = config.target_width
-    if parallel:
-        facts["mask_token_id"] = config.mask
-    return facts | {name: True for name in FLAGS if getattr(config, name)}
+    return facts | ({"mask_token_id": config.mask} if parallel else {})
 
 
 def _mrope(config: Eagle3Config) -> dict[str, Any]:
@@ -392,8 +375,4 @@ def _flat_state(state: State, config: Eagle3Config) -> State:
         state["t2d"] = torch.ones(vocabulary, dtype=torch.bool)
     if config.mask is not None:
         return state
-    first = "layers.0."
-    return {
-        ("midlayer." + name.removeprefix(first) if name.startswith(first) else name): tensor
-        for name, tensor in state.items()
-    }
+    return renamed(state, {FIRST: FLAT})

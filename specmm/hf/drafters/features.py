@@ -32,15 +32,16 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms, UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.drafters.drafting import Assembly, Verification, drafting_probs
+from specmm.hf.drafters.drafting import Assembly, drafting_probs
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
 from specmm.hf.drafters.picture_slots import PictureSlots
+from specmm.hf.drafters.trees import drawn_trees
 from specmm.hf.models.target import Context, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
-from specmm.shape.trees import Siblings, spine, static_tree
+from specmm.shape.trees import Siblings, spine
 from specmm.verify import Recursive
 
 Grown = TypeVar("Grown", methods.MSD, methods.Eagle3)
@@ -307,11 +308,8 @@ def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> A
         target.check_tree(method.top_k)
         tree = Dynamic(method.top_k, method.depth, method.total)
         return Assembly(DeferredDrafter(FeatureDrafter(drafter, target, tree, False)), Recursive())
-    verification = Verification.of(method.rule, target)
-    shape = static_tree(method.tree, target.device)
-    target.check_tree(shape.width)
-    made = FeatureDrafter(drafter, target, shape, *verification.drawn)
-    return Assembly(DeferredDrafter(made), verification.rule)
+    shape, drawn, rule = drawn_trees(method.rule, method.tree, target)
+    return Assembly(DeferredDrafter(FeatureDrafter(drafter, target, shape, *drawn)), rule)
 
 
 def as_chains(method: Grown) -> Grown:

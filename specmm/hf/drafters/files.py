@@ -57,6 +57,19 @@ def read_state(folder: str | Path) -> State:
     return state
 
 
+def renamed(state: Mapping[str, Tensor], table: Mapping[str, str]) -> State:
+    """``state`` without ``model.`` before its names, and their prefixes changed as the ``table``
+    says (theirs: ours).
+    """
+    found: State = {}
+    for name, tensor in state.items():
+        name = name.removeprefix("model.")
+        for theirs, ours in table.items():
+            name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
+        found[name] = tensor
+    return found
+
+
 def cast(module: Network, dtype: torch.dtype) -> Network:
     """``module`` with its weights in ``dtype``; rounded buffers would be wrong (rotary ones)."""
     for weight in module.parameters():

@@ -112,11 +112,14 @@ class _Reader:
 
     def inspection(self) -> Inspection:
         kind = recognised(self.folder)
-        known = tuple(name for name in kind.methods if name in _all_methods())
+        every = {*methods.GENERATE, *methods.TEXT, *methods.VQA, *methods.IMAGE_TOKENS}
+        known = tuple(name for name in kind.methods if name in every)
         beside = self.folder.path / "drafters"
         files = sorted(beside.rglob(zoo.TRANSFORMERS)) if kind.command else []
         drafters = tuple(read_folder(ModelFolder(file.parent)) for file in files)
         takes = self._takes(kind.command)
+        silent = kind.command == "generate" and [*takes] == ["answers"]  # it does not draw
+        command = "ask" if silent else kind.command
         layers = mtp_layers(self.folder) if kind.command else 0
         if layers:
             self.notes.append(f"its checkpoint has {layers} MTP layers, for method mtp")
@@ -130,7 +133,7 @@ class _Reader:
             methods=known,
             wanted=self._wanted() if kind.own else self._alone(),
             sizes=self._sizes(),
-            use=self._use(kind, known, self._command(kind.command, takes), bool(drafters)),
+            use=self._use(kind, known, command, bool(drafters)),
             notes=tuple(self.notes),
             drafters=drafters,
             takes=takes,
@@ -182,11 +185,6 @@ class _Reader:
         """A model that drafts by itself shares the target's tokens, or brings its tokenizer."""
         return Wanted() if self.speaks else Wanted(vocabulary=self._size("vocabulary"))
 
-    @staticmethod
-    def _command(usual: str, takes: Mapping[str, object]) -> str:
-        """Of a picture model that does not draw it is another one's."""
-        return "ask" if usual == "generate" and "answers" in takes and len(takes) == 1 else usual
-
     def _use(
         self, kind: DrafterFormat, known: tuple[str, ...], command: str, drafters: bool
     ) -> str:
@@ -223,10 +221,6 @@ class _Reader:
         if self.folder.files:
             found["bytes"] = sum(file.stat().st_size for file in self.folder.files)
         return found
-
-
-def _all_methods() -> set[str]:
-    return {*methods.GENERATE, *methods.TEXT, *methods.VQA, *methods.IMAGE_TOKENS}
 
 
 def find_folder(name: str | Path) -> Path:

@@ -85,14 +85,10 @@ def _order(given: State) -> list[str]:
 
 def _placed(tuned: State, numbers: State, given: State) -> State:
     """What is ``given`` with the ``tuned`` weights in the places of their ``numbers``."""
-    dtypes = {x.dtype for x in tuned.values()}
-    flat = torch.cat([given[name].flatten().to(max(dtypes, key=_bits)) for name in _order(given)])
+    widest = max((x.dtype for x in tuned.values()), key=lambda dtype: torch.finfo(dtype).bits)
+    flat = torch.cat([given[name].flatten().to(widest) for name in _order(given)])
     for name, places in numbers.items():
         flat[places.long().flatten()] = tuned[name].flatten().to(flat)
     sizes = [given[name].numel() for name in _order(given)]
     parts = zip(_order(given), flat.split(sizes), strict=True)
     return {name: x.view(given[name].shape).to(given[name].dtype).clone() for name, x in parts}
-
-
-def _bits(dtype: torch.dtype) -> int:
-    return torch.finfo(dtype).bits

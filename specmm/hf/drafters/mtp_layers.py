@@ -86,15 +86,11 @@ class MtpLayers:
                 f"MTP layers must attend to all tokens or a window, got {strange[0]}; use another "
                 "method such as prompt-lookup"
             )
-        each = [self._config_of(number) for number in range(self.count)]
+        each = config.per_layer_config if config.is_heterogeneous else [config] * self.count
         return [
-            int(one.sliding_window) if kind == SLIDING else 0
-            for kind, one in zip(types, each, strict=True)
+            int(each[number].sliding_window) if kind == SLIDING else 0
+            for number, kind in zip(range(self.count), types, strict=True)
         ]
-
-    def _config_of(self, number: int) -> Any:
-        config = self.model.config
-        return config.per_layer_config[number] if config.is_heterogeneous else config
 
 
 class LayerSlots:

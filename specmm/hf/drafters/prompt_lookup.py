@@ -8,7 +8,7 @@ Shape letters: B batch.
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+from itertools import cycle, islice, takewhile
 
 import torch
 from torch import Tensor
@@ -55,12 +55,9 @@ class LookupRow:
             place = self.places.get(latest)
             if place is not None and not self.banned.intersection(latest):
                 period = self.tokens[place : place + length]
-                return self._until_banned(list(islice(cycle(period), length)))
+                guess = islice(cycle(period), length)
+                return list(takewhile(lambda token: token not in self.banned, guess))
         return []
-
-    def _until_banned(self, tokens: list[int]) -> list[int]:
-        stop = next((i for i, token in enumerate(tokens) if token in self.banned), len(tokens))
-        return tokens[:stop]
 
 
 class Recall:

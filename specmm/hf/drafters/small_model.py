@@ -24,14 +24,15 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.drafters.drafting import Assembly, Verification, translated
+from specmm.hf.drafters.drafting import Assembly, translated
 from specmm.hf.drafters.translation import Translation
+from specmm.hf.drafters.trees import drawn_trees
 from specmm.hf.loading.pretrained import load_model, own_tokenizer
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, on_device, padded
 from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
-from specmm.shape.trees import Siblings, static_tree
+from specmm.shape.trees import Siblings
 
 Inputs = Callable[[VLMPrompt], dict[str, Any]]
 ENCODED = "mm_encoder_outputs"  # pictures that generate encoded before it calls a custom_generate
@@ -194,8 +195,6 @@ def _assembled(
     translation: Translation | None,
 ) -> Assembly:
     """Deferred, as every drafter that must read the prompt: many answers are one word."""
-    verification = Verification.of(method.rule, target)
-    shape = static_tree(method.tree, target.device)
-    target.check_tree(shape.width)
-    made = ModelDrafter(model, target, shape, inputs, translation, *verification.drawn)
-    return Assembly(DeferredDrafter(made), verification.rule)
+    shape, drawn, rule = drawn_trees(method.rule, method.tree, target)
+    made = ModelDrafter(model, target, shape, inputs, translation, *drawn)
+    return Assembly(DeferredDrafter(made), rule)

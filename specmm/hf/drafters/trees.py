@@ -10,6 +10,7 @@ from specmm import methods
 from specmm.core.tree import TreeShape
 from specmm.hf.drafters.drafting import Verification
 from specmm.hf.models.target import VLMTarget
+from specmm.methods.base import TreeName
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings, static_tree
 from specmm.verify import Recursive, Rule
@@ -36,11 +37,18 @@ def trees_of(method: Grown, target: VLMTarget) -> Trees:
         width = 1 if chains else method.top_k
         total = method.depth + 2 if chains else method.total
         return Trees(Dynamic(width, method.depth, total), (False, "distinct"), Recursive())
-    verification = Verification.of(method.rule, target)
     default = (1,) * len(DRAWN) if chains else DRAWN
-    shape = static_tree(method.tree or default, target.device)
+    return Trees(*drawn_trees(method.rule, method.tree or default, target))
+
+
+def drawn_trees(
+    rule: str, tree: TreeName, target: VLMTarget
+) -> tuple[TreeShape, tuple[bool, Siblings], Rule]:
+    """A ``tree`` of fixed shape for a ``rule``; raises ``ValueError`` where they do not fit."""
+    verification = Verification.of(rule, target)
+    shape = static_tree(tree, target.device)
     target.check_tree(shape.width)
-    return Trees(shape, verification.drawn, verification.rule)
+    return shape, verification.drawn, verification.rule
 
 
 def check_unguided(method: Grown, target: VLMTarget) -> None:

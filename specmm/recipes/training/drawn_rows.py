@@ -2,7 +2,7 @@
 instructed model makes up by continuing its own chat template, first a question, then its answer
 (Magpie, arXiv 2406.08464).
 
-Shape letters: R rows, L tokens of a row, P of a prompt, V vocabulary.
+Shape letters: R rows, L tokens of a row, P of a prompt.
 """
 
 from __future__ import annotations
@@ -37,19 +37,6 @@ ANSWER_TEMPERATURES = (0.0, 0.7)  # in turn
 # Beginnings of questions, in turn: without one a model seldom asks for code.
 OPENINGS = ("", "", "", "Write a Python")
 MARK = "\0"
-
-
-def frequent(seen: Tensor, count: int) -> Tensor:
-    """The ``count`` most frequent of the ids ``seen`` so often [V].
-
-    Raises ``ValueError`` for more than occur.
-    """
-    different = int((seen > 0).sum())
-    if not 1 <= count <= different:
-        raise ValueError(
-            f"vocabulary must be 1 to the text's {different} different tokens, got {count}"
-        )
-    return seen.topk(count).indices
 
 
 def made_by(model: nn.Module, *facts: Any) -> str:

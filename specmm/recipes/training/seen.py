@@ -185,13 +185,9 @@ class SeenRows:
 
     def _compute(self, rows: Sequence[Any]) -> Seen:
         device = self.target.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self._faster):
+        faster = device.type != "cpu" or bfloat16_products()
+        with torch.autocast(device.type, torch.bfloat16, enabled=faster):
             return seen_of(self.target, *self.read(rows), self.aux).to(device, torch.bfloat16)
-
-    @property
-    def _faster(self) -> bool:
-        """Whether products in bfloat16 are."""
-        return self.target.device.type != "cpu" or bfloat16_products()
 
 
 def learn(

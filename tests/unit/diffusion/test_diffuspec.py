@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from specmm.core.sorting import LARGE
-from specmm.diffusion_drafters import lattice_naive as naive
 from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, draft
-from specmm.diffusion_drafters.lattice_naive import every_path
+from specmm.diffusion_drafters.lattice_naive import best_paths
 from specmm.diffusion_drafters.lattice_search import Objective, beam_path, prune
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.recipes.diffusion import fit_proxy
@@ -30,9 +29,9 @@ def block(seed, count=4, vocabulary=6):
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_wide_beam_finds_the_best_of_every_path(order, seed):
-    objective = Objective(fit_proxy(TEXTS, 6, order), [0, 1], 0.4, END if seed % 2 else None)
+    objective = Objective(fit_proxy(TEXTS, 6, order), [0, 1], 0.4)
     lattice = prune(block(seed), 0.9, 4)
-    best = every_path(lattice, objective)[0]
+    best = best_paths(lattice, objective)[0]
     assert beam_path(lattice, objective, 10**4) == best
     assert beam_path(lattice, objective, 1).rank >= best.rank
 
@@ -43,10 +42,8 @@ def test_a_wide_beam_finds_the_best_of_every_path(order, seed):
 def test_the_beam_is_that_of_one_that_makes_every_path(seed, width, weight):
     probs = block(seed, 5)
     probs[2] = -math.log(6)  # paths as good as one another
-    objective = Objective(fit_proxy(TEXTS, 6, 2), [0, 1], weight, END if seed % 2 else None)
-    found, wanted = (
-        search(prune(probs, 1, 6), objective, width) for search in (beam_path, naive.beam_path)
-    )
+    objective, lattice = Objective(fit_proxy(TEXTS, 6, 2), [0, 1], weight), prune(probs, 1, 6)
+    found, wanted = (beam_path(lattice, objective, width), best_paths(lattice, objective, width)[0])
     assert found.tokens == wanted.tokens and found.score == pytest.approx(wanted.score)
 
 
@@ -60,7 +57,7 @@ def test_equal_tokens_are_taken_by_number():
 
 def test_tokens_of_no_probability_are_never_offered():
     barred = block(0).masked_fill(torch.arange(6) > 1, -math.inf).log_softmax(-1)
-    lattice = prune(barred, 1, 6, keep=END)
+    lattice = prune(barred, 1, 6)
     assert all(sorted(row) == [0, 1] for row in lattice.tokens)
     barred[2] = -math.inf
     assert len(prune(barred, 0.8)) == 2

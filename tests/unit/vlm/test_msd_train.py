@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recipes.scenes.packing import Sample, collate
 from specmm.core.processors import Processor
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Run
 from specmm.recipes.losses import compared
 from specmm.recipes.msd import (
-    Example,
     build_msd,
-    collate,
     msd_config,
     msd_loss,
     read_slots,
@@ -39,15 +38,18 @@ def source(number, visual):
     text = [first + i for i in range(random.randint(6, 10))]
     ids = [1, *([36] * 4 if visual else []), *text]
     answers = [i >= len(ids) - 5 for i in range(len(ids))]
-    pixels = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(first))
-    return Example(
-        torch.tensor(ids), torch.tensor(answers), {"pixel_values": pixels} if visual else {}
-    )
+    pixels = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(first))
+    return chat(ids, answers, pixels if visual else None)
+
+
+def chat(ids, answers, pixels=None):
+    places = torch.arange(len(ids))
+    return Sample(torch.tensor(ids), pixels, torch.tensor(answers), 0 * places, places)
 
 
 def trained(target, source, out, steps, lr=5e-5, config=None, **options):
     head = build_msd(target, config)
-    train_msd(target, head, source, Run(out, steps, lr), **options)
+    train_msd(target, head, source, Run(out, steps, lr), read=collate, **options)
     return head
 
 
@@ -96,9 +98,9 @@ def test_only_the_head_learns_and_embeddings_stay(target, tmp_path):
 def test_slots_are_those_of_each_row_alone(target):
     target.wants_context = True
     examples = [source(i, visual) for i, visual in enumerate((True, False, True))]
-    slots = read_slots(target, examples)
+    slots = read_slots(target, examples, collate)
     for row, example in enumerate(examples):
-        alone, length = read_slots(target, [example]), len(example.input_ids)
+        alone, length = read_slots(target, [example], collate), len(example.input_ids)
         for name in ("embeddings", "context", "hidden", "image", "mask"):
             ours = getattr(slots, name)[row, : length - 1]
             torch.testing.assert_close(
@@ -120,10 +122,10 @@ def test_noise_is_seeded_uniform_and_shrinks_with_the_row():
 def test_schedule_and_mistakes(target):
     assert [visual_share(i, 40) for i in (0, 19, 20, 39)] == [0, 0, 0.05, 1]
     assert visual_share(0, 1) == 0
-    silent = Example(torch.tensor([1, 3, 4]), torch.tensor([True, False, False]))
+    silent = chat([1, 3, 4], [True, False, False])
     target.wants_context = True
     with pytest.raises(ValueError, match="must hold answers"):
-        read_slots(target, [silent])
+        read_slots(target, [silent], collate)
 
 
 @pytest.mark.parametrize(
@@ -172,14 +174,14 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     """The recipe ``msd``, with other data: the file leaves the target's embeddings out and loads
     for it.
     """
-    from specmm.recipes import conversations, msd, recipe
+    from specmm.recipes import conversations, recipe
     from specmm.recipes.settings import Begun
     from specmm.recipes.source import Data
     from specmm.vlm.msd import load_msd
 
     model = zoo.model("llava")
     model.save_pretrained(tmp_path / "model")
-    reader = SimpleNamespace(stops=[2])
+    reader = SimpleNamespace(stops=[2], said=len)
     monkeypatch.setattr(Data, "reader", lambda self, folder: reader)
 
     def rows(count):
@@ -189,7 +191,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "conversations", lambda *_: opened)
     monkeypatch.setattr("specmm.vlm.pipeline.load_processor", lambda folder: None)
     monkeypatch.setattr(Begun, "tau", lambda *_: None)
-    monkeypatch.setattr(msd, "acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
+    monkeypatch.setattr("specmm.recipes.settings.acceptance_of", lambda *_: {0.0: ((0.9, 0.05),)})
     options = dict(
         model=tmp_path / "model", steps=2, batch=2, width=40, out=tmp_path / "run", data=tmp_path
     )
@@ -204,7 +206,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
 def test_griffin_leaves_out_what_follows_no_draft(target):
     """From the second pass on, but for first tokens of answers, which follow the prompt."""
     target.wants_context = True
-    slots = read_slots(target, [source(0, True), source(1, False)])
+    slots = read_slots(target, [source(0, True), source(1, False)], collate)
     wanted = slots.hidden.roll(-1, 1)
     first = slots.mask & ~torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))
 
@@ -232,7 +234,7 @@ def test_griffin_leaves_out_what_follows_no_draft(target):
 
 
 def test_later_passes_read_the_head_s_own_states_on_answers(target):
-    slots = read_slots(target, [source(0, True), source(1, False)])
+    slots = read_slots(target, [source(0, True), source(1, False)], collate)
     wanted, read = slots.hidden.roll(-1, 1), []
 
     class Oracle:
