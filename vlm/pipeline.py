@@ -57,8 +57,9 @@ class VQAOutput:
     """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
     ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
     chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
-    ``compiled`` says whether rounds were graphs on a GPU. ``prompt_tokens`` [B] were read, pictures
-    included, ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
+    ``compiled`` says whether programs or graphs played the rounds. ``prompt_tokens`` [B] were read,
+    pictures included, ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a
+    round.
     """
 
     answers: list[str]
@@ -283,11 +284,8 @@ class VQAPipeline(Pipeline):
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
         captured = self.captures(options)
-        if options.compiled is True and not captured:
-            raise NotCompiled(
-                "compiled=True serves text (TextPipeline), and on a GPU questions about pictures "
-                "without draw; leave it out"
-            )
+        if options.compiled is True and options.draw:
+            raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
         check_continuous_batching(method, options.batch_size)
         target = self._target(method, options, captured)
         given = _asked(images, questions, videos, options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -23,7 +23,6 @@ from specmm.choose.contest import SHARE
 from specmm.choose.when_compiled import Work, Works
 from specmm.core.decode import room
 from specmm.core.drafter import Drafter
-from specmm.core.processors import Processor
 from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.kinds import texts_of
@@ -36,17 +35,15 @@ from specmm.hf.answers.running import (
     check_continuous_batching,
     ending,
 )
-from specmm.hf.answers.shared_rounds import SharedRounds
 from specmm.hf.drafters.drafter_formats import ModelFolder, sees
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find_target, load_target
-from specmm.hf.models.static import CapturedTarget, StaticVLMTarget
+from specmm.hf.models.static import CapturedTarget
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.messages import Chat, as_parts, joined, written
 from specmm.hf.prompts.options import CallOptions, Options, lists_options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
-from specmm.programs.compiled import NotCompiled, prepare_compiler, uncompiled_calls
-from specmm.programs.graphs import round_program
+from specmm.programs.compiled import uncompiled_calls
 from specmm.zoo import Source
 
 
@@ -94,7 +91,6 @@ class TextPipeline(Pipeline):
         name: str = "text",
     ) -> None:
         super().__init__(model, tokenizer, method, drafter, folder, name)
-        self.made: dict[tuple[Hashable, Processor, object], SharedRounds] = {}
         self.works = Works("text")
 
     @classmethod
@@ -109,10 +105,8 @@ class TextPipeline(Pipeline):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """See :class:`Pipeline`; compiled rounds are made anew."""
-        super().to(*args, **kwargs)
-        self.made.clear()
         self.works.clear()
-        return self
+        return super().to(*args, **kwargs)
 
     @in_its_turn(lambda pipe: pipe.model)
     @lists_options(chat=False)
@@ -265,11 +259,7 @@ class TextPipeline(Pipeline):
         chosen = self.chosen(method, target, prompt, share)
         method = chosen.method
         self.constrain(target, method, options, prompt)
-        shared = None
-        if options.compiled is True and not captured:
-            shared = self._compiled(method, options)
-        if shared is None or shared.busy:
-            shared = self.rounds_of(method, target, options)
+        shared = self.rounds_of(method, target, options)
         run = self._run(chosen, shared, prompt, options, batch)
         return run, None if shared.parts is None else shared.parts.drafter
 
@@ -289,22 +279,6 @@ class TextPipeline(Pipeline):
         method = options.chosen(methods.TEXT, self.method)
         return work.programs(most, lambda: self._compiled(method, options)) is not None
 
-    def _compiled(self, method: methods.TextMethod, options: Options) -> SharedRounds:
-        """The compiled rounds of ``method``; calls with the same options share them."""
-        check_compiled(method, options)
-        prepare_compiler(self.model.device)
-        drafter = self.drafter(method.name) if method.drafts else None
-        now = self.version(drafter)
-        self.made = {key: one for key, one in self.made.items() if key[-1] == now}
-        key = (methods.filed(method), options.processor, now)
-        made = self.made.get(key)
-        if made is None:
-            target = StaticVLMTarget(self.model, options.processor, self.name)
-            parts = self.parts_of(method, target)
-            play = round_program(target.device)
-            made = self.made[key] = SharedRounds(target, parts, play)
-        return made
-
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
     """The model in ``folder`` and its tokenizer; a vision-language model answers without seeing."""
@@ -315,17 +289,3 @@ def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
             raise
     model = named("specmm.vlm.loading:load_model")(folder, dtype, **options)
     return model, named("specmm.vlm.loading:load_processor")(folder).tokenizer
-
-
-def check_compiled(method: methods.TextMethod, options: Options) -> None:
-    """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
-    if not method.static_shapes:
-        raise NotCompiled(
-            "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
-            f"alike), got {method}"
-        )
-    if options.stops or options.batch_size:
-        raise NotCompiled(
-            "compiled=True looks for end tokens only and answers all at once: give no stop or "
-            "batch_size"
-        )

@@ -6,7 +6,7 @@ Shape letters: B rows of a batch, T room for tokens.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,6 +34,7 @@ from specmm.core.decode import (
 )
 from specmm.core.derived import placed, version
 from specmm.core.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
+from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.stats import Certificate
 from specmm.core.turns import in_its_turn
@@ -56,6 +57,7 @@ from specmm.hf.drafters.drafting import (
 from specmm.hf.loading.adapters import base_of, split, with_adapter
 from specmm.hf.loading.placing import Placing, is_quantised, moved
 from specmm.hf.loading.pretrained import find, use_tree_attention
+from specmm.hf.models.static import StaticVLMTarget
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.options import IdleOption, Options, idle_options
 from specmm.hf.prompts.own_settings import own_penalty, own_scores, own_stops
@@ -63,8 +65,8 @@ from specmm.hf.prompts.path_processors import Criteria, PathProcessor, matchers_
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.hf.prompts.stop_strings import Continuations, Ids, StopStrings
 from specmm.loading.hardware import Place, contiguous_state, prepack
-from specmm.programs.compiled import NotCompiled
-from specmm.programs.graphs import GraphRound, captures
+from specmm.programs.compiled import NotCompiled, prepare_compiler
+from specmm.programs.graphs import GraphRound, captures, round_program
 from specmm.structured import Constrained, Matchers, SpelledDrafts, Spelling, of_call
 from specmm.verify import Rule
 from specmm.verify.claims import run_claim
@@ -354,6 +356,7 @@ class Pipeline:
         self.drafters = Drafters(folder, name, self.model, given)
         self.records = {}
         self.graphs = KeptRounds()
+        self.made: dict[tuple[Hashable, Processor, object], SharedRounds] = {}
 
     @classmethod
     def from_pretrained(
@@ -440,6 +443,7 @@ class Pipeline:
         self.drafters.to(device, dtype)
         self.records.clear()
         self.graphs.found.clear()
+        self.made.clear()
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -615,6 +619,10 @@ class Pipeline:
         """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same
         method and options, on its own target.
         """
+        if options.compiled is True and not self.captures(options):
+            shared = self._compiled(method, options)
+            if not shared.busy:
+                return shared
         play = self.play_of(method, options)
         drafter = self.drafter(method.name) if method.drafts else None
         captured = isinstance(play, GraphRound)
@@ -628,6 +636,22 @@ class Pipeline:
         made = SharedRounds(target, self.parts_of(method, target), play)
         if captured:
             self.graphs.keep(key, made)
+        return made
+
+    def _compiled(self, method: Method, options: Options) -> SharedRounds:
+        """The compiled rounds of ``method``; calls with the same options share them."""
+        check_compiled(method, options)
+        prepare_compiler(self.model.device)
+        drafter = self.drafter(method.name) if method.drafts else None
+        now = self.version(drafter)
+        self.made = {key: one for key, one in self.made.items() if key[-1] == now}
+        key = (methods.filed(method), options.processor, now)
+        made = self.made.get(key)
+        if made is None:
+            target = StaticVLMTarget(self.model, options.processor, self.name)
+            parts = self.parts_of(method, target)
+            play = round_program(target.device)
+            made = self.made[key] = SharedRounds(target, parts, play)
         return made
 
     def _run(
@@ -678,3 +702,17 @@ class Pipeline:
         ran = (rule, drafter) if parts else (None, None)
         rest = (queue, ran[1], play)
         return Run(name, shared.alone(steps), ran[0], stops, settings, *rest, **told)
+
+
+def check_compiled(method: Method, options: Options) -> None:
+    """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
+    if not method.static_shapes:
+        raise NotCompiled(
+            "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
+            f"alike), got {method}"
+        )
+    if options.stops or options.batch_size:
+        raise NotCompiled(
+            "compiled=True looks for end tokens only and answers all at once: give no stop or "
+            "batch_size"
+        )

@@ -116,13 +116,14 @@ class Options:
     is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
     prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
     many rows are answered at a time, and one that ends takes the next prompt, by methods that can
-    refill; 0 answers all at once. ``compiled`` runs steps and rounds of text as programs of
-    ``torch.compile``, which are made at the first call of a method, batch and length; "auto" makes
-    them once they pay (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds,
-    of questions about pictures, too, are graphs (:mod:`specmm.programs.graphs`). ``drafter``,
-    ``tree`` and ``rule`` are chosen by hand in place of the method's: by name, or one's own (see
-    :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
-    answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
+    refill; 0 answers all at once. ``compiled`` runs rounds of text, and plain steps of answers
+    about pictures, as programs of ``torch.compile``, which are made at the first call of a method,
+    batch and length; "auto" makes them once they pay (:mod:`specmm.choose.when_compiled`), and
+    never for streams. On a GPU rounds, of questions about pictures, too, are graphs
+    (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and ``rule`` are chosen by hand in place
+    of the method's: by name, or one's own (see :func:`specmm.register`). With ``draw`` a model that
+    can draws pictures in its answers. An answer is spelled by a ``grammar``
+    (:mod:`specmm.structured`; a dict is a JSON schema).
 
     ``messages`` are a chat, or a list of chats, in place of prompts or of questions and what is
     shown with them: several turns, system prompts, parts with pictures and videos, in the model's

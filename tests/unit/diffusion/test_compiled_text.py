@@ -14,14 +14,14 @@ from specmm.choose import when_compiled
 from specmm.core.decode import ROOM, decode, decode_plain
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
+from specmm.hf.answers.running import check_compiled
 from specmm.hf.drafters.drafting import assemble
 from specmm.hf.models.static import StaticVLMTarget
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.programs.compiled import CompiledRound, compiled
-from specmm.text.pipeline import TextPipeline, check_compiled
-from specmm.vlm.pipeline import VQAPipeline
+from specmm.text.pipeline import TextPipeline
 from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, target_model
 
 CHAIN, TREE = methods.Block(length=3), methods.Block(tree=(-1, 0, 0, 1, 1, 2))
@@ -181,11 +181,6 @@ def test_models_with_windows_are_not_served():
     config = tf.MistralConfig(vocab_size=V, sliding_window=8, **SIZES)
     with pytest.raises(ValueError, match="needs full attention"):
         StaticVLMTarget(tf.MistralForCausalLM(config), Processor())
-
-
-def test_pictures_are_not_served():
-    with pytest.raises(ValueError, match="serves text"):
-        VQAPipeline.from_pretrained("pocket/llava")([], "What is it?", compiled=True)
 
 
 @pytest.mark.slow
