@@ -28,7 +28,7 @@ from specmm.core.watching import tell
 
 LOGGER = logging.getLogger(__name__)
 SHARE = 0.03  # of the time of calls: what trials may take
-START = 24  # plain tokens' time that they may take once a call was made, as soon as may be
+START = 24  # plain tokens' time that they may take once a call was made, or half a usual call's
 AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: the same before, where a gain is forecast
 FEW, ROUNDS = 8, 6  # tokens and rounds of a trial, beside the prompt's
 PASSES = 3  # trials of each candidate that stays; one, where its tokens a round are known
@@ -247,8 +247,11 @@ class Record:
             self._note()
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
-        """Whether drafters are to be looked at, and read from files: not for a short first call."""
-        return bool(self.calls or self.noted) or share * coming >= PROMPT + FEW
+        """Whether drafters are to be looked at, and read from files: not for a short first call,
+        nor where calls usually end before drafts would pay.
+        """
+        long = self.usual >= PROMPT + FEW and bool(self.calls or self.noted)
+        return long or share * coming >= PROMPT + FEW
 
     @property
     def usual(self) -> float:
@@ -273,7 +276,7 @@ class Record:
         """
         self._recall()
         order = self.order
-        may = share * (self.lasted + coming) + (START if self.calls else 0)
+        may = share * (self.lasted + coming) + (min(START, self.usual / 2) if self.calls else 0)
         if not self.calls and len(order) > 1 and self.forecast(order[1]) >= SURE:
             may += min(AT_ONCE * coming, GRANT)
         needed = [1 if one.tau else passes for one in order]

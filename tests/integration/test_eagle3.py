@@ -127,7 +127,7 @@ def test_auto_knows_a_folder_by_its_config(folders):
         folder / "model", "auto", folder / "specforge", torch_dtype=torch.float32
     )
     for _ in range(2):
-        pipe(PROMPTS[0], max_new_tokens=4)
+        pipe(PROMPTS[0], max_new_tokens=24)
     [record] = pipe.records.values()
     assert [one.method.name for one in record.candidates] == ["eagle3", "prompt-lookup"]
 

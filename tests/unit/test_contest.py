@@ -253,3 +253,14 @@ def test_notes_that_are_damaged_or_old_are_as_none(noted, tmp_path, damage):
         found["samples"][methods.label(FAST)][0][3] = 0.0  # tokens
     file.write_text(json.dumps(found) if damage in ("old", "empty") else damage)
     assert noted(Machine()).choose(Machine().begin, 33) == AR
+
+
+def test_a_trial_takes_no_more_than_half_of_a_usual_call():
+    """Answers of a few tokens are left plain, and none waits for trials many times as long."""
+    machine = Machine()
+    machine.LENGTH = 5
+    record = machine.record(FAST, LAST)
+    for _ in range(12):
+        assert record.choose(machine.begin, 64) == AR
+        called(record, machine, AR)
+    assert machine.begun == [AR] * 12 and record.spent == 0
