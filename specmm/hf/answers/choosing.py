@@ -48,15 +48,15 @@ def candidates_of(
     target: VLMTarget,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[Candidate]:
-    """What is tried of ``kinds``: each method as it is, or with the trees of its drafter. Trained
-    drafters come first, small ones before large ones, and of each one tree before a second.
+    """Candidates for ``auto`` among ``kinds``: each method alone, or once for each tree its drafter
+    suggests. Small drafters come first, and every method's first tree before any second tree.
 
-    Raises ``ValueError`` for a drafter that does not fit and that the caller has given.
+    Raises ``ValueError`` if a drafter that the caller passed in does not fit.
     """
     found: list[tuple[int, list[Candidate]]] = []
     for name in kinds:
         method: Method = methods.make(methods.GENERATE, name)
-        own = copy.copy(target)  # drafters tell their target what they read
+        own = copy.copy(target)  # drafters set on it which states they read
         try:
             drafter = drafters.get(name)
             assemble(method, own, drafter, tokenizer)
@@ -134,7 +134,7 @@ def begin_of(
     tokens = prompt.max_new_tokens if length is None else length
 
     def begin(method: Any) -> Iterator[Progress]:
-        own = copy.copy(target)  # drafters tell their target what they read
+        own = copy.copy(target)  # drafters set on it which states they read
         run = (prompt, tokens, row_uniforms(prompt))
         if not method.drafts:
             return decode_plain(own, *run)

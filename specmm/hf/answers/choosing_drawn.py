@@ -1,9 +1,9 @@
-"""Method ``auto`` of answers with pictures: trials among words, and others within a picture.
+"""Method ``auto`` for answers with pictures: one trial in text and one inside a picture.
 
-How fast a method is differs between the two, and the first tokens of an answer are no sample of it.
-So each method answers a little of the prompt in words alone, and draws a little of a picture that
-begins after the prompt. A token then takes the mean of both by the share of tokens in pictures:
-that of the answers so far, and before the first that of an answer of as many pictures as fit.
+A method's speed differs between the two, and the first tokens of an answer do not represent it. So
+each method generates a little text, and a little of a picture that begins right after the prompt.
+The expected time of a token is the mean of both, weighted by the share of tokens in pictures. The
+share comes from earlier answers; before the first, from an answer of as many pictures as fit.
 
 Shape letters: B batch, T tokens of a picture.
 """
@@ -30,19 +30,19 @@ TOKENS = 32  # of a trial, at most
 
 
 class Records(NamedTuple):
-    """What was measured among words and within a picture."""
+    """Measurements in text and inside a picture."""
 
     words: Record
     pictures: Record
 
 
 class DrawnAnswers:
-    """What ``auto`` knows of a pipeline's answers with pictures: speeds, and tokens so far."""
+    """Statistics for ``auto`` on a pipeline's answers with pictures: speeds, and token counts."""
 
     def __init__(self) -> None:
         self.records: dict[Hashable, Records] = {}
         self.tokens = 0
-        self.drawn = 0  # of the tokens those in pictures
+        self.drawn = 0  # tokens in pictures, included in ``tokens``
 
     def observe(self, answers: Sequence[Tensor], grammar: Grammar) -> None:
         """Count the tokens of ``answers`` [B] of ids."""
@@ -52,7 +52,7 @@ class DrawnAnswers:
             self.drawn += sum(len(run) for drawn, run in parts if drawn)
 
     def share(self, grammar: Grammar, max_new_tokens: int) -> float:
-        """The part of an answer's tokens that should be in pictures."""
+        """The expected share of an answer's tokens that are in pictures."""
         if self.tokens:
             return self.drawn / self.tokens
         fit = max_new_tokens // (grammar.length + 2)

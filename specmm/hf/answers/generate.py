@@ -161,9 +161,7 @@ def custom_generate(
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """What there is to say of a call of generate: the ``method`` that ran, its ``stats``, its
-    ``certificate``.
-    """
+    """Report on a call of generate: the ``method`` that ran, its ``stats``, its ``certificate``."""
 
     method: str
     stats: Stats
@@ -243,13 +241,13 @@ def _steps(
 
 
 def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> dict[str, Any]:
-    """What of generate's arguments the model reads with the prompt.
+    """The arguments of generate that are model inputs beside the prompt's ids.
 
-    Raises ``ValueError`` for positions of text that are not those of its tokens in order.
+    Raises ``ValueError`` for text positions that do not simply count the prompt's tokens.
     """
     inputs = {k: v for k, v in given.items() if k not in NOT_INPUTS and v is not None}
     if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
-        positions = inputs.pop(POSITIONS)  # those of text, which the target counts itself
+        positions = inputs.pop(POSITIONS)  # of text: the target counts them itself
         mask = inputs.get("attention_mask", torch.ones_like(input_ids))
         plain = (positions == mask.cumsum(-1) - 1) | (mask == 0)
         if positions_given and not bool(plain.all()):

@@ -1,4 +1,4 @@
-"""What pipelines of questions and of text share: options of a call, a run as it goes, streamers.
+"""Base of the question and text pipelines: options of a call, the running of it, streamers.
 
 Shape letters: B rows of a batch, T room for tokens.
 """
@@ -219,8 +219,8 @@ class Run:
         return self.play is not one_round
 
     def _played_ahead(self, ahead: bool) -> None:
-        """Whether rounds may be told before the last one is known to be right: not where tokens are
-        shown as they come.
+        """Set whether the host may launch a round before it has read the last one's result: not
+        while tokens are streamed.
         """
         if isinstance(self.play, GraphRound):
             self.play.ahead = ahead
@@ -326,13 +326,12 @@ class Chosen(NamedTuple):
 
 
 class Pipeline:
-    """What pipelines of questions and of text share.
+    """Base class of the question and text pipelines.
 
-    ``model``, the PEFT model that put an ``adapter`` into it (None: none), ``tokenizer``, the
-    ``drafters`` beside it, the ``records`` of what method
-    ``auto`` measured, the ``graphs`` that later calls take over; ``registry``: the methods there
-    are, among which ``auto`` chooses;
-    ``usual``: options of a call whose default is another one here.
+    ``model``; the PEFT model that put an ``adapter`` into it (None: there is none); ``tokenizer``;
+    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; ``graphs`` that
+    later calls reuse; ``registry``: the methods, among which ``auto`` chooses; ``usual``: options
+    of a call whose default differs in this pipeline.
     """
 
     model: Any
@@ -406,32 +405,32 @@ class Pipeline:
 
     @classmethod
     def placed(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
-        """The model in ``folder`` where it runs, its weights as they are, and what reads its
-        inputs.
+        """The model in ``folder`` on its device, weights not prepacked, and its tokenizer or
+        processor.
         """
         model, reader = cls._loaded(folder, placing)
         return placing.put(model), reader
 
     @classmethod
     def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
-        """The model in ``folder``, and what reads its inputs."""
+        """The model in ``folder``, and its tokenizer or processor."""
         raise NotImplementedError
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return self.model.dtype
 
     @in_its_turn(lambda pipe: pipe.model)
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move model and drafters to a device or dtype, as ``torch.nn.Module.to``.
 
-        A dtype leaves complex numbers as they are.
+        A dtype does not change complex numbers.
         """
         wanted = torch._C._nn._parse_to(*args, **kwargs)
         device, dtype = wanted[0] or self.model.device, wanted[1] or self.model.dtype
@@ -518,10 +517,10 @@ class Pipeline:
 
     @classmethod
     def default_method(cls, drafter: object) -> str:
-        """The method where none is named: that of the ``drafter``, loaded or by the name of its
-        folder; plain decoding without one.
+        """The method used when none is named: the one that uses the ``drafter`` (loaded, or the
+        name of its folder), or plain decoding if there is no drafter.
 
-        Raises ``ValueError`` for one that no method here drafts with.
+        Raises ``ValueError`` for a drafter that no method of this pipeline uses.
         """
         if drafter is None:
             return str(methods.AR.name)
@@ -616,8 +615,8 @@ class Pipeline:
         return of(*(network for network in networks if network is not None))
 
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
-        """Rounds of ``method`` on ``target``; graphs are those of an earlier call of the same
-        method and options, on its own target.
+        """Rounds of ``method`` on ``target``, or the recorded graphs of an earlier call with the
+        same method and options, which have their own target.
         """
         if options.compiled is True and not self.captures(options):
             shared = self._compiled(method, options)

@@ -1,5 +1,5 @@
-"""What calls of a pipeline share where their rounds are programs or graphs: a target with its
-memory, a drafter, and what plays the rounds.
+"""Compiled rounds and CUDA graphs that the calls of a pipeline share, with the target and drafter
+whose memory they use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from specmm.hf.models.target import VLMTarget
 from specmm.loading.hardware import is_nearly_full
 from specmm.programs.graphs import GraphRound
 
-MOST = 4  # methods or options in turn whose graphs are kept
-SPARE = 0.25  # of a GPU's memory, without which only a run's own are
+MOST = 4  # graphs stored at most, by method and options
+SPARE = 0.25  # of a GPU's memory: with less free, only the graphs of the present run are stored
 
 
 @dataclass
 class SharedRounds:
-    """A method's ``target`` and ``parts`` (None: plain decoding), and what plays its rounds."""
+    """A method's ``target``, ``parts`` (None: plain decoding) and ``play``, which runs a round."""
 
     target: VLMTarget
     parts: Assembly | None
@@ -33,17 +33,17 @@ class SharedRounds:
 
     @property
     def busy(self) -> bool:
-        """Whether there is a run that may go on: it owns the memory."""
+        """Whether an unfinished run owns the memory."""
         steps = None if self.user is None else self.user()
         return steps is not None and inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED
 
     @property
     def failed(self) -> bool:
-        """Whether graphs were wanted and could not be recorded."""
+        """Whether recording graphs was tried and failed."""
         return isinstance(self.play, GraphRound) and self.play.failed
 
     def alone(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of a run; busy until they have ended or nobody holds them any more."""
+        """Wrap the ``steps`` of a run: busy until they have ended or are garbage-collected."""
 
         def each() -> Generator[Progress, None, None]:
             yield from steps
@@ -54,8 +54,8 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """The rounds of the last calls by ``key`` (method, options, what the networks are), each with
-    memory of its own: at ``most`` so many.
+    """Cache of the rounds of at ``most`` so many calls, each with its own memory. Keys have the
+    method, the options and the networks' versions.
     """
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class KeptRounds:
 
     @property
     def newest(self) -> SharedRounds:
-        """Those of the last call."""
+        """The rounds of the last call."""
         return next(reversed(self.found.values()))
 
     def take(self, key: object, model: Any) -> SharedRounds | None:
-        """Those of ``key``, if free for another run; what is not of ``model`` is dropped."""
+        """The rounds of ``key`` if no run uses them; drops entries not of ``model``."""
         self.found = {k: one for k, one in self.found.items() if one.target.model is model}
         shared = self.found.pop(key, None)
         if shared is None or shared.busy or shared.failed:
@@ -77,13 +77,13 @@ class KeptRounds:
         return shared
 
     def make_room(self, device: torch.device, taken: bool, more: bool) -> None:
-        """Before a run, whose rounds were ``taken`` or are not here: the oldest go beyond ``most``,
-        if one ``more`` is to be kept, and all others where ``device`` is nearly full.
+        """Evict before a run: the oldest entries above ``most`` (counting a new one if ``more``),
+        and on a nearly full ``device`` all but the newest, if the run has ``taken`` that one.
         """
         kept = self.most - more
         while len(self.found) > kept or (len(self.found) > taken and is_nearly_full(device, SPARE)):
             del self.found[next(iter(self.found))]
 
     def keep(self, key: object, shared: SharedRounds) -> None:
-        """Keep ``shared`` for later calls."""
+        """Store ``shared`` for later calls."""
         self.found[key] = shared

@@ -1,1 +1,1 @@
-"""Drafters of any transformers target: prompt lookup and small models."""
+"""Drafters for any transformers target."""

@@ -1,13 +1,13 @@
 """Method ``assistant``: Gemma 4's assistants, which attend to the target's own keys and values.
 
-A small decoder without keys of its own reads [embedding of a token, the state before it] and drafts
-the next token, its own state goes on in place of the target's, and its position is that of the last
-committed token all the while. It keeps nothing, so drafts beside one another cost nothing more than
-rows of a matrix, and rows begin anew without it.
+A small decoder without keys of its own reads [embedding of a token, state before that token] and
+drafts the next token. Its own state then takes the place of the target's. Its position stays at the
+last committed token throughout. It has no cache, so siblings cost only more rows in its products,
+and restarting a row takes no work.
 
-Each layer attends the keys of the target's last layer of its kind that has some: those of the
-committed tokens, which are the ones before the root. transformers' own loop shows it one slot
-more after a rejection, that of the rejected draft; here rejected drafts are gone.
+Each layer attends to the keys of the target's last layer of the same kind that has keys, which
+hold the tokens committed before the root. After a rejection transformers' own loop also shows it
+the slot of the rejected draft; here rejected drafts have been removed.
 
 Shape letters: B rows, N nodes of a level, C the target's width, D the assistant's, H heads, S
 slots, V vocabulary.
@@ -41,14 +41,14 @@ from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
 
 ALL = slice(None)  # of a level's states; a number would have the layers cut them
-SHARED = "shared_kv_states"  # what such a model's forward takes of the target
+SHARED = "shared_kv_states"  # the assistant's argument for the target's keys and values
 
 
 class AssistantDrafter:
     """Drafts with the assistant ``model`` of transformers for ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`; greedy
-    decoding never samples. Raises ``ValueError`` when the assistant does not fit the target.
+    ``tree``, ``sampled`` and ``siblings``: see :class:`specmm.core.growth.Growth`; greedy decoding
+    never samples. Raises ``ValueError`` when the assistant does not fit the target.
     """
 
     def __init__(

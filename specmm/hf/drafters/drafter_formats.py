@@ -1,8 +1,8 @@
-"""What a folder holds: drafters of every layout that is read here, and models that draft or are
-targets.
+"""Recognises the content of a folder: a drafter in one of the supported layouts, or a model that
+can draft or be a target.
 
 Only ``config.json`` and the headers of safetensors files are read, never a weight. A new layout is
-one entry of ``FORMATS``, of which the first that matches counts.
+one entry of ``FORMATS``; the first entry that matches counts.
 """
 
 from __future__ import annotations

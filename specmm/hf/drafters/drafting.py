@@ -1,7 +1,7 @@
-"""The drafters of transformers' targets: what makes each, reads it from a folder, and plans for it.
+"""Registry of the drafters for transformers targets: how each is made, loaded and planned for.
 
-Functions are named, not imported: a drafter's package is imported at its first use, and knows
-nothing of the others. A new drafter is one entry here, and its options in
+Functions are named, not imported: a drafter's module is imported at its first use and does not
+depend on the others. A new drafter is one entry here, and its options in
 ``specmm/methods/language.py``.
 """
 

@@ -78,7 +78,7 @@ class BoundEagle3:
         return self.slots(embeddings, hidden, 0)
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
-        """The target's own states are mixed first, predicted ones are taken as they are."""
+        """Inputs of the head: the target's states are first mixed by ``fc``, predicted ones not."""
         return self.head.slots(embeddings, hidden if depth else self.head.mixed(hidden))
 
     def run(

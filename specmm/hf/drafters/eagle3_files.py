@@ -1,11 +1,10 @@
-"""Released layouts of EAGLE-3 heads: speculators', SafeAILab's and SpecForge's folders, read and
-written as they are.
+"""Reads and writes the released layouts of EAGLE-3 heads: speculators, SafeAILab and SpecForge.
 
-All hold the same weights. speculators nests the sizes of the layers and counts states, of which
-number i comes before the target's layer i; SpecForge counts layers, and SafeAILab always reads the
-same three. Theirs call the first layer ``midlayer``, and leave out the target's embeddings. ``d2t``
-holds differences of ids, ``t2d`` tells which of the target's tokens are the head's. A P-EAGLE head
-has a ``mask_hidden`` besides.
+All hold the same weights. speculators nests the layers' sizes in its config and numbers states
+(state i is the input of the target's layer i); SpecForge numbers layers; SafeAILab always reads the
+same three. SafeAILab and SpecForge name the first layer ``midlayer`` and leave out the target's
+embeddings. ``d2t`` holds differences of ids; ``t2d`` marks the target's tokens that the head can
+draft. A P-EAGLE head also has ``mask_hidden``.
 
 Shape letters: C width, F layers of the target that are read, V vocabulary, v the head's.
 """

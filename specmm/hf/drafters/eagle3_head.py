@@ -1,12 +1,12 @@
 """EAGLE-3 heads (arXiv 2503.01840): the network of every released layout.
 
-The states of three of the target's layers, side by side, are mixed by ``fc``; the first layer reads
-[embedding; mixed state], each normed, and its output stands for the mixed state of the next token:
-the target's own is known only once that token is committed. The head may draft v of the target's V
-tokens only; draft token i is the target's i + d2t[i]. EAGLE-3.1 norms each state before ``fc`` and
-lets the normed output go on. P-EAGLE predicts several tokens in one pass: where a token is not
-known yet it reads a mask token and ``mask_hidden`` in place of the target's states. Names are
-speculators'.
+``fc`` mixes the concatenated states of three target layers. The first layer reads [embedding;
+mixed state], each normed; its output stands in for the mixed state of the next token, because the
+target's own is known only once that token is committed. The head drafts only v of the target's V
+tokens; draft token i is the target's i + d2t[i]. EAGLE-3.1 norms each state before ``fc`` and
+passes the normed output on. P-EAGLE predicts several tokens in one pass: for tokens not yet known
+it reads a mask token and ``mask_hidden`` instead of the target's states. Parameter names follow
+speculators.
 
 Shape letters: B batch, T slots, C width, W the target's width, F layers of the target that are
 read, H heads, D head width, V vocabulary, v the head's.
@@ -47,14 +47,14 @@ class Eagle3Config:
 
     ``own_embeddings`` and ``own_head``: it has tables of its own (others read the target's);
     ``picture_embeddings``: at a picture's places it reads the projected picture, as the target
-    does, and not the embedding of the token that stands there. ``target_width`` is that of a state
-    read (0: the head's own). ``norm_before_residual``: the first layer adds its attention to the
+    does, and not the embedding of the token that stands there. ``target_width``: width of a target
+    state (0: the head's own). ``norm_before_residual``: the first layer adds its attention to the
     normed state, not to the state. States are normed together before ``fc`` (``norm_before_fc``) or
-    each by itself (``fc_norm``). ``norm_output``: the state that goes on is the one that the head's
-    vocabulary reads. ``mask`` is P-EAGLE's token. A picture has so many ``picture_slots`` (0: those
-    of all its places). ``sections`` of M-RoPE are the pairs of a head's
-    width that turn by time, height and width, in that order or ``interleaved``. Raises
-    ``ValueError`` for sizes that do not fit together.
+    separately (``fc_norm``). ``norm_output``: the state passed on to the next token is the normed
+    one that the output layer reads. ``mask`` is P-EAGLE's mask token. ``picture_slots``: slots of a
+    picture (0: one for each of its tokens). ``sections``: how many pairs of a head's width M-RoPE
+    turns by time, height and width, in that order or ``interleaved``. Raises ``ValueError`` for
+    sizes that do not fit together.
     """
 
     sizes: PreTrainedConfig

@@ -2,8 +2,8 @@
 (MSD, EAGLE-3, layers for multi-token prediction).
 
 They grow EAGLE-2's tree of point masses, or a static tree of recorded distributions; ``auto``
-chooses which. A prompt's slot j carries position j + 1, whose embedding the target tells, wherever
-and however many its pictures are. In every round the slots of the committed tokens are run again on
+chooses which. A prompt's slot j carries position j + 1 with the target's own input embedding, so
+pictures may be anywhere in it. In every round the slots of the committed tokens are recomputed from
 the target's own hidden states.
 
 Shape letters: B batch, L prompt positions, n nodes, C width, F layers of the target that are read,
@@ -65,7 +65,7 @@ class BoundNetwork(Protocol):
 
     @property
     def sizes(self) -> Sequence[LayerSize]:
-        """What its layers keep of a token."""
+        """Sizes of its layers' cache entries for a token."""
 
     @property
     def vocabulary(self) -> DrafterVocabulary:
@@ -73,11 +73,11 @@ class BoundNetwork(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """Those of the target that it reads; none: the states that the target's head reads."""
+        """The target layers that it reads; empty: the states that the target's head reads."""
 
     @property
     def parts(self) -> bool:
-        """Whether it takes the target's positions in three parts (M-RoPE); others count slots."""
+        """Whether it uses the target's three-part M-RoPE positions, rather than slot numbers."""
 
     @property
     def mask(self) -> Tensor | None:
@@ -85,14 +85,14 @@ class BoundNetwork(Protocol):
 
     @property
     def pictures(self) -> PictureSlots | None:
-        """What leaves a prompt few slots of a picture, if it reads no more."""
+        """The network that reduces a picture to a few slots (None: all are read)."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
 
     def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """What it reads [B, L, C] of a prompt's ``tokens`` [B, L], of which the target read the
-        ``embeddings`` [B, L, C].
+        """Its input embeddings [B, L, C] for a prompt's ``tokens`` [B, L]; ``embeddings``
+        [B, L, C] are the target's.
         """
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ class Reading:
 class FeatureDrafter:
     """Drafts with a ``network`` for ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`; greedy
-    decoding never samples. Raises ``ValueError`` when the network does not fit the target.
+    ``tree``, ``sampled`` and ``siblings``: see :class:`specmm.core.growth.Growth`; greedy decoding
+    never samples. Raises ``ValueError`` when the network does not fit the target.
     """
 
     state: ClassVar[tuple[str, ...]] = ("cache", "growth", "ahead", "shift")

@@ -1,7 +1,7 @@
-"""What drafters' folders have in common: tensors in one file or several, and a ``config.json``.
+"""Reads drafters' folders of any layout: tensors in one or several files, and a ``config.json``.
 
-Weights are checked by name, shape and value before the first is copied, and no code of a folder is
-run.
+Names, shapes and values of all weights are checked before the first is copied. No code in a folder
+is ever run.
 """
 
 from __future__ import annotations

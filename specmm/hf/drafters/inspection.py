@@ -1,4 +1,4 @@
-"""What a drafter is, for which target, and what to do with it, from its folder alone."""
+"""Describes a drafter from its folder alone: its kind, its target, and how to use it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Method ``sjd`` of answers with pictures: Jacobi drafts inside pictures, looked up text between.
+"""Method ``sjd`` for answers with pictures: Jacobi drafts inside pictures, prompt lookup in text.
 
-A row in text drafts what followed the latest words before, as point masses, and where nothing did
-what speculative Jacobi decoding would. Which row does what is settled by its committed tokens, so
-that every node still records the distribution it was drawn from.
+A row in text drafts, as point masses, the tokens that followed an earlier occurrence of its latest
+words; if there is none, it drafts as speculative Jacobi decoding does. A row's committed tokens
+alone decide which, so every node still records the distribution it was drawn from.
 
 Shape letters: B batch, W window, N = W + 1 nodes, V vocabulary.
 """

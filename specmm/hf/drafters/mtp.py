@@ -1,14 +1,14 @@
 """Method ``mtp``: the target's own multi-token prediction layers draft chains or trees.
 
-Layer k reads a token and the state that layer k - 1 predicted for the token before it; the first
-reads the target's own states, and the last one goes on from its own predictions (as FastMTP trains
-it, arXiv 2509.18362). So a draft at depth k comes from layer k, as in transformers, whose
-``use_mtp`` stops there. Layers of some models read the target's own states at every depth
-(``mtp_layouts``). Each layer runs once a round (``mtp_growth``).
+Layer k reads a token and the state that layer k - 1 predicted for the token before it. The first
+layer reads the target's own states; beyond the last layer's depth, that layer continues from its
+own predictions (as FastMTP trains it, arXiv 2509.18362), where transformers' ``use_mtp`` stops.
+Some models' layers read the target's own states at every depth (``mtp_layouts``). Each layer runs
+once a round (``mtp_growth``).
 
-A picture's embeddings are read where the next token is a picture's, and slots turn by the position
-of their own token and one: for text the next token's, as in transformers; under M-RoPE, which
-transformers does not draft with, vLLM's convention moved by one, which attention cannot see.
+Picture tokens are read by their picture embeddings. A slot's rotary position is its own token's
+plus one: for text that is the next token's, as in transformers. With M-RoPE, which transformers
+does not draft with, it is vLLM's convention shifted by one, which attention cannot see.
 
 Shape letters: B rows, K layers, N tokens, L prompt positions, C width, S slots, V vocabulary.
 """
@@ -40,8 +40,8 @@ from specmm.shape.trees import Siblings
 class MtpDrafter:
     """Drafts with the ``layers`` of ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`; greedy
-    decoding never samples.
+    ``tree``, ``sampled`` and ``siblings``: see :class:`specmm.core.growth.Growth`; greedy decoding
+    never samples.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class MtpDrafter:
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
-        """States [B, N, C] that the layer of ``depth``, or the last, predicts after ``tokens``
+        """States [B, N, C] that layer ``depth`` (at most the last) predicts after ``tokens``
         [B, N].
 
-        ``hidden`` [B, N, C] are those of the tokens before.
+        ``hidden`` [B, N, C]: states of the tokens before them.
         """
         with self.clock("draft"):
             embeddings = self.layers.model.embed_tokens(tokens)

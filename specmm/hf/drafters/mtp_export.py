@@ -1,9 +1,9 @@
 """Fine-tuned MTP layers under the names of their target's own checkpoint, where vLLM and SGLang
 look for them.
 
-What transformers' conversions do on reading (renaming, stacking experts, splitting) they cannot
-undo for these layers. So the checkpoint is read once with the number of each entry in its place:
-where a number is found is where its entry goes.
+For these layers transformers cannot undo the conversions it does on loading (renaming, stacking
+experts, splitting). So a copy of the checkpoint whose entries are consecutive numbers is loaded
+once: the place where a number ends up shows where its entry belongs.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ CONFIGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer
 
 
 def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
-    """Write the layers in ``folder``, fine-tuned for ``target``, to ``out``, and what to know.
+    """Write the layers in ``folder``, fine-tuned for ``target``, to ``out``; return a note for
+    users.
 
-    Raises ``ValueError`` where they are not read back from there as they are.
+    Raises ``ValueError`` unless reading ``out`` gives back the same weights.
     """
     place = Path(str(target.config.name_or_path))
     tuned = own_weights(load_layers(folder, target).model)
@@ -55,8 +56,8 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
 
 
 def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
-    """Of each weight of the layers as they are read, the numbers of its entries among all of those
-    ``given``, counted by :func:`_order`.
+    """For each weight of the loaded layers, the numbers of its entries among all entries of the
+    weights ``given``, counted in the order of :func:`_order`.
     """
     numbers: State = {}
     begin = 0
@@ -72,7 +73,7 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
         main = named_layers(target, there)
         main.config.dtype = torch.float64
         found = own_weights(class_of(main).from_pretrained(main))
-    # what is not of the checkpoint has other entries than numbers that all differ
+    # weights that do not come from the checkpoint have fractions or repeated numbers
     return {k: x for k, x in found.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
 
 

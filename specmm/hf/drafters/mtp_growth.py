@@ -1,8 +1,8 @@
-"""Trees grown by layers in turn, each of which runs once a round.
+"""Grows draft trees with one MTP layer per depth; each layer runs once a round.
 
-Layer k drafts at depth k, and attends the slots of the text and of the drafts above. So it reads
-the round's committed tokens and all drafts so far in one call, each with what layer k - 1 predicted
-for the token before. Below the last layer's depth that one goes on from its own predictions.
+Layer k drafts at depth k and attends to the slots of the text and of the drafts above. In one call
+it reads the round's committed tokens and all drafts so far, each with the state that layer k - 1
+predicted for the token before. Deeper levels are drafted by the last layer from its own states.
 
 Shape letters: B rows, K layers, D deepest level, N tokens read in a round, n nodes of a level, C
 width, S slots.
@@ -97,7 +97,7 @@ class LayerGrowth(Growth):
         depth: int,
         first: int,
     ) -> Tensor:
-        """As :class:`specmm.core.growth.Growth`; states are those of the layer of ``depth``."""
+        """As in :class:`specmm.core.growth.Growth`, with states of the layer of ``depth``."""
         if depth >= self.count:
             return super()._feed(head, tokens, states, origin, depth, first)
         count = tokens.shape[1]

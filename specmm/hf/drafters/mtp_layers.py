@@ -1,10 +1,10 @@
 """The multi-token prediction (MTP) layers of a target's own checkpoint, as transformers has them.
 
-A checkpoint keeps them beside its other weights: as further layers (DeepSeek-V3, GLM-4 MoE, Step)
-or under ``mtp`` (Qwen 3.5, Mellum). transformers' ``MtpModel`` makes them of the target's own layer
-class and reads either layout; here it is told how many there are where the config says so under
-another name, and which weights are theirs whatever the depth of the target. ``mtp_layouts`` has the
-layouts that it does not read.
+A checkpoint stores them beside its other weights: as further layers (DeepSeek-V3, GLM-4 MoE, Step)
+or under ``mtp`` (Qwen 3.5, Mellum). transformers' ``MtpModel`` builds them from the target's own
+layer class and reads either layout. This module passes it the number of layers where the config has
+that under another name, and the names of their weights for any depth of the target. Layouts that
+``MtpModel`` does not read are in ``mtp_layouts``.
 
 Shape letters: B rows, N tokens, C width, S slots.
 """
@@ -125,8 +125,8 @@ class LayerSlots:
     def run(self, number: int, embeddings: Tensor, states: Tensor) -> Tensor:
         """States [B, N, C] that layer ``number`` predicts after tokens with ``embeddings``.
 
-        ``states`` [B, N, C] are those of the token before each. Layers that are not chained hand
-        them on as they are, after what they predict: [B, N, C + C].
+        ``states`` [B, N, C]: of the token before each. Layers that are not chained also return
+        them, unchanged, after their predictions: [B, N, C + C].
         """
         layer = self.model.layers[number]
         states = states[..., -embeddings.shape[-1] :]
@@ -155,13 +155,13 @@ class LayerSlots:
         return self.turned[kind]
 
     def _mask(self, number: int) -> Tensor:
-        """The mask of a layer: that of full attention but for its window and its first slots."""
+        """A layer's mask: full attention, less slots outside its window and its first slots."""
         window = self.windows[number]
         if not window and not number:
             return self.bias
         queries = self.slots[:, None, :, None]
         keys = self.places[:, None, None, : self.bias.shape[-1]]
-        hidden = (keys < number) & (keys != queries)  # itself it may attend: nobody reads that
+        hidden = (keys < number) & (keys != queries)  # seeing nothing would give NaN
         if window:
             hidden = hidden | (queries - keys >= window)
         return self.bias.masked_fill(hidden, float("-inf"))
@@ -259,10 +259,11 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
 
 
 def told_layers(config: PreTrainedConfig, folder: str | Path | None) -> PreTrainedConfig:
-    """A copy of ``config`` that says how many MTP layers ``folder`` holds, and of which kind.
+    """A copy of ``config`` with the number and kinds of the MTP layers in ``folder``.
 
-    Where neither it nor a layout names kinds they attend to all tokens, as Qwen 3.5's, and their
-    feed-forward is that of the last layer. Raises ``ValueError`` where there are no such layers.
+    If neither the config nor a layout names the kinds, the layers attend to all tokens, as in
+    Qwen 3.5, and their feed-forward is of the last layer's kind. Raises ``ValueError`` if there are
+    no such layers.
     """
     told = copy.deepcopy(config)
     text: Any = told.get_text_config(decoder=True)

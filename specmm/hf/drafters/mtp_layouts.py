@@ -1,10 +1,10 @@
 """Released layouts of MTP layers that transformers' ``MtpModel`` does not know.
 
-ERNIE 4.5 keeps its layer in lists of the model (``mtp_block.0``, ``mtp_emb_norm.0``, …) and norms
-what it predicts with the decoder's last norm, as Baidu's FastDeploy runs it. MiMo-V2 keeps several
-under ``model.mtp.layers``, each with a norm of its own, and its config does not say how many. There
-every layer reads the target's own state of the text, however deep it drafts (SGLang's chains for
-MiMo-V2), where others read what the layer before predicted.
+ERNIE 4.5 stores its layer in lists of the model (``mtp_block.0``, ``mtp_emb_norm.0``, …) and
+applies the decoder's last norm to its output, as in Baidu's FastDeploy. MiMo-V2 stores several
+layers under ``model.mtp.layers``, each with its own norm, and its config does not give their
+number. Its layers read the target's own states at every depth (as SGLang's chains for MiMo-V2 do),
+where other models' layers read the predictions of the layer before.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from specmm.hf.models.families import SLIDING
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How the checkpoints of one type keep their layers.
+    """How the checkpoints of one model type store their MTP layers.
 
-    ``names`` are patterns of names in a checkpoint, in order, and what they are in ``MtpModel``;
-    ``told(layers)`` is what the config must say for so many of them. Unless ``normed``, what a
-    layer predicts passes the decoder's last norm. Unless ``chained``, layers read the target's
-    states and never what was predicted.
+    ``names``: patterns of names in a checkpoint, in order, and their replacements in ``MtpModel``.
+    ``told(layers)``: the config entries for so many layers. Unless ``normed``, the decoder's last
+    norm is applied to a layer's predictions. Unless ``chained``, layers read the target's states
+    and never predicted ones.
     """
 
     names: tuple[tuple[str, str], ...]

@@ -1,8 +1,8 @@
-"""P-EAGLE: the drafts of a round in one pass of the head.
+"""P-EAGLE: all drafts of a round in one pass of the head.
 
-Behind the slots of the committed tokens come slots of a mask token. The state at the last committed
-slot predicts the first draft, that at mask i the draft after it, whatever was drafted before: every
-node of a level has the same distribution. Source: P-EAGLE (arXiv 2602.01469).
+Slots of a mask token follow the slots of the committed tokens. The state at the last committed slot
+predicts the first draft, and the state at mask i predicts draft i + 1, independently of the drafts
+before it: all nodes of a level have the same distribution. Source: P-EAGLE (arXiv 2602.01469).
 
 Shape letters: B batch, M slots committed at most in a round, K masks, n nodes, C width, S slots of
 the cache.

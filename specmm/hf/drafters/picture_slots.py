@@ -1,12 +1,12 @@
-"""A few slots in place of those of a picture, so that a small head need not find what matters among
-hundreds that say much the same, and keeps less of them.
+"""Compresses the slots of a picture to a few, so that a small head need not search hundreds of
+similar ones and has a smaller cache.
 
-Learned queries attend the slots of one picture, each all of them, and what they find stands in the
-picture's last places. Source: ViSpec (arXiv 2509.15235), whose adaptor reads the projected picture;
-the slots here hold the target's states of it, too. It adds a vector of the picture to all later
-text, which we leave out: the target's states of that text have seen the picture.
+Each learned query attends to all slots of one picture; the results take the picture's last places.
+Source: ViSpec (arXiv 2509.15235). Its adaptor reads the projected picture; here slots also hold the
+target's states. ViSpec also adds a vector of the picture to all later text; we do not, because the
+target's states of that text have already seen the picture.
 
-Shape letters: B batch, L slots, M slots that are left, W width of a slot, n slots of a picture.
+Shape letters: B batch, L slots, M slots that remain, W width of a slot, n slots of a picture.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Prompt lookup: drafts what followed the last occurrence of the latest tokens in the prompt and
-the answer so far.
+"""Prompt lookup: drafts the tokens that followed the last earlier occurrence of the latest tokens,
+in the prompt or the answer so far.
 
-Picture placeholders never match and are never drafted. Exact as point masses: any guess is allowed.
+Picture placeholders never match and are never drafted. Drafts are point masses, so any is exact.
 
 Shape letters: B batch.
 """
@@ -61,8 +61,8 @@ class LookupRow:
 
 
 class Recall:
-    """What rows of ``target`` have read and written, looked up by n-grams of at most ``ngram``
-    tokens.
+    """Index of the tokens that ``target``'s rows have read and written, by n-grams of at most
+    ``ngram`` tokens.
     """
 
     def __init__(self, target: VLMTarget, ngram: int) -> None:
@@ -80,7 +80,7 @@ class Recall:
         [self.rows[row]] = self._read(self.target.started)
 
     def extend(self, feedback: Feedback) -> None:
-        """Index what a round committed."""
+        """Index the tokens that a round committed."""
         if feedback.result is not None and feedback.tokens is not None:
             self._extend(feedback.tokens.tolist(), feedback.result.kept.tolist())
 

@@ -1,8 +1,7 @@
 """A small model as drafter: a language model that does not see the picture, or a vision-language
 model that does.
 
-Its trees are grown like those of a feature head; it reads tokens only, and predicts from its own
-states.
+Trees grow as for a feature head, but the model reads tokens only and predicts from its own states.
 
 Shape letters: B batch, n nodes of a level, C the drafter's width, v its vocabulary, V the target's.
 """
@@ -67,9 +66,9 @@ class SmallModel:
 class ModelDrafter:
     """Drafts with the transformers ``model`` for ``target``.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`Growth`. ``inputs`` says what the
-    drafter is shown of a prompt; ``translation`` maps the target's tokens to the drafter's (None:
-    the same ones). Raises ``ValueError`` when vocabularies differ and there is no translation.
+    ``tree``, ``sampled`` and ``siblings``: see :class:`Growth`. ``inputs`` makes the drafter's
+    prompt from the target's; ``translation`` maps the target's tokens to the drafter's (None: they
+    are the same). Raises ``ValueError`` when vocabularies differ and there is no translation.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Between a target's tokens and those of a drafter with another tokenizer.
+"""Maps between the tokens of a target and of a drafter with another tokenizer.
 
-Drafts are drawn from the drafter's distribution restricted to the tokens both know and renormalised
-(token-level intersection, Timor et al., arXiv 2502.05202). The recorded distribution is that one,
-so verification stays exact, however little they share.
+Drafts are drawn from the drafter's distribution, restricted to the tokens both have in common and
+renormalised (token-level intersection, Timor et al., arXiv 2502.05202). That distribution is the
+recorded one, so verification stays exact, however little the two share.
 
 Shape letters: V the target's vocabulary, v the drafter's.
 """

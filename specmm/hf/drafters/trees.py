@@ -1,5 +1,5 @@
-"""The tree and the rule of drafters that draft EAGLE-2's tree where nothing is drawn, and a tree of
-recorded distributions where something is.
+"""Tree and rule of the drafters that grow EAGLE-2's tree under greedy decoding, and a static tree
+of recorded distributions under sampling.
 """
 
 from __future__ import annotations

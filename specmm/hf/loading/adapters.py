@@ -1,7 +1,7 @@
-"""Models with PEFT's adapters: a ``PeftModel``, or the folder that one wrote.
+"""Models with PEFT adapters: a ``PeftModel``, or the folder that one wrote.
 
-Adapters such as LoRA live in the layers of their base, which is run like any model. Virtual tokens
-(prompt tuning, p-tuning, prefix tuning) live beside it, in what PEFT's own ``generate`` does first.
+Adapters such as LoRA are part of their base's layers, which run like any model. Virtual tokens
+(prompt tuning, p-tuning, prefix tuning) are not: PEFT's own ``generate`` adds them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""How a model of transformers is loaded: on which device, in which dtype, by whose map, and
-quantised or not.
-"""
+"""How a transformers model is loaded: device, dtype, device map, quantisation."""
 
 from __future__ import annotations
 
@@ -46,11 +44,11 @@ def moved(
 
 
 def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Buffers by name that stay as they are where ``model`` is put in ``dtype``.
+    """Buffers, by name, that must not be cast when ``model`` is put in ``dtype``.
 
-    These are complex numbers, of which a cast would keep the real part only (Llama 4's vision tower
-    turns by such), and what transformers computes in a wider dtype than that of the weights and
-    keeps so: the frequencies of rotary embeddings above all.
+    These are complex numbers, of which a cast would leave only the real part (Llama 4's vision
+    tower rotates by such), and values that transformers computes in a wider dtype than the
+    weights', above all the frequencies of rotary embeddings.
     """
     stored = model.state_dict().keys()
     weights = next((weight.dtype for weight in model.parameters()), dtype)
@@ -87,9 +85,9 @@ class Placing:
         quantization_config: Any = None,
         variant: str | None = None,
     ) -> Placing:
-        """That of the model in ``folder``; a quantised one is loaded where it runs.
+        """How to load the model in ``folder``; a quantised one is loaded onto its device directly.
 
-        Raises ``ValueError`` for a quantisation that is no config.
+        Raises ``ValueError`` for a quantisation that is not a config.
         """
         if quantization_config is not None and not hasattr(quantization_config, "to_dict"):
             raise ValueError(
@@ -111,8 +109,8 @@ class Placing:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """What is loaded at first: what the files hold, so that :meth:`put` makes the only copy, or
-        the wanted dtype where they differ or transformers places the model; None for the config's.
+        """The dtype to load in: the files' own, so that :meth:`put` makes the only copy; the wanted
+        dtype if files differ or transformers places the model; None for the config's.
         """
         found = None if self.options else stored_dtype(self._files)
         return found or self.place.dtype
@@ -120,8 +118,8 @@ class Placing:
     def loaded(
         self, load: Callable[[torch.dtype | None], T], model_of: Callable[[T], Any] = lambda x: x
     ) -> T:
-        """What ``load`` gives in :attr:`dtype`, or in the wanted one if ``model_of`` it, the model,
-        is :meth:`rounded`.
+        """Call ``load`` with :attr:`dtype`; load again in the wanted dtype if the model, which
+        ``model_of`` takes from the result, is :meth:`rounded`.
         """
         found = load(self.dtype)
         return load(self.place.dtype) if self.rounded(model_of(found)) else found

@@ -1,9 +1,9 @@
-"""Models, tokenizers, processors and configs from transformers' folders, without their code.
+"""Loads models, tokenizers, processors and configs from transformers folders, without their code.
 
-``from_pretrained`` itself makes weights up where a folder lacks them, and asks whether to run the
-Python files that a folder names under ``auto_map``. Here a missing weight is an error, and nothing
-in a folder ever runs: what needs its own code is refused, unless transformers has a class that
-reads the same files.
+``from_pretrained`` itself initialises missing weights at random, and offers to run the Python files
+that a folder names under ``auto_map``. Here a missing weight is an error, and no file of a folder
+ever runs: a model that needs its own code is refused, unless transformers has a class that reads
+the same files.
 
 A folder with ``package.json`` holds no weights: it names an installed Python package and the GGUF
 file in it, which is unpacked once.
@@ -73,15 +73,14 @@ def find_target(name: str | Path, **hub: Any) -> Path:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Where transformers finds the model of ``folder``: there, or where its package is unpacked."""
+    """The folder that transformers can read: ``folder``, or the place its package is unpacked."""
     return unpacked(folder) if is_packaged(folder) else folder
 
 
 def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
     """The causal language model in ``folder`` and its tokenizer.
 
-    ``options`` are those of ``from_pretrained``. Raises ``ValueError`` when it holds something
-    else.
+    ``options`` go to ``from_pretrained``. Raises ``ValueError`` if the folder holds something else.
     """
     folder = weights_folder(folder)
     try:
@@ -135,11 +134,10 @@ def _unsuited(text: PreTrainedConfig) -> str:
 def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **options: Any) -> Any:
     """The model in ``folder`` by ``kind``, a model class of transformers or an auto class.
 
-    ``options`` are those of ``from_pretrained``; weights whose names begin with ``unneeded`` may be
-    missing. Raises ``ValueError`` naming weights that are
-    missing (ties aside), of another shape or unreadable, or of more layers than the config has.
-    Weights of other kinds than the class has, such as another task's head, are left out with a
-    warning.
+    ``options`` go to ``from_pretrained``; weights whose names begin with ``unneeded`` may be
+    missing. Raises ``ValueError`` naming weights that are missing (tied ones may be), of another
+    shape or unreadable, or of more layers than the config has. Weights that the class does not
+    have, such as another task's head, are ignored with a warning.
     """
     from safetensors import SafetensorError
 
@@ -184,11 +182,11 @@ def load_config(folder: str | Path) -> PreTrainedConfig:
 
 
 def load_tokenizer(folder: str | Path, **options: Any) -> Any:
-    """The tokenizer in ``folder``; ``options`` are those of ``from_pretrained``.
+    """The tokenizer in ``folder``; ``options`` go to ``from_pretrained``.
 
-    A class that the folder brings is not used: its ``tokenizer.json`` is read, or a class of
-    transformers that is known to read its files alike (Dream's are Qwen 2's). Raises ``ValueError``
-    where there is neither, nor any other tokenizer.
+    If the folder names its own class, ``tokenizer.json`` is read instead, or a transformers class
+    known to read its files in the same way is used (Qwen 2's for Dream). Raises ``ValueError``
+    without either, and without any tokenizer.
     """
     try:
         found = _without_code(AutoTokenizer, folder, options)
@@ -304,7 +302,7 @@ def _needs_code(folder: str | Path, what: str) -> ValueError:
 def _check_loaded(
     model: PreTrainedModel, report: dict[str, Any], folder: str | Path, unneeded: str | None
 ) -> None:
-    """Raise ``ValueError`` naming weights of ``model`` that are not those of the ``folder``."""
+    """Raise ``ValueError`` naming weights of ``model`` that differ from those in the ``folder``."""
 
     def numberless(name: str) -> str:
         return re.sub(r"\b\d+\b", "*", name)
@@ -362,7 +360,7 @@ def is_packaged(folder: Path) -> bool:
 
 
 def missing_packages(folder: Path) -> list[str]:
-    """What must be installed before the model of ``folder`` can be unpacked."""
+    """Packages that must be installed before the model of ``folder`` can be unpacked."""
     names = (read_json(folder / zoo.PACKAGE)["package"], *HELPERS)
     return [name for name in names if importlib.util.find_spec(name) is None]
 

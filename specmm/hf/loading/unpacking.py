@@ -1,4 +1,4 @@
-"""GGUF files unpacked by transformers, under a bar and in a third of the time."""
+"""Unpacks GGUF files by transformers, with a progress bar and in a third of the time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 @contextmanager
 def unpacking(name: str) -> Iterator[None]:
-    """Within it a file's facts are read once, not anew for config, weights, each layer's names and
-    tokenizer, which takes most of the time; transformers moves a bar that says ``name``.
+    """Within it a file's metadata is read once, not again for the config, the weights, each
+    layer's names and the tokenizer, which takes most of the time; a progress bar shows ``name``.
     """
     gguf: Any = import_module("gguf")
     theirs: Any = import_module("transformers.modeling_gguf_pytorch_utils")

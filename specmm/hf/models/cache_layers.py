@@ -1,4 +1,4 @@
-"""The core's cache as transformers' models take it: a layer of theirs for each kind of ours.
+"""Presents the core's cache to transformers models: one of their cache layers for each of ours.
 
 Shape letters: R rows, N tokens, H heads, D head width.
 """
@@ -29,7 +29,7 @@ class _SlotLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are tokens before those that come next."""
+        """Whether any tokens precede the next ones."""
         return self.memory.first > 0
 
     @is_initialized.setter
@@ -38,7 +38,7 @@ class _SlotLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor:
-        """Those of all slots."""
+        """Keys of all slots [R, H, S, D]."""
         return self.memory.keys.transpose(1, 2)
 
     @keys.setter
@@ -64,7 +64,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own
-    """A layer of both kinds."""
+    """A layer with both slots and states."""
 
     is_compileable = False  # or generate's preparation would make masks itself, without windows
 
@@ -77,7 +77,7 @@ class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as t
 
 
 class _FixedLayer(CacheLayerMixin):
-    """What a layer attends of pictures, [R, H, N, D]: written by the prefill alone."""
+    """Keys and values of pictures for cross-attention [R, H, N, D], written only by the prefill."""
 
     is_sliding = False
 

@@ -1,10 +1,10 @@
-"""What differs between the models of transformers: decoder, head, embeddings, masks, positions,
-what each layer stores.
+"""Hides the differences between transformers models: decoder, head, embeddings, masks, positions,
+and the cache entries of each layer.
 
-What a class does to its logits after the head is not in the config: one name divides in one class
-and multiplies in the next. So it is measured on the model's own forward: known numbers are put
-beside the head's output, and what becomes of them is read. What a layer stores of a token is read
-from the cache of the same forward.
+The config does not say how a class changes its logits after the head: the same name is a divisor in
+one class and a factor in the next. So it is measured on the model's own forward: known numbers are
+put beside the head's output, and their results are read. The size of each layer's cache entries is
+read from the cache of the same forward.
 
 Shape letters: B batch, L prompt positions, C width, T positions, P known numbers, V vocabulary, v
 some of its tokens.
@@ -53,9 +53,9 @@ ROUNDINGS = 16  # of a few products and a tanh
 
 @dataclass(frozen=True)
 class AfterHead:
-    """Logits times ``scale``, then held within ``cap`` of 0 by a tanh (None: they are not).
+    """Logits times ``scale``, then limited to ±``cap`` by a tanh (None: no limit).
 
-    Those of the tokens ``hidden`` are the least number there is, whatever the head says.
+    Logits of the tokens ``hidden`` become the dtype's lowest number, whatever the head says.
     """
 
     scale: float = 1.0
@@ -63,7 +63,7 @@ class AfterHead:
     hidden: tuple[int, ...] = ()
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """``logits`` [...] of the head as the model's class gives them, the hidden ones as well."""
+        """The class's logits [...] from the head's ``logits``; hidden tokens are not yet masked."""
         logits = logits if self.scale == 1 else logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -93,9 +93,9 @@ class Family:
     """A model's parts by their common names.
 
     ``head`` turns states [..., C] into logits [..., V], ``embedding`` tokens [...] into the
-    decoder's inputs [..., C]; ``image_tokens`` are the ids that stand for picture content. Where
-    the head is ``foreign`` to the model's own forward, nothing happens to its logits, and
-    drafted tokens are not those of the prompt unless the vocabulary is ``shared``.
+    decoder's inputs [..., C]; ``image_tokens`` are the ids that stand for picture content. The
+    logits of a head that is ``foreign`` to the model's own forward are not changed. Unless the
+    vocabulary is ``shared``, ids of drafted tokens mean other tokens than in the prompt.
     """
 
     model: PreTrainedModel
@@ -202,7 +202,7 @@ class Family:
 
     @cached_property
     def layer_sizes(self) -> tuple[LayerSize | None, ...]:
-        """What each layer stores of a token; None for one without keys and values of its own."""
+        """Size of each layer's cache entry for a token; None without keys and values of its own."""
         return fact(self.model, LAYER_SIZES, self._stored_sizes)  # or its own forward was asked
 
     def _stored_sizes(self) -> tuple[LayerSize | None, ...]:
@@ -263,8 +263,8 @@ class Family:
 
     @property
     def stretched_after(self) -> int | None:
-        """Positions after which "dynamic" embeddings turn all tokens of a forward by its longest
-        text, so that a draft's are not those of the token alone; None for other embeddings.
+        """Positions after which "dynamic" rotary embeddings depend on the longest text of a
+        forward, so that a draft's would differ from a single token's; None for other embeddings.
         """
         found = int(getattr(self.config, "max_position_embeddings", None) or 0)
         each = [_original(rope, found) for rope in self._scaled if rope["rope_type"] == "dynamic"]
@@ -316,7 +316,7 @@ class Family:
 
     @cached_property
     def after_head(self) -> AfterHead:
-        """What the model's class does to logits after the head, measured on its own forward."""
+        """How the model's class changes logits after the head, measured on its own forward."""
         return AfterHead() if self.foreign else after_head(self.model)
 
     @cached_property
@@ -336,8 +336,8 @@ class Family:
     def masks(self, bias: Tensor | None, queries: Tensor, keys: Tensor) -> Any:
         """The attention mask argument of the decoder: one mask, or one by kind of layer.
 
-        ``bias`` [B, 1, N, S] is that of full attention, ``queries`` [1 or B, N] and ``keys`` [B, S]
-        the places of nodes and slots in their texts.
+        ``bias`` [B, 1, N, S] is the mask of full attention, ``queries`` [1 or B, N] and ``keys``
+        [B, S] the places of nodes and slots in their texts.
         """
         if not any(self.layer_sizes):  # states alone
             return None
@@ -358,7 +358,7 @@ class Family:
         return masks[next(iter(self.kinds))] if len(self.kinds) == 1 else masks
 
     def positions(self, prompt: VLMPrompt) -> tuple[dict[str, Tensor], Tensor]:
-        """What the prefill is given of positions, and what is added to those after it [B].
+        """The prefill's position arguments, and the offsets [B] of later tokens' positions.
 
         M-RoPE gives a picture fewer positions than it has tokens.
         """
@@ -383,8 +383,8 @@ class Family:
     def own_inputs(
         self, inputs: dict[str, Any], past: TransformersCache
     ) -> tuple[dict[str, Any], Tensor]:
-        """What the model's generate would give its forward with ``inputs``, and the position of the
-        token after each row [B] or, where positions have several parts, [parts, B].
+        """The arguments that the model's generate would pass to its forward for ``inputs``, and the
+        position of the token after each row [B] or, if positions have several parts, [parts, B].
         """
         model: Any = self.model
         ids = inputs["input_ids"]
@@ -419,8 +419,8 @@ class Family:
         return seen[-1], output
 
     def each_token(self, inputs: dict[str, Any], output: Any) -> dict[str, Any]:
-        """What the model's generate would give its forward with the next token after ``inputs``,
-        whose prefill gave ``output``, beside its mask and position: [B, 1, ...] each.
+        """The arguments [B, 1, ...], mask and position aside, that the model's generate would pass
+        to its forward for the first token after ``inputs``, whose prefill returned ``output``.
         """
         model: Any = self.model
         rest = {name: value for name, value in inputs.items() if name != "input_ids"}
@@ -440,15 +440,13 @@ class Family:
 
 
 def _after(positions: Tensor, lengths: Tensor) -> Tensor:
-    """What generate goes on with after ``positions`` [parts, B, L]: each part's last one and one
-    more [parts, B].
-    """
+    """The next position [parts, B] of generate after ``positions`` [parts, B, L]: the last + 1."""
     last = (lengths - 1).expand(len(positions), -1)[..., None]
     return positions.gather(2, last)[..., 0] + 1
 
 
 def head_of(model: PreTrainedModel) -> Any:
-    """What turns states into logits: the ``model``'s own head, or that of its language model."""
+    """The module that turns states into logits: the ``model``'s, or its language model's, head."""
     own = model.get_output_embeddings()
     decoder: Any = model.get_decoder()
     return decoder.get_output_embeddings() if own is None and decoder is not model else own
@@ -461,7 +459,7 @@ def cache_name(module: nn.Module | type[nn.Module]) -> str:
 
 
 def _compiled_from(module: Any) -> Any:
-    """What torch.compile has wrapped, or ``module``."""
+    """The module inside torch.compile's wrapper, or ``module`` itself."""
     return getattr(module, "_orig_mod", module)
 
 
@@ -471,7 +469,7 @@ def has_states(layer: Any) -> bool:
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:
-    """What ``model`` does after its head, by one forward over one token at the first call.
+    """How ``model`` changes its head's logits, measured by one forward of a token and cached.
 
     Raises ``ValueError`` when that is neither a factor nor a cap nor hidden tokens.
     """
@@ -523,7 +521,7 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 
 def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
-    """What each layer has written to the ``cache``."""
+    """Size of each layer's entries in the ``cache``; None for layers without keys."""
 
     def size(layer: Any) -> LayerSize | None:
         keys = getattr(layer, "keys", None)
@@ -535,14 +533,14 @@ def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
 
 
 def room_of(config: Any) -> int:
-    """Positions that a text may have, those that scaled rotary embeddings add included."""
+    """Most positions of a text, including those that scaled rotary embeddings add."""
     found = int(getattr(config, "max_position_embeddings", None) or 0)
     longest = (int(_original(rope, found) * rope["factor"]) for rope in _scaled(config))
     return max(found, *longest, 0) or sys.maxsize
 
 
 def _scaled(config: Any) -> list[dict[str, Any]]:
-    """What rotary embeddings that have a factor are told; each kind of layer may have some."""
+    """Parameters of the rotary embeddings with a factor; each kind of layer may have its own."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
     return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]

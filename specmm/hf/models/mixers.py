@@ -1,7 +1,7 @@
-"""The modules of a decoder that read and write states: which these are, and what they can do.
+"""Finds the modules of a decoder that read and write states, and what they can do.
 
-Both are asked of the model at its first prompt. Which module runs when a layer's state is written
-tells the first; the second is tried with random states (see ``states`` for what it decides).
+Both are found by running the model, at its first prompt: the module that runs while a layer's state
+is written is the one, and random states show what it can do (see ``states`` for the use of that).
 
 Shape letters: R rows, C width, T tokens.
 """
@@ -30,7 +30,7 @@ Way = Literal["window", "chunk", "steps"]
 
 
 class Slot(NamedTuple):
-    """Where a state is: the layer's number, which kind, and its number in the layer."""
+    """The place of a state: number of the layer, kind of state, and its number in the layer."""
 
     layer: int
     kind: Literal["conv", "recurrent"]
@@ -47,7 +47,7 @@ class Mixer:
 
 
 class Call(NamedTuple):
-    """What a module was called with; ``width`` tokens [1 or R, T, ...] in most tensors."""
+    """Arguments of a module's call, with ``width`` tokens [1 or R, T, ...] in most tensors."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return self.map(lambda x: x if len(x) == 1 else x[which], self.width)
 
     def run(self, module: nn.Module) -> Any:
-        """What ``module`` gives."""
+        """The output of ``module`` for these arguments."""
         return module(*self.args, **self.kwargs)
 
 
@@ -143,7 +143,7 @@ def write(layers: Layers, slots: Sequence[Slot], states: Sequence[Tensor]) -> No
 
 
 def way_of(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: Call) -> Way:
-    """What ``module``, called as in ``call``, can do with the states at ``slots``."""
+    """The way (see ``states``) of ``module``, called as in ``call``, with states at ``slots``."""
     if all(slot.kind == "conv" for slot in slots):
         return "window"
     return "chunk" if _continues(layers, module, slots, call) else "steps"
@@ -178,7 +178,7 @@ def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: C
 
 
 class Watch:
-    """Which modules write states, and what they were called with."""
+    """Records the modules that write states, and the arguments of their calls."""
 
     def __init__(self, layers: Layers) -> None:
         self.layers = layers
@@ -232,7 +232,7 @@ def map_tokens(change: Callable[[Tensor], Tensor], width: int, value: Any) -> An
 
 
 def zipped(old: Call, new: Call, most: int, join: Callable[[Tensor, Tensor], Tensor]) -> Call:
-    """``new`` with its tensors of tokens joined to those of ``old``."""
+    """``new``, every tensor of tokens joined to its counterpart in ``old``."""
     args, kwargs = pytree.tree_map(
         lambda a, b: join(a, b) if of_tokens(b, new.width) else b,
         (old.args, old.kwargs),

@@ -1,13 +1,13 @@
-"""Whether and how a model of transformers can be a target: its tree scores against its own.
+"""Tests whether and how a transformers model can be a target, by comparing our scores with its own.
 
-Classes differ in what follows the decoder, in how positions and masks are given and in what is
-cached; a target that gets one of them wrong would give wrong answers without any error. So every
-model is asked, once for text when a target is made of it, and once for each kind of prompt with
-pictures when the first one comes: a few tokens of its own ``generate``, with the logits, against a
-prefill and a small tree of ours. Ways to run it are tried in turn until one agrees.
+Classes differ in the steps after the decoder, in the form of positions and masks, and in what they
+cache. A target that gets one of these wrong would give wrong answers without any error. So every
+model is tested: for text when a target is made of it, and for each kind of prompt with pictures
+when the first one comes. A few tokens and logits of its own ``generate`` are compared with a
+prefill and a small tree of ours. The ways to run it are tried in turn until one agrees.
 
-Models that take chains only (layers with states) are asked with several, of which a part is kept
-each time: a state that does not go back to the last token kept shows in the next chain.
+Models that take chains only (layers with states) are tested with several, each accepted in part: a
+state that was not reset to the last accepted token gives wrong scores in the next chain.
 
 Shape letters: B batch, N tokens of the trees, T tokens of the model's own, V vocabulary.
 """
@@ -161,8 +161,8 @@ def _prepares_otherwise(model: PreTrainedModel) -> bool:
 
 
 def _noise(model: PreTrainedModel) -> float:
-    """How far two forwards of the model's own are from one another, as a share of the range of
-    log-probabilities: a text at once, and token by token.
+    """Distance between two forwards of the model's own, over a whole text and token by token, as a
+    share of the range of log-probabilities.
     """
 
     def find() -> float:
@@ -250,7 +250,7 @@ def _told(error: Exception) -> str:
 
 
 def _paths(trees: Trees) -> list[tuple[int, ...]]:
-    """From the first root to each node, by its number among those of all ``trees``."""
+    """The path from the first root to each node; nodes are numbered through all ``trees``."""
     paths: list[tuple[int, ...]] = []
     before: tuple[int, ...] = ()
     for parents, kept in trees:

@@ -1,9 +1,9 @@
-"""A head's rows of the tokens that may come at all.
+"""Restricts a head to the rows of the tokens that are allowed at all.
 
-A model that draws in the vocabulary of its words (Emu3: 184,622 entries, 32,769 of pictures) scores
-all of them at every step, and most never may come.
+A model whose picture tokens share a vocabulary with its words (Emu3: 32,769 of 184,622 entries)
+scores all of them at every step, although most are never allowed.
 
-Shape letters: C width, V vocabulary, W tokens that may come.
+Shape letters: C width, V vocabulary, W allowed tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from specmm.core.derived import Derived, fact
 from specmm.hf.models.families import rows_of
 
-LEAST = 1024  # rows saved, below which nothing is gained
+LEAST = 1024  # saving fewer rows gains nothing
 
 
 class RestrictedHead(nn.Module):
-    """Logits [..., V] of states [..., C] by the rows ``ids`` [W] of ``head`` alone; the others' are
-    the least number there is.
+    """Logits [..., V] of states [..., C] from the rows ``ids`` [W] of ``head`` only; all other
+    logits are the dtype's lowest number.
     """
 
     def __init__(self, head: nn.Linear, ids: Tensor) -> None:
@@ -42,7 +42,7 @@ class RestrictedHead(nn.Module):
 
 
 def restricted(head: Any, may_come: Tensor) -> Any:
-    """``head``, or its rows of the tokens that ``may_come`` [V] where that saves most of them.
+    """``head``, or only its rows for tokens that ``may_come`` [V] if that saves most of them.
 
     Calls with the same weights share the rows.
     """

@@ -1,20 +1,20 @@
-"""States of linear attention, state spaces and convolutions, which go back to the last token kept.
+"""Resets the states of linear attention, state spaces and convolutions to the last accepted token.
 
-Such a layer keeps no keys but a state, and a forward over a chain of drafts leaves the state after
-the last of them. A *mixer* is the module that reads and writes states. Which modules these are, and
-what they can do, is asked of the model at its first prompt. Three ways lead back:
+Such a layer has a state instead of keys, and a forward over a chain of drafts leaves the state
+after the last draft. A *mixer* is the module that reads and writes states; ``mixers`` finds them
+and which of three ways resets them:
 
-* ``window``: a convolution alone. Its state is its last inputs, so those of the whole chain are
-  kept and the state is cut from them.
-* ``chunk``: a mixer that goes on from its state over several tokens at once. The committed states
-  stay as they are; the tokens kept since go through the mixer once more, in front of the next
-  chain, in the same call. Only when they are many are they run by themselves.
+* ``window``: a mixer that is a convolution. Its state is its last inputs, so the inputs of the
+  whole chain are stored and the state is cut from them.
+* ``chunk``: a mixer that can continue from its state over several tokens at once. The committed
+  states do not change; tokens accepted since go through the mixer once more, in front of the next
+  chain, in the same call. Only when they are many are they run separately.
 * ``steps``: a mixer that cannot (Mamba's scan begins with zeros), or that then computes something
-  else (Zamba 2 and Nemotron-H bound their time steps, but not those of single tokens). It sees a
-  chain token by token, and the states after each are kept.
+  else (Zamba 2 and Nemotron-H bound their time steps, but not for single tokens). It reads a chain
+  token by token, and the state after each is stored.
 
-Shape letters: B batch, G guidance branches, R = G·B rows, N tokens of a chain, K tokens kept since
-the states, C width, W inputs of a convolution, T tokens.
+Shape letters: B batch, G guidance branches, R = G·B rows, N tokens of a chain, K tokens accepted
+since the states, C width, W inputs of a convolution, T tokens.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class States:
         return joined.scatter(1, self._places(new), new)
 
     def _places(self, like: Tensor) -> Tensor:
-        """Where the chain's tokens are among all, in the shape of ``like`` [R, N, ...]."""
+        """Places of the chain's tokens among all tokens, in the shape of ``like`` [R, N, ...]."""
         first = torch.tensor(self.counts, device=like.device)[:, None]
         places = first + torch.arange(self.nodes, device=like.device)
         return places.view(*places.shape, *[1] * (like.ndim - 2)).expand_as(like)
@@ -298,7 +298,7 @@ class States:
         write(self.layers, mixer.slots, whole)
 
     def take(self, row: int, other: States) -> None:
-        """Let ``row``'s states be those of the only sample of ``other``."""
+        """Copy the states of ``other``'s only sample to ``row``."""
         batch = self.rows // self.branches
         for mixer in self.mixers:
             slots = mixer.slots

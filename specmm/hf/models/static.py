@@ -1,7 +1,8 @@
 """A transformers model with static shapes: one compiled program serves every step or round.
 
-Room is rounded up, so that texts of many lengths share a program. A plain step attends all slots of
-the cache under a mask and writes by index, where the eager one attends the slots there are.
+Capacity is rounded up, so that texts of many lengths share a program. A plain step attends to all
+slots of the cache under a mask and writes by index; the uncompiled step slices the cache to its
+current length.
 
 Shape letters: B batch, R rows (all guidance branches), S slots, V vocabulary.
 """
@@ -30,10 +31,10 @@ from specmm.programs.compiled import NotCompiled, compiled
 
 
 class CapturedTarget(VLMTarget):
-    """A model whose rounds are graphs on a GPU (:mod:`specmm.programs.graphs`); plain decoding is
+    """A model whose rounds are CUDA graphs (:mod:`specmm.programs.graphs`); plain decoding runs as
     rounds without drafts.
 
-    All calls with room for as many tokens, rounded up, have the same memory.
+    All calls whose capacity rounds up to the same number share memory.
     """
 
     memory: tuple[Cache, Past] | None = None

@@ -1,8 +1,8 @@
-"""A model of transformers, as it is, as a target of the core.
+"""Runs an unchanged transformers model as a target of the core.
 
 The prompt goes through the model's own forward with its pictures; trees and steps go straight to
 its decoder with the core's cache as ``past_key_values``, additive masks and explicit positions.
-Under guidance every sample has two rows, those of its unconditional prompt after all others.
+Under guidance every sample has two rows; the rows of unconditional prompts come last.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, L prompt positions, S
 slots, H heads, D head width, C width, F layers read, V vocabulary.
@@ -65,10 +65,10 @@ class ProbsProcessor(Protocol):
 
 @dataclass
 class Context:
-    """What drafters may read of the prompt: ``hidden`` [B, L, C] post-final-norm states, or those
-    of the layers that a drafter reads [B, L, F·C], ``embeddings`` [B, L, C] the decoder's inputs
-    (projected pictures at image positions), ``lengths`` [B] and ``image_mask`` [B, L] bool.
-    ``positions`` [3, B, L] are those of M-RoPE.
+    """The prompt as drafters may read it: ``hidden`` [B, L, C] states after the final norm, or
+    [B, L, F·C] of the layers that a drafter reads; ``embeddings`` [B, L, C] the decoder's inputs
+    (projected pictures at image positions); ``lengths`` [B]; ``image_mask`` [B, L] bool;
+    ``positions`` [3, B, L] with M-RoPE.
     """
 
     hidden: Tensor
@@ -81,11 +81,11 @@ class Context:
 class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
-    Drafters that read the prompt set ``wants_context``; the prefill then leaves a :class:`Context`.
-    ``family`` names the model's parts where they are not those of its own forward, and ``way`` how
-    it is run. Raises ``ValueError`` for a model that cannot be a target (see ``probe``; where the
-    family is given, the model is not checked), and for guidance of models with layers that attend a
-    part of the text, or M-RoPE.
+    Drafters that read the prompt set ``wants_context``; the prefill then stores a :class:`Context`.
+    ``family`` names the model's parts if its own forward does not use them, and ``way`` how it is
+    run. Raises ``ValueError`` for a model that cannot be a target (see ``probe``; with a given
+    family the model is not checked), and for guidance with M-RoPE or with layers that attend to
+    only a part of the text.
     """
 
     state: ClassVar[tuple[str, ...]] = (
@@ -152,7 +152,7 @@ class VLMTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
         return self._weight.device
 
     @property
@@ -240,11 +240,11 @@ class VLMTarget:
         return self._output(states[rows, place], hidden[rows, place], None, last)
 
     def _drafters_states(self, states: Tensor) -> Tensor:
-        """What drafters read of the forward that gave ``states`` [R, N, C]."""
+        """The states that drafters read, from the forward that returned ``states`` [R, N, C]."""
         return states if self.aux is None else self.aux.context()
 
     def ordered(self, states: Tensor) -> Tensor:
-        """What the prefill has made of the prompt's tokens [R, L, ...], padding at the right."""
+        """The prefill's ``states`` [R, L, ...] with padding moved to the right."""
         if self.first is None:
             return states
         column = torch.arange(states.shape[1], device=self.device)
@@ -285,7 +285,7 @@ class VLMTarget:
         return past, States(self.family.decoder, layers, batch * self.branches, self.branches)
 
     def _given(self, prompt: VLMPrompt) -> dict[str, Any]:
-        """What the model's body takes of ``prompt``; what comes after it is counted from there."""
+        """The arguments of the model's body for ``prompt``; sets the offsets of later positions."""
         if self.branches > 1:
             return self._both_branches(prompt)
         if self.way.left:
@@ -471,7 +471,9 @@ class VLMTarget:
         return TargetOutput(self._probs(self.guided(logits, positions), tree), hidden, ends)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, N, V] of those of all branches [R, N, V] of tokens at ``positions`` [B, N]."""
+        """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches, for tokens at
+        ``positions`` [B, N].
+        """
         if self.guidance is not None and self.branches > 1:
             logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
         if self.allowed is not None:

@@ -1,11 +1,11 @@
 """Chameleon (arXiv 2405.09818), Anole (2407.06135) and Lumina-mGPT (2408.02657) as models that draw
 pictures.
 
-All are one class of transformers. Chameleon and Anole draw squares of picture tokens after the
-prompt's end of turn. Lumina-mGPT, told by what its training leaves in the config, is asked in a
-sentence of its own, reads the picture's size in two tokens and ends every row with one.
+All are one transformers class. Chameleon and Anole draw squares of picture tokens after the
+prompt's end of turn. Lumina-mGPT, recognised by its config, has its own prompt sentence, reads the
+picture's size as two tokens and ends every row with a token.
 
-The class has its image tokenizer's encoder only. Pixels need a decoder: the published
+The class has only the encoder of its image tokenizer. Pixels need a decoder: the published
 ``vqgan.ckpt``, or the tokenizer as a ``diffusers.VQModel`` under ``vq/``.
 
 Shape letters: B batch, T tokens of a picture, V vocabulary.
@@ -105,7 +105,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
 
 
 def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """What begins a picture, and for Chameleon what begins every text."""
+    """The unconditional prompt: a picture's first tokens, after Chameleon's token for a text."""
     words = model.config.vocabulary_map
     begin = list(ids).index(words[BEGIN])
     return list(ids[begin:]) if _lined(model) else [words[START], *ids[begin:]]
@@ -152,7 +152,7 @@ def _fill(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _sampling(model: PreTrainedModel) -> dict[str, Any]:
-    """As the releases draw."""
+    """The sampling settings of the releases."""
     if not _lined(model):
         return {"temperature": 0.7, "top_p": 0.9}
     return {"cfg": 4.0, "top_k": min(2000, model.config.vocab_size)}

@@ -1,6 +1,6 @@
-"""Networks in diffusers' folders, of which nothing is made up.
+"""Loads networks from diffusers folders, with an error if weights are missing.
 
-``from_pretrained`` itself starts weights that a folder lacks at random, or leaves them out.
+diffusers' own ``from_pretrained`` initialises missing weights at random, or leaves them out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ADVICE = "fetch it again, or give output_type='latent' for tokens alone"
 
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
-    """The network in ``folder`` by ``kind``, a class of diffusers; ``options`` are those of its
+    """The network in ``folder`` by ``kind``, a class of diffusers; ``options`` go to its
     ``from_pretrained``.
 
     Raises ``ValueError`` naming weights that are missing, and for files that are missing, damaged
@@ -34,6 +34,6 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def unreadable(folder: Path, error: Exception) -> ValueError:
-    """What to say where diffusers' ``error`` tells that it cannot read ``folder``."""
+    """Our error for diffusers' ``error`` about a ``folder`` that it cannot read."""
     said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
     return ValueError(f"{folder} must hold all that makes pixels, got: {said}; {ADVICE}")

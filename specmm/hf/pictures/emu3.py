@@ -1,7 +1,7 @@
 """Emu3 (arXiv 2409.18869) as a model that draws pictures.
 
-A prompt ends with the picture's height and width in tokens. After each row of picture tokens comes
-one that ends the line: nothing else may be drawn there, so that drafts of it are always right.
+A prompt ends with the picture's height and width in tokens. Each row of picture tokens ends with an
+end-of-line token; only that token is allowed there, so drafts of it are always right.
 
 Shape letters: B batch, T tokens of a picture, V vocabulary.
 """

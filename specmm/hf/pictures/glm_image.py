@@ -1,9 +1,9 @@
 """GLM-Image as a model that draws pictures.
 
-Its tokens are drawn in two grids, first a small preview and then the picture, whose tokens have
-positions by row and column (M-RoPE). They are no pixels yet: the diffusion part of diffusers'
-``GlmImagePipeline`` paints them. Token ids of pictures are the first of the vocabulary, in the head
-and in the embeddings. Nothing guides the autoregressive part.
+Tokens are drawn in two grids, first a small preview and then the picture, with positions by row and
+column (M-RoPE). The diffusion part of diffusers' ``GlmImagePipeline`` turns them into pixels.
+Picture tokens have the first ids of the vocabulary, in the head and in the embeddings. The
+autoregressive part has no guidance.
 
 Shape letters: T tokens of both grids.
 """
@@ -95,7 +95,7 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
 
 
 def _sampling(model: Any) -> dict[str, Any]:
-    """What the model's own generate, which diffusers calls, samples by."""
+    """Sampling settings of the model's own generate, which diffusers calls."""
     usual = GenerationConfig._get_default_generation_params()
     names = ("temperature", "top_k", "top_p")
     given = {name: getattr(model.generation_config, name) for name in names}

@@ -1,12 +1,12 @@
-"""Answers of text and pictures in turn, by models that write both (Chameleon, Anole).
+"""Answers of alternating text and pictures, by models that write both (Chameleon, Anole).
 
-Such a model begins a picture with a token, draws it token by token and ends it with another. Its
-class in transformers hides the tokens of pictures from its answers; here they are drawn: between
-words whatever the class itself allows, inside a picture picture tokens alone, as many as it has,
-and then its end (as Anole, arXiv 2407.06135, masks its logits). A picture begins where all of it
-fits into the answer.
+Such a model begins a picture with one token, draws it token by token and ends it with another. Its
+transformers class masks picture tokens in answers; here they are allowed. In text, tokens are
+allowed as in the class itself; inside a picture, only picture tokens until it is complete, and then
+its end (as Anole, arXiv 2407.06135, masks its logits). A picture may begin only if all of it fits
+into the answer.
 
-How far an open picture has come is one number: -1 in text, else the picture tokens so far.
+The progress of an open picture is one number: -1 in text, else the picture tokens so far.
 
 Shape letters: B batch, N tree nodes, T tokens of a picture, V vocabulary.
 """
@@ -52,7 +52,7 @@ def writer_of(model: PreTrainedModel, name: str = "the model") -> PictureModel:
 
 
 class Grammar:
-    """Which tokens may come where in answers with pictures.
+    """The tokens allowed at each place of an answer with pictures.
 
     ``begin`` and ``end`` are the ids around a picture of ``length`` T tokens of ``pictures`` [V].
     """
@@ -70,7 +70,7 @@ class Grammar:
 
     @classmethod
     def of(cls, model: PreTrainedModel, name: str) -> Grammar:
-        """That of ``model``, by its description; raises ``ValueError`` for one that cannot draw."""
+        """The grammar of ``model``; raises ``ValueError`` for a model that cannot draw."""
         facts = writer_of(model, name)
         assert facts.marks is not None, "it is among WRITERS"
         begin, end = facts.marks(model)
@@ -93,7 +93,7 @@ class Grammar:
             )
 
     def after(self, opened: Tensor, tokens: Tensor) -> Tensor:
-        """How far pictures [...] have come with one of ``tokens`` [...] more."""
+        """Progress of pictures [...] after one more of ``tokens`` [...]."""
         closed = (opened == TEXT) | (tokens == self.end)
         found = torch.where(closed, TEXT, (opened + 1).clamp(max=self.length))
         return torch.where(tokens == self.begin, 0, found)
@@ -162,14 +162,15 @@ class InterleavedTarget(VLMTarget):
         return self.grammar.length
 
     def head(self, states: Tensor) -> Tensor:
-        """Logits [..., V] with those of pictures, which the model's class hides."""
+        """Logits [..., V], picture tokens included, which the model's class masks."""
         return self.family.all_logits(states)
 
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """See :class:`specmm.hf.models.target.VLMTarget`; a prompt may end with what begins a
-        picture.
+        """See :class:`specmm.hf.models.target.VLMTarget`; a prompt may end with the token that
+        begins a picture.
 
-        Raises ``ValueError`` for a prompt that ends within one, and an answer that none fits into.
+        Raises ``ValueError`` for a prompt that ends inside a picture, and for an answer too short
+        for one.
         """
         self.grammar.check_room(prompt.max_new_tokens)
         begun = [self.grammar.after_text(row) for row in prompt.rows()]
@@ -212,7 +213,7 @@ class InterleavedTarget(VLMTarget):
 
 
 class PictureReader:
-    """What is in answers with pictures of ``model``, whose files are in ``folder``."""
+    """Splits answers of ``model`` into texts and pictures; its decoder is read from ``folder``."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, name: str = "the model") -> None:
         self.facts = writer_of(model, name)

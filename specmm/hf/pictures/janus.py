@@ -1,8 +1,8 @@
 """Janus and Janus-Pro (arXiv 2410.13848, 2501.17811) as models that draw pictures.
 
-Picture tokens are a vocabulary apart, with a head and embeddings of their own. Guidance leads away
-from the prompt with all but its first token and the picture's beginning replaced by padding, which
-is attended.
+Picture tokens have a separate vocabulary, with its own head and embeddings. The unconditional
+prompt has padding, which is attended to, in place of all but the first token and the token that
+begins the picture.
 
 Shape letters: B batch, T tokens of a picture, V codes.
 """

@@ -1,5 +1,5 @@
-"""Which models of transformers draw pictures, as their folders say; each is described in a module
-of its own (:class:`specmm.hf.pictures.picture_tokens.PictureModel`).
+"""Recognises transformers models that draw pictures by their folders; each is described in its own
+module (:class:`specmm.hf.pictures.picture_tokens.PictureModel`).
 """
 
 from __future__ import annotations

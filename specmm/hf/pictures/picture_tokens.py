@@ -1,6 +1,6 @@
-"""Models of transformers that draw pictures token by token, as targets.
+"""Transformers models that draw pictures token by token, as targets.
 
-What such a model must say of itself is a :class:`PictureModel`; nothing else is written for it.
+Each is described by one :class:`PictureModel`; no other code is specific to it.
 
 Shape letters: B batch, T tokens of a picture, H and W pixels of its sides, C width, V vocabulary.
 """
@@ -35,9 +35,9 @@ Size = tuple[int, int]
 class Layout:
     """How a picture is drawn: ``rows`` of so many ``columns`` of picture tokens.
 
-    ``length`` T are all tokens drawn, with those that end a row, where ``allowed`` says which.
-    ``places`` [3, T] are positions of M-RoPE, counted from the first token drawn; without them
-    tokens follow one another.
+    ``length`` T counts all tokens drawn, row ends included; ``allowed`` says which may come where.
+    ``places`` [3, T] are M-RoPE positions, counted from the first token drawn (None: positions are
+    consecutive).
     """
 
     rows: int
@@ -53,7 +53,7 @@ Example = Callable[[], tuple[Sequence[int], Sequence[int]]]
 
 @dataclass(frozen=True)
 class Painting:
-    """What a picture's pixels depend on beside its tokens, where a diffusion model paints them."""
+    """Inputs beside a picture's tokens for the diffusion model that paints its pixels."""
 
     text: str  # the prompt
     generator: torch.Generator
@@ -68,24 +68,22 @@ Decoder = Callable[[Tensor, Layout, Painting], Tensor]
 class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
 
-    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` makes drawn tokens inputs: [...]
-    to [..., C]. Both are the model's own by default. ``layout`` tells what a picture of some size
-    is made of (None: the usual size), and raises ``ValueError`` for one that the model does not
-    draw. ``ids`` are those of a prompt up to the first token drawn, by the model's tokenizer;
-    ``away``, where it is given, makes of them the prompt that guidance leads away from, and else
-    that is the empty one. ``decode`` gives what turns tokens into pixels, from the model and the
-    files in its folder, or raises ``ValueError``. ``codebook`` gives the rising ids [W] of the
-    picture tokens, and of each what the tokenizer looks up for it [W, E], None where the folder has
-    no tokenizer. ``cfg`` is the usual guidance scale, ``sampling`` settings by name that a model of
-    the kind is usually run with. Tokens are ``shared`` where drawn ones have the ids that a prompt
-    would use. ``parts`` are the folders of model and tokenizer in a pipeline of diffusers, if the
-    model comes in one, and ``paints`` tells that its pixels are made by diffusion. ``check`` raises
-    ``ValueError`` for a model that cannot draw; a checkpoint cannot without weights with ``scores``
-    in their names, and can without those whose names begin with ``unneeded``, which ``fill`` then
-    takes from elsewhere in the folder. ``keep`` copies into another folder what ``decode`` reads of
-    the model's. Methods ``not_by`` cannot draw with it. ``marks``, of a class that draws between
-    words, too, gives the ids that begin and end a picture there, and raises ``ValueError`` for a
-    model that cannot.
+    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` embeds drawn tokens: [...] to
+    [..., C]. Both are the model's own by default. ``layout`` gives the layout of a picture of some
+    size (None: the usual size), and raises ``ValueError`` for a size that the model does not draw.
+    ``ids`` gives the ids of a prompt, up to the first token drawn, by the model's tokenizer;
+    ``away`` turns them into the unconditional prompt (None: it is the empty prompt). ``decode``
+    makes the decoder from tokens to pixels, from the model and the files in its folder, or raises
+    ``ValueError``. ``codebook`` gives the picture tokens' ids [W], ascending, and their codes
+    [W, E], None if the folder has no tokenizer. ``cfg`` is the usual guidance scale, ``sampling``
+    the usual settings by name. Tokens are ``shared`` if drawn ones have the same ids as in prompts.
+    ``parts`` are the folders of model and tokenizer in a diffusers pipeline, if the model comes in
+    one; ``paints``: its pixels are made by diffusion. ``check`` raises ``ValueError`` for a model
+    that cannot draw. A checkpoint must have weights with ``scores`` in their names; it may lack
+    those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in the
+    folder. ``keep`` copies the files that ``decode`` reads into another folder. Methods ``not_by``
+    cannot draw with it. ``marks``, for a class that also draws between words, gives the ids that
+    begin and end a picture there, and raises ``ValueError`` for a model that cannot.
     """
 
     architecture: str  # the class
@@ -110,7 +108,7 @@ class PictureModel:
     marks: Callable[[Any], tuple[int, int]] | None = None
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
-        """Where model and tokenizer are in ``folder``, a pipeline's or the model's own."""
+        """Folders of model and tokenizer within ``folder``, a pipeline's or the model's own."""
         if not (folder / zoo.PIPELINE).is_file():
             return folder, folder
         return folder / self.parts[0], folder / self.parts[1]
@@ -175,12 +173,12 @@ class PictureTarget(VLMTarget):
 
     @property
     def codes(self) -> int:
-        """Those that may come first."""
+        """The number of tokens allowed at a picture's first place."""
         return int(self.allowed_tokens.masks[self.allowed_tokens.places[0]].sum())
 
     @property
     def allowed_tokens(self) -> AllowedTokens:
-        """Which tokens may come where."""
+        """The tokens allowed at each place."""
         assert self.allowed is not None
         return self.allowed
 
@@ -210,7 +208,7 @@ class PictureTarget(VLMTarget):
         return picture_prompt(self, [ids] * batch, [away] * batch)
 
     def where(self, positions: Tensor) -> Tensor:
-        """Those of the tokens' places in the picture, where the model counts by them."""
+        """Positions by the tokens' places in the picture, if the model has such (M-RoPE)."""
         if self.grid is None:
             return super().where(positions)
         begins = branched(self.begins[:, None], self.branches)

@@ -1,1 +1,1 @@
-"""What a call asks: prompts, chats, options, and what ends an answer."""
+"""Inputs of a call: prompts, chats, options, and the conditions that end an answer."""

@@ -1,8 +1,9 @@
-"""Chats as OpenAI and transformers write them: messages of a role and a content, a text or parts.
+"""Chats in the format of OpenAI and transformers: messages of a role and a content, a text or
+parts.
 
-A part is ``{"type": "text", "text": …}``, or of type ``image`` or ``video`` with what is shown
-under that name, ``url``, ``path``, ``base64``, or as OpenAI does under ``image_url``. Frames of a
-video may have their ``fps``.
+A part is ``{"type": "text", "text": …}``, or of type ``image`` or ``video``, with the picture or
+video under that name, ``url``, ``path``, ``base64``, or OpenAI's ``image_url``. Frames of a video
+may have their ``fps``.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Chat:
 
     @property
     def texts(self) -> list[str]:
-        """What messages say, without thoughts, which templates may leave out."""
+        """Texts of the messages, without thoughts, which templates may leave out."""
         contents = [one["content"] for one in self.messages]
         said = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
         return [text.rpartition("</think>")[2] for text in said]

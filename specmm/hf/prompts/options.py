@@ -70,7 +70,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class GenerateOptions(ScoreOptions, total=False):
-    """What else of generate's is taken."""
+    """Further arguments of generate that are accepted."""
 
     logits_processor: Any
     prefix_allowed_tokens_fn: Any
@@ -183,7 +183,7 @@ class Options:
         return found
 
     def _constrained(self) -> Options:
-        """As these, without what settings of generate's and grammars do not go with."""
+        """A copy without the options that generate's settings and grammars rule out."""
         names = [*self.more, *(["grammar"] if self.grammar is not None else [])]
         if self.compiled is True:
             raise NotCompiled(
@@ -210,7 +210,7 @@ class Options:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What is on, for certificates."""
+        """The settings in use, for certificates."""
         found: dict[str, Any] = dict(self.processor.settings)
         if self.grammar is not None:
             found["grammar"] = str(of_call(self.grammar))
@@ -247,8 +247,8 @@ class Options:
 
 
 def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
-    """Those of the options ``given`` that change nothing, for nothing is sampled. A ``method`` of
-    several models has ties to break by its seed.
+    """Names of the options ``given`` that have no effect because nothing is sampled. A ``method``
+    of several models still uses its seed, to break ties.
     """
     given = _unpacked(given)
     if given.get("temperature"):

@@ -1,5 +1,5 @@
-"""What a checkpoint's ``generation_config`` asks of all its answers, whatever is sampled: the
-repetition penalty, texts that end, and further settings of generate.
+"""Settings of a checkpoint's ``generation_config`` that apply to all its answers, sampled or not:
+the repetition penalty, stop strings, and further settings of generate.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""transformers' logits processors and stopping criteria on paths of draft trees, each asked what
-generate would ask it, in the same order.
+"""Applies transformers' logits processors and stopping criteria to paths of draft trees. Each gets
+the same calls as from generate, in the same order.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class PathProcessor:
         return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
 
     def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
-        """Scores [B, N, V]; those of nodes that cannot be reached are the ``logits``."""
+        """Processed scores [B, N, V]; nodes that cannot be reached have their ``logits``."""
         scores = logits.clone()
         rows = range(len(logits))
         answers = [history.answer(row) for row in rows]
@@ -188,7 +188,7 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
 
 
 def matchers_of(processor: Any) -> Matchers | None:
-    """What says which tokens may come by a grammar that ``processor`` has; None without one."""
+    """The matchers of ``processor``'s grammar, which know the allowed tokens; None without one."""
     if isinstance(processor, Constrained):
         return processor.matchers
     own = processor.processors if isinstance(processor, PathProcessor) else ()
@@ -288,7 +288,7 @@ class Criteria:
 
     @property
     def width(self) -> int | None:
-        """Where all rows end that end together; None where they do not, or not yet."""
+        """The length at which all rows end, if they end together; None if not, or not yet."""
         ends = [end for end in self.ends if end is not None]
         return max(ends) if self.together and len(ends) == len(self.ends) else None
 

@@ -1,7 +1,7 @@
 """A ragged batch of prompts as a transformers processor gives it, its padding moved to the right.
 
-On the right, a causal mask hides the padding by itself, row b's token j lies in cache slot j, and a
-row's numbers do not depend on how long the others are.
+With padding on the right the causal mask alone hides it, row b's token j is in cache slot j, and a
+row's numbers do not depend on the other rows' lengths.
 
 Shape letters: B batch, R = 2·B rows of two guidance branches, L longest prompt.
 """
@@ -26,7 +26,7 @@ class Source(Protocol):
     """The question itself, which another processor can read as well."""
 
     def inputs(self, processor: Any) -> dict[str, Any]:
-        """What ``processor`` makes of it: ``input_ids`` [B, L] and the rest, as tensors."""
+        """The output of ``processor`` for it: ``input_ids`` [B, L] and the rest, as tensors."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class VLMPrompt:
 
     @property
     def width(self) -> int:
-        """Slots of the prefill: L, or that of the unconditional prompt where it is longer."""
+        """Slots of the prefill: L, or the length of the unconditional prompt if it is longer."""
         other = self.unconditional.width if self.unconditional is not None else 0
         return max(self.input_ids.shape[1], other)
 
@@ -113,7 +113,7 @@ class VLMPrompt:
 
     @property
     def kind(self) -> frozenset[str]:
-        """What it holds beside tokens, and whether its rows differ in length."""
+        """Names of its inputs beside tokens, and whether its rows differ in length."""
         ragged = {"rows of several lengths"} if self.padded else set()
         return frozenset({*self.vision, *self.types, *ragged})
 
@@ -138,7 +138,7 @@ class VLMPrompt:
         return ids.gather(1, (column - first[:, None]).clamp(min=0)), first
 
     def next_positions(self) -> Tensor:
-        """Under M-RoPE with given positions: that of the token after each row [B]."""
+        """Positions [B] of the token after each row, with M-RoPE and given positions."""
         given: Tensor = self.inputs[POSITIONS]
         return given.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
 

@@ -1,4 +1,4 @@
-"""The texts of ids that continue a prompt, and the texts that end them."""
+"""Decodes the ids that continue a prompt to text, and ends it at stop strings."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class StopStrings:
         return torch.where(done, counts, after), done
 
     def cut(self, ids: Ids) -> str:
-        """What readers are shown of ``ids``, up to the first of the stops."""
+        """The text of ``ids`` as shown to users, up to the first stop string."""
         if not self.texts:
             return self.shown(ids)
         text = self.whole(ids)
         return self._shown_of(ids, text, self._place(text))
 
     def sure(self, ids: Ids) -> str:
-        """What of a row that still grows is sure to be shown: nothing that may belong to a stop."""
+        """The text of an unfinished row that can no longer change or be part of a stop string."""
         if not self.texts:
             found = self.shown(ids)
         else:
@@ -108,12 +108,12 @@ class StopStrings:
         return found.rstrip() if self.tidied else found
 
     def _place(self, text: str) -> int:
-        """Where the first stop in ``text`` begins, else its end."""
+        """Index of the first stop string in ``text``, else the text's length."""
         places = [text.find(stop) for stop in self.texts]
         return min((place for place in places if place >= 0), default=len(text))
 
     def _shown_of(self, ids: Ids, text: str, place: int) -> str:
-        """What is shown of the first ``place`` letters of ``text``, the whole one of ``ids``."""
+        """The shown part of the first ``place`` characters of ``text``, the whole of ``ids``."""
         if place >= len(text):
             return self.shown(ids)
         count = len(ids) - 1
