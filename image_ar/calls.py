@@ -1,4 +1,4 @@
-"""What a call of an image pipeline is given, checked, and what it gives: in diffusers' words.
+"""Checks the arguments of an image pipeline's call, and defines its output, in diffusers' terms.
 
 Shape letters: N pictures, R pixels a side.
 """
@@ -65,9 +65,9 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
 
 
 def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | None]:
-    """What guidance leads away from, of each of ``count`` prompts: the text ``given``, or theirs.
+    """The negative prompt of each of ``count`` prompts: the one text ``given``, or its own.
 
-    Raises ``ValueError`` for another number of texts and for what is no text.
+    Raises ``ValueError`` for another number of texts and for values that are not texts.
     """
     if given is None or isinstance(given, str):
         return [given] * count

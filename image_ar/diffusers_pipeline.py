@@ -1,12 +1,12 @@
-"""What diffusers runs to open a folder of ours: ``custom_pipeline=specmm.custom_pipeline``.
+"""Lets diffusers open a folder of ours by ``custom_pipeline=specmm.custom_pipeline``.
 
 >>> pipe = DiffusionPipeline.from_pretrained(
 ...     folder, custom_pipeline=specmm.custom_pipeline, trust_remote_code=True
 ... )
 
-diffusers copies this file and imports the copy, makes the only pipeline in it of the components
-that :meth:`FamilyPipeline.extract_init_dict` names, and loads each by its class, found by name in
-a module that is imported. The one component is the family's pipeline, which the user then gets.
+diffusers copies this file, imports the copy and makes the only pipeline in it from the components
+that :meth:`FamilyPipeline.extract_init_dict` names. It loads each component by its class, found by
+name in an imported module. The one component is the family's pipeline, which the user then gets.
 """
 
 from __future__ import annotations

@@ -83,13 +83,13 @@ def load_module(
     leftovers: Collection[str] = LEFTOVERS,
     dtype: DtypeChoice = torch.float32,
 ) -> M:
-    """The module that ``make`` makes of a configuration, with the weights in the file or folder
-    ``path`` (its ``state``, where that was read), in evaluation mode and in ``dtype``, or that
-    which it chooses for so many parameters.
+    """``make(config)`` with the weights in the file or folder ``path`` (``state``: already read),
+    in evaluation mode. ``dtype`` is the weights', or a function that chooses it by the number of
+    parameters.
 
-    Without ``config`` the sizes are those of the ``kind`` in the ``config.json`` beside the
-    weights, else what ``infer(state, source=path)`` tells. Raises ``ValueError`` when sizes are
-    missing and, naming them, when weights are missing, extra (but for ``leftovers``) or misshapen.
+    Without ``config`` it is read as a ``kind`` from ``config.json`` beside the weights, else
+    inferred by ``infer(state, source=path)``. Raises ``ValueError`` when sizes are missing and,
+    naming them, when weights are missing, extra (but for ``leftovers``) or misshapen.
     """
     state = read_checkpoint(path) if state is None else state
     config = config or read_config(path, kind) or infer(state, source=path)

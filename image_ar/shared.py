@@ -1,4 +1,4 @@
-"""What the families of image models share: a call, from its arguments to its pictures.
+"""Base of all image pipelines: a call, from its arguments to its pictures.
 
 Shape letters: B pictures, R pixels a side.
 """
@@ -73,12 +73,12 @@ class ImageOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Batch(Generic[M]):
-    """Pictures that are drawn together: what they are ``of``, and a generator each.
+    """Pictures drawn together: the classes or prompts they are ``of``, and a generator for each.
 
-    ``method`` leaves nothing open. ``target`` says how they are sampled; they are drawn ``on`` it,
-    or on what the pipeline's ``quick`` gives for it. ``rows`` of them are drawn at once, the others
-    as rows end; ``ended`` is told how many did. ``tell`` is called after each round. The ``record``
-    of method auto takes their seconds.
+    ``method`` is fully resolved. ``target`` says how they are sampled; they are drawn ``on`` it, or
+    on its compiled form (the pipeline's ``quick``). ``rows`` are drawn at once, the others as rows
+    end; ``ended`` is called with the number that did, ``tell`` after each round. The ``record`` of
+    method auto stores their seconds.
     """
 
     of: Any
@@ -107,11 +107,11 @@ class Drawn:
 
 
 class PicturePipeline(ABC, Generic[M]):
-    """An image pipeline of any family, and what it declares, so that nobody asks its type.
+    """An image pipeline of any family; it declares its properties, so that no code checks its type.
 
-    Families write ``…Pictures``: the arguments of their calls, their settings, their networks, and
-    how a batch is drawn. Users get a ``…Pipeline`` (:func:`of_diffusers`); commands, which need
-    little of diffusers, and not the seconds of its import, :func:`alone`.
+    A family's class ``…Pictures`` defines the arguments of calls, settings, networks, and how a
+    batch is drawn. Users get a ``…Pipeline`` (:func:`of_diffusers`). Commands, which need little of
+    diffusers and should not wait seconds for its import, use :func:`alone`.
     """
 
     transformer: Any
@@ -136,10 +136,10 @@ class PicturePipeline(ABC, Generic[M]):
         self.works = Works(family or self.family)  # what is known of seconds, compiled and not
 
     def called(self, given: dict[str, Any]) -> Any:
-        """What a call returns to whom it was ``given`` so many arguments, by name: an
-        :class:`ImageOutput`, or without ``return_dict`` a tuple of its fields.
+        """Run a call with the arguments ``given``, by name. Returns an :class:`ImageOutput`, or
+        without ``return_dict`` a tuple of its fields.
 
-        Calls wait for one another, and find the networks where they run.
+        Calls wait for one another; networks are on the device where they run.
         """
         with turns_of(self.transformer).take(), self.in_place():
             return self._called(given)
@@ -198,7 +198,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @abstractmethod
     def target(self, *args: Any, **options: Any) -> Any:
-        """How pictures are drawn under ``options``, which may be any ``sampling_options``."""
+        """The sampling target for ``options``, which may be any of ``sampling_options``."""
 
     @abstractmethod
     def draw(self, batch: Batch[M]) -> Drawn:
@@ -214,10 +214,10 @@ class PicturePipeline(ABC, Generic[M]):
 
     @abstractmethod
     def quick(self, target: Any, method: M, batch: int) -> Any:
-        """What ``batch`` compiled pictures of ``method`` are drawn on; calls with the same options
-        share it.
+        """The compiled form of ``target`` for ``batch`` pictures of ``method``; calls with the same
+        options share it.
 
-        Raises ``ValueError`` for what cannot be compiled, and where there is no compiler.
+        Raises ``ValueError`` if this cannot be compiled or there is no compiler.
         """
 
     @abstractmethod
@@ -225,9 +225,9 @@ class PicturePipeline(ABC, Generic[M]):
         """Forget what was made of the networks where they were."""
 
     def asked(self, given: Mapping[str, Any], target: Any) -> Any:
-        """What the pictures of a call are of, one after the other: ids of classes [B].
+        """The class ids [B] of a call's pictures.
 
-        Raises ``ValueError`` for none and for unknown ones.
+        Raises ``ValueError`` for no classes and for unknown ones.
         """
         wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
         return labels_of(self, wanted, given["num_images_per_prompt"])
@@ -256,7 +256,7 @@ class PicturePipeline(ABC, Generic[M]):
             """``options`` of tqdm for the bar of each call."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move all networks to a device or dtype; what was made of them is made anew there."""
+        """Move all networks to a device or dtype; programs and derived values are recreated."""
         super().to(*args, **kwargs)  # type: ignore[misc]  # of diffusers' pipeline, or ``Alone``
         self.works.clear()
         self.moved()
@@ -275,13 +275,13 @@ class PicturePipeline(ABC, Generic[M]):
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer is."""
+        """The transformer's device."""
         found: torch.device = next(self.transformer.parameters()).device
         return found
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the transformer computes in."""
+        """The dtype that the transformer computes in."""
         found: torch.dtype = self.transformer.dtype
         return found
 
@@ -317,7 +317,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @property
     def takes(self) -> Literal["classes", "prompt"]:
-        """What a picture is drawn from."""
+        """The kind of input that a picture is drawn from."""
         return "classes"
 
     @property
@@ -326,8 +326,8 @@ class PicturePipeline(ABC, Generic[M]):
         return int(getattr(self.transformer.config, "grid", 0))
 
     def steps(self, **wanted: Any) -> int:
-        """What a callback is told when a picture is whole, of tokens or scales; pictures are
-        ``wanted`` so.
+        """The number of tokens or scales that a callback gets for a whole picture of the size
+        ``wanted``.
         """
         raise NotImplementedError
 
@@ -352,7 +352,7 @@ class PicturePipeline(ABC, Generic[M]):
         return self.works.begin(compiled, target, make, self.transformer, key)
 
     def work(self, target: Any) -> tuple[Any, ...]:
-        """What the seconds of a picture depend on, of ``target``."""
+        """The properties of ``target`` that a picture's seconds depend on."""
         return (target,)
 
     def timed(self, method: M) -> bool:
@@ -360,7 +360,7 @@ class PicturePipeline(ABC, Generic[M]):
         return method.timed
 
     def runnable(self, usual: list[M]) -> list[M]:
-        """Those of the ``usual`` methods that this model has a drafter or a small model for."""
+        """The ``usual`` methods for which this model has a drafter or a small model."""
         return list(usual)
 
     def settle(
@@ -374,7 +374,7 @@ class PicturePipeline(ABC, Generic[M]):
 
 
 class Alone:
-    """What image pipelines take of diffusers."""
+    """The parts of diffusers' pipeline class that image pipelines use, without its import."""
 
     bar: Mapping[str, Any] = {}
 

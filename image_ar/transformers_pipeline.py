@@ -183,20 +183,19 @@ class TransformersImagePictures(TokenPictures):
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
-        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
-        one's own (see :func:`specmm.register`).
-        What is not given comes from the model's settings; guidance leads away from
-        ``negative_prompt``, one text or one a prompt, or from what the model has in its place.
-        ``height`` and ``width`` are pixels, both or none, for models that draw several sizes.
-        ``num_inference_steps`` and ``guidance_scale`` are those of the diffusion model that paints
-        pixels, where there is one; elsewhere ``guidance_scale`` is ``cfg``.
-        ``generator`` is one for all or one a picture; what a picture draws at random depends on its
-        own seed only. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and
-        rounds as programs of ``torch.compile``, made at the first call of a method, its options, a
-        size and a number of pictures at a time; "auto" does so once it pays
+        ``drafter``, ``tree`` and ``rule`` replace the method's: names, or your own objects (see
+        :func:`specmm.register`). Other options default to the model's settings. Guidance leads away
+        from ``negative_prompt`` (one text, or one for each prompt), or from the model's own
+        unconditional prompt. ``height`` and ``width`` are pixels, both or none, for models that
+        draw several sizes. ``num_inference_steps`` and ``guidance_scale`` go to the diffusion model
+        that paints pixels, if there is one; otherwise ``guidance_scale`` is ``cfg``. ``generator``
+        is one for all or one a picture; the random numbers of a picture depend only on its own
+        seed. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and rounds as
+        programs of ``torch.compile``, made at the first call of a method, its options, a size and a
+        number of pictures at a time; "auto" does so once it pays
         (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an empty list of prompts,
-        an unknown method, options out of range, a size that the model does not draw, pixels where
-        the folder has nothing to decode tokens with, and what cannot be compiled.
+        an unknown method, options out of range, a size that the model does not draw, pixels if the
+        folder has no decoder, and for anything that cannot be compiled.
         """
         output: ImageOutput = self.called(locals())
         return output
@@ -287,7 +286,7 @@ class TransformersImagePictures(TokenPictures):
         self._decoder: Decoder | None = None
 
     def decoder(self) -> Decoder:
-        """What turns tokens into pixels; raises ``ValueError`` where the folder has nothing."""
+        """The decoder from tokens to pixels; raises ``ValueError`` if the folder has none."""
         if self._decoder is None:
             self._decoder = self.facts.decode(self.transformer, self.folder)
         return self._decoder
@@ -298,7 +297,7 @@ class TransformersImagePictures(TokenPictures):
         return torch.cat([to_uint8(decoder(*each)) for each in latents])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
-        """What is given to the diffusion model; raises ``ValueError`` where there is none."""
+        """Options for the diffusion model; raises ``ValueError`` if given without such a model."""
         options = {"num_inference_steps": steps, "guidance_scale": guidance}
         given = {name: value for name, value in options.items() if value is not None}
         if given and not self.facts.paints:
@@ -317,7 +316,7 @@ class TransformersImagePictures(TokenPictures):
         return given
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
-        """That of pictures of this size; raises ``ValueError`` for one that is not drawn."""
+        """The layout of pictures of this size; raises ``ValueError`` for an unsupported size."""
         if height is None and width is None:
             return self.facts.layout(self.transformer, None)
         if height is None or width is None:
@@ -329,7 +328,7 @@ class TransformersImagePictures(TokenPictures):
         return self.facts.ids(self.transformer, self.tokenizer, text, layout)
 
     def _away(self, ids: Sequence[int], negative: str | None, layout: Layout) -> list[int]:
-        """What guidance leads away from, for a prompt of ``ids``."""
+        """The ids of the unconditional prompt for a prompt of ``ids``."""
         if negative is None and self.facts.away is not None:
             return self.facts.away(self.transformer, self.tokenizer, ids)
         return self._ids(negative or "", layout)

@@ -1,6 +1,6 @@
-"""VQGAN's decoder as Chameleon's image tokenizer was published: pixels of codes.
+"""VQGAN's decoder from codes to pixels, as published for Chameleon's image tokenizer.
 
-transformers leaves it out of Chameleon. It comes in the tokenizer's own file, which Chameleon,
+transformers' Chameleon lacks it. Its weights are in the tokenizer's own file, which Chameleon,
 Anole and Lumina-mGPT share, or among a conversion's weights.
 
 Source: VQGAN (arXiv 2012.09841). Shape letters: B batch, h rows, w columns, E code width.
@@ -102,7 +102,7 @@ def _published(folder: Path) -> Path | None:
 
 
 def _own_weights(folder: Path) -> State:
-    """Those of the tokenizer among the model's, by their names in it."""
+    """The tokenizer's weights among the model's files, by their names in the tokenizer."""
     found: State = {}
     for file in ModelFolder(folder).files:
         if file.suffix in PICKLED:

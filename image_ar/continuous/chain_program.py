@@ -1,9 +1,10 @@
-"""Speculation along denoising chains as a program: rounds go on until all rows are finished.
+"""Speculation along denoising chains as a compiled program, which runs rounds until all rows end.
 
-It plays the rounds of :mod:`specmm.image_ar.continuous.chain_round` on the numbers that the host
-would take, of pictures with as many rows each. Where a picture's numbers end, more are drawn in the
-host's order, for a generator gives both streams. A round whose residual needs more proposals than a
-program has is left to the host. Shape letters as there; B pictures of n rows, R = B·n.
+It runs the rounds of :mod:`specmm.image_ar.continuous.chain_round` with the same random numbers
+that the host would use, for pictures of equally many rows. When a picture's numbers run out, more
+are drawn in the host's order, because one generator feeds both streams. A round whose residual
+needs more proposals than the program has is left to the host. Shape letters as there; B pictures of
+n rows, R = B·n.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ numbers wanted of it at once. Whether a row is ``going`` [R] on. And the ``Chain
 
 
 class Fixed(NamedTuple):
-    """What does not change: the head's ``weights`` and ``modulations`` [S, R, G, F], ``windows``
-    (``WindowTables``), guidance, temperature and the log of its square (``numbers`` [3]), the
-    pictures' next ``normals`` and ``log_uniforms`` [B, ...] and how many there are (``held`` [B,
-    2]).
+    """Inputs that rounds do not change: the head's ``weights`` and ``modulations`` [S, R, G, F],
+    ``windows`` (``WindowTables``), guidance, temperature and the log of its square (``numbers``
+    [3]), the pictures' next ``normals`` and ``log_uniforms`` [B, ...] and their counts (``held``
+    [B, 2]).
     """
 
     weights: HeadWeights
@@ -144,7 +145,7 @@ class ChainProgram:
 
 
 def run_rounds(fixed: Fixed, begin: State, residual: bool) -> State:
-    """The state of rows after their rounds; ``residual`` is that of ``ChainOptions``."""
+    """The state of rows after all their rounds; ``residual`` as in ``ChainOptions``."""
 
     def play(*state: Tensor) -> State:
         return next_state(fixed, state, residual)
@@ -215,7 +216,7 @@ class _GivenNumbers:
         self.going = going
 
     def normals(self, rows: Mask | None, count: int) -> Array:
-        """See ``Numbers``; of others, and beyond the last, there are any."""
+        """See ``Numbers``; values for other rows, and past the end of a stream, are arbitrary."""
         return self._take(0, rows, count)
 
     def log_uniforms(self, rows: Mask | None, count: int) -> Array:

@@ -1,9 +1,9 @@
-"""A round of speculation along denoising chains: a window of steps is drafted, the head answers for
-all of its points, and what a coupling keeps of it is taken.
+"""One round of speculation along denoising chains: a window of steps is drafted, the head predicts
+at all of its points, and the steps that a coupling accepts are taken.
 
-:func:`play_round` is the only one: of numpy's arrays where the host plays rounds one by one
-(:mod:`specmm.image_ar.continuous.chain_speculation`, which also says what η and the shape letters
-are), of tensors in a program (:mod:`specmm.image_ar.continuous.chain_program`).
+:func:`play_round` is the only implementation. It takes numpy arrays when the host runs rounds one
+by one (:mod:`specmm.image_ar.continuous.chain_speculation`, which also defines η and the shape
+letters), and tensors in a program (:mod:`specmm.image_ar.continuous.chain_program`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
 
 @dataclass
 class ChainOptions:
-    """How to speculate; without ``residual`` the output is wrong: the tests' broken twin."""
+    """Speculation settings. Without ``residual`` the output is wrong: only tests leave it out."""
 
     temperature: float = 1.0
     residual: bool = True
@@ -76,10 +76,10 @@ class ChainRows(NamedTuple):
 
 
 class Numbers(Protocol):
-    """Where rounds get random numbers. ``rows`` [R] are flags of those that take some; None: all.
+    """Source of a round's random numbers. ``rows`` [R] flags the rows that need some; None: all.
 
-    What is drawn for ``rows`` is by row, those of :meth:`chosen`; ``turns`` are the proposals that
-    a residual has in each turn.
+    Numbers are drawn for the rows of :meth:`chosen`, by row; ``turns`` are the numbers of proposals
+    that a residual makes in each turn.
     """
 
     turns: tuple[int, ...]
@@ -171,8 +171,8 @@ def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
 def draft(
     rows: ChainRows, shares: Array, columns: Columns, noise: Array, log_temperature: float | Array
 ) -> Drafts:
-    """By the prediction N(m, V · ``shares``), from ``noise`` [R, W, C] that has the temperature;
-    ``log_temperature`` is that of variances.
+    """Draft windows from the prediction N(m, V · ``shares``) with ``noise`` [R, W, C], to which the
+    temperature was applied; ``log_temperature`` is the log of its effect on variances.
     """
     lib = of(noise)
     var = rows.var * shares

@@ -7,19 +7,19 @@ adds Δ·w, where Δ is the gain in signal-to-noise ratio and w ~ N(x0, 1/Δ) if
 w is "what the step believes x0 to be", and it is w that is drafted and verified. The drafter holds
 a Gaussian prediction N(m, V) of x0, so a whole window is drawn at once and its distribution is
 known in closed form. And V comes with the target's last prediction, for free: a learned variance
-above the posterior's is Δ²·Var(x0) in η, which makes the drafts bend as the target's predictions do
-instead of repeating the last one. How far its predictions did bend over the windows so far, against
-what their variances said, is measured (``Response``) and multiplies V: learned variances are of
-single coordinates and often too wide.
+exceeds the posterior's by Δ²·Var(x0) in η, so drafts follow the trend of the target's predictions
+instead of repeating the last one. How much its predictions really moved over the windows so far,
+compared with their variances, is measured (``Response``) and multiplies V, because learned
+variances are per coordinate and often too wide.
 
 The maximal coupling of two diagonal Gaussians: a draft y ~ q is kept with probability min(1,
 p(y)/q(y)); else y ~ p is proposed until U > q(y)/p(y), which draws from (p - q)+ / mass. Either way
 the result has distribution p (Thorisson 2000; for speculation, arXiv 2211.17192).
 
-All of this is a few hundred numbers a round, played in numpy on the host, where a call costs a
-fifth of torch's (of tensors, rounds of pocket/mar take twice as long); only the head runs where it
-is. Shape letters: R rows (tokens) still running, W points of a window, C token width, N rows and K
-proposals of a coupling.
+All of this is a few hundred numbers a round, computed in numpy on the host, where a call costs a
+fifth of torch's (with tensors, rounds of pocket/mar take twice as long); only the head runs on its
+device. Shape letters: R rows (tokens) still running, W points of a window, C token width, N rows
+and K proposals of a coupling.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from specmm.image_ar.continuous.orders import PictureStreams, Stream
 
 
 class RoundPrograms(Protocol):
-    """What plays many rounds at once, where it can."""
+    """Compiled programs that run many rounds at once."""
 
     def speculation(
         self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
     ) -> ChainProgram | None:
-        """For the tokens of ``bound``, as many of each of so many ``pictures``; None where rounds
-        are played one by one.
+        """The program for the tokens of ``bound``, equally many of each of so many ``pictures``;
+        None if rounds must run one by one.
         """
 
 

@@ -1,4 +1,4 @@
-"""Windows of a denoising chain: their numbers by step, and how far predictions follow their steps.
+"""Windows of a denoising chain: constants by step, and how far predictions follow the steps.
 
 In the natural parameter η of :mod:`specmm.image_ar.continuous.chain_speculation`. Shape letters: R
 rows (tokens), S steps, W points of a window, C token width.
@@ -91,18 +91,18 @@ class WindowTables:
 
 
 def columns_of(rows: Array) -> Columns:
-    """Those of ``rows`` [R or 1, W + 1, 9, 1] of the table."""
+    """The columns of table ``rows`` [R or 1, W + 1, 9, 1]."""
     return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
 
 
 class Response(NamedTuple):
-    """How far predictions of x0 followed the steps of their windows, as a share of what the
-    variances told with them imply; by row, newer windows counting more.
+    """How far predictions of x0 followed the steps of their windows, relative to the movement that
+    the predicted variances imply; by row, newer windows counting more.
 
     In η the derivative of E[x0] is Var(x0) (Tweedie's formula), so after a step w the prediction m'
     differs from m by V·Δ·(w - m'), if V is the variance. The share is the least-squares fit, in
-    units of V, over all points of a window: also those beyond the first rejection, where the target
-    answered as well. Drafts follow from what was seen before them, so any share is exact.
+    units of V, over all points of a window, including those after the first rejection, which the
+    target also scored. It depends only on earlier rounds, so drafts stay exact for any share.
     """
 
     seen: Array  # [R], like ``implied`` 1 at first: what variances imply

@@ -1,11 +1,11 @@
-"""CSpD between two MAR models: how whole drafted tokens are accepted, and the loops of the paper
-and of the release.
+"""CSpD between two MAR models: acceptance of whole drafted tokens, and the loops of the paper and
+of the release.
 
 Source: CSpD (arXiv 2411.11925, section 3 and algorithm 1) and facts measured on its release. In
 both, a small model drafts tokens with the same noise at every denoising step as the target will use
 ("aligned"), and the first iterations are the target's own. The release computes the target once for
-a whole window, without showing it the drafts in it, and keeps every position. In the paper's loop
-the target's pass over a window has one row for each drafted iteration, with the tokens drafted
+a whole window, without showing it the window's drafts, and discards no position. In the paper's
+loop the target's pass over a window has one row for each drafted iteration, with the tokens drafted
 before it among its known ones, and a rejection ends the window; pictures accept different lengths,
 and their rounds are run together.
 
@@ -51,8 +51,8 @@ PROPOSALS = 100  # the release's, for a rejected token
 
 
 class ChainEnd(NamedTuple):
-    """How chains ended: ``mean`` and ``std`` [N, C] of the last step, and the sum of the log σ
-    [N, C] of the steps before.
+    """Ends of chains: ``mean`` and ``std`` [N, C] of the last step, and the sum of the log σ [N, C]
+    of the steps before it.
     """
 
     mean: Array
@@ -129,7 +129,7 @@ class StreamNumbers:
 
 
 def accept(rule: PaperRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers) -> Mask:
-    """Which drafted tokens ``x`` [N, C] are kept [N]; ``ValueError`` for widths of no density."""
+    """Which drafted tokens ``x`` [N, C] to accept [N]; ``ValueError`` for degenerate widths."""
     for ends in (p, q):
         if not (np.isfinite(ends.std).all() and (ends.std > 0).all()):
             raise ValueError(

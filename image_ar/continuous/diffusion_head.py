@@ -1,12 +1,12 @@
-"""The diffusion head of MAR, a residual MLP that predicts a token's noise, and its denoising chain.
+"""MAR's diffusion head, a residual MLP that predicts a token's noise, and its denoising chain.
 
-The modules have the official parameter names. For sampling, the modulations (adaLN) of all steps
-are made in one product, since they depend on the step and the token's condition only; under
-guidance the two branches share x. Source: MAR (arXiv 2406.11838, section 3.3 and appendix B).
+The modules have the official parameter names. For sampling, one product computes the modulations
+(adaLN) of all steps, since they depend only on the step and the token's condition; under guidance
+the two branches share x. Source: MAR (arXiv 2406.11838, section 3.3 and appendix B).
 Shape letters: N rows, R rows (tokens) of a chain, S steps, W steps of a window, G branches (1, or 2
 with guidance: conditional, unconditional), C token width, w head width, Z width of the condition z,
-F modulations of a row. Steps are counted as they are run: k = 0 is the noisiest, k = S-1 the last,
-which adds no noise.
+F modulations of a row. Steps are numbered in the order they run: k = 0 is the noisiest; k = S-1,
+the last, adds no noise.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class HeadWeights:
 
 
 def _linear_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """What multiplies by weights of layers: in a program, for one row, a call of a library takes
-    longer than the product itself.
+    """The function that multiplies by a layer's weights. In a CPU program, for a single row, a
+    library call would take longer than the product itself.
     """
     one = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
     return _one_row if one else F.linear

@@ -1,10 +1,10 @@
-"""MAR and KL files as modules and back, and which models may be used together.
+"""Reads and writes MAR and KL files, and checks which models may be used together.
 
 ``checkpoint-last.pth`` holds the averaged weights under ``model_ema`` (which are loaded) beside the
 trained ones and the command line's arguments; ``kl16.ckpt`` holds its weights under ``model``. Both
-are read without running code. A small model is kept in ``small/`` beside the target, with its
-autoencoder's fingerprint in ``pair.json``: latents of another autoencoder have the same shapes and
-mean something else.
+are read without running code. A small model is stored in ``small/`` beside the target, with its
+autoencoder's fingerprint in ``pair.json``: another autoencoder's latents have the same shapes but a
+different meaning.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def load_mar(
     heads: int | None = None,
     dtype: DtypeChoice = torch.float32,
 ) -> MAR:
-    """The model in the file or folder ``path``, in evaluation mode, with weights in ``dtype``, or
-    that which it chooses for so many parameters.
+    """The model in the file or folder ``path``, in evaluation mode. ``dtype`` is the weights', or a
+    function that chooses it by the number of parameters.
 
-    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
-    weights; the attention ``heads`` are needed where neither tells. Raises ``ValueError`` when
-    sizes are missing and, naming them, when weights are missing, extra or misshapen.
+    Without ``config`` the sizes come from ``config.json`` beside the weights, else from the
+    weights' shapes; ``heads`` is needed if neither gives the attention heads. Raises ``ValueError``
+    when sizes are missing and, naming them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path, (EMA, *NESTING))
     infer = partial(infer_mar_config, heads=heads)
@@ -80,7 +80,7 @@ def infer_mar_config(
 ) -> MARConfig:
     """Sizes of a MAR ``state`` by its shapes, at 16 pixels a token.
 
-    The ``heads`` are those of the published model of this width, unless given.
+    Unless given, ``heads`` is the number of the published model of this width.
     """
     sizes: dict[str, int] = {}
     for side in ("encoder", "decoder"):

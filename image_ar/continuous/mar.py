@@ -20,7 +20,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class MARConfig:
-    """Sizes of a model; the defaults are those of MAR-B."""
+    """Sizes of a model; defaults: MAR-B."""
 
     img_size: int = 256
     vae_stride: int = 16

@@ -58,7 +58,7 @@ class ChainStats(Stats):
         return self.accepted / max(self.drafted, 1)
 
     def as_dict(self) -> dict[str, object]:
-        """What a report says, for JSON."""
+        """Statistics for reports, as JSON."""
         own = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
         return super().as_dict() | own
 
@@ -81,9 +81,9 @@ class MARSampler(Protocol):
 
 
 class PlainSampler(ABC):
-    """Runs whole chains, one head call a step; ``temperature`` is that of the noise steps add.
+    """Runs whole chains, one head call a step; ``temperature`` scales the noise that steps add.
 
-    ``run``, if it is set, is a faster way than ``chains`` to the same.
+    ``run``, if set, is a faster equivalent of ``chains``.
     """
 
     temperature = 0.0
@@ -142,7 +142,7 @@ class Deterministic(PlainSampler):
 
 
 class HeadCalls(NamedTuple):
-    """What watchers are told of an iteration: the ``places`` [B, n] it filled, the sum of the head
+    """Event for watchers after an iteration: the ``places`` [B, n] it filled, the sum of the head
     ``calls`` that their tokens waited for, and the ``steps`` of a token's chain.
     """
 
@@ -170,10 +170,10 @@ def decode_mar(
     settings: MARSettings,
     conditions: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Iterator[MARProgress]:
-    """Make pictures of classes ``labels`` [B] (None: no class) in their ``orders`` [B, L].
+    """Draw pictures of classes ``labels`` [B] (None: no class) in the ``orders`` [B, L] of tokens.
 
-    ``conditions`` may be a faster way than :func:`head_conditions` to the same. Yields after each
-    iteration; the stats of the last yield are those of the run. Raises ``ValueError`` for guidance
+    ``conditions`` may be a faster equivalent of :func:`head_conditions`. Yields after each
+    iteration; the last yield has the stats of the whole run. Raises ``ValueError`` for guidance
     without ``fake_latent``.
     """
     start = time.perf_counter()

@@ -94,10 +94,10 @@ def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
 
 
 def mask_lengths(length: int, iterations: int) -> list[int]:
-    """How many tokens are still unknown after each of n iterations, by MAR's cosine schedule.
+    """Number of tokens still unknown after each of n iterations, by MAR's cosine schedule.
 
-    Every iteration makes one token at least and leaves one to the last, which makes all that are
-    left. With more iterations than tokens the number stays at 1: such iterations make nothing.
+    Every iteration draws at least one token and leaves at least one for the last, which draws all
+    that remain. With more iterations than tokens the number stays at 1: further ones draw nothing.
     """
     lengths = []
     left = length
@@ -118,7 +118,7 @@ class Iteration:
 
 
 class Stream(Protocol):
-    """Where samplers get their random numbers."""
+    """Source of samplers' random numbers."""
 
     def draw(self, rows: Sequence[int], width: int) -> Tensor:
         """The next [sum(rows), ``width``] numbers, ``rows[b]`` rows of picture b."""

@@ -144,7 +144,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        The small model is that of the folder, or ``small``: another model's folder, name or id.
+        The small model comes from the same folder, unless ``small`` names another folder or id.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")

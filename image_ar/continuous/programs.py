@@ -1,8 +1,8 @@
-"""MAR compiled: on a CPU programs of its head, a whole chain each, plain or with speculation; on a
-GPU graphs of the transformer's passes, too.
+"""Compiles MAR. On a CPU, programs of its head run a whole chain each, plain or with speculation;
+on a GPU, the transformer's passes are CUDA graphs, too.
 
-On a CPU for iterations of few tokens, where operators cost more to call than to run. Both compute
-what single operators do, up to rounding, from the same random numbers. Shape letters as in
+On a CPU programs serve iterations of few tokens, where operators cost more to call than to run.
+Results equal the uncompiled ones up to rounding, for the same random numbers. Shape letters as in
 :mod:`specmm.image_ar.continuous.diffusion_head`.
 """
 
@@ -52,8 +52,8 @@ class HeadPrograms:
         self.rounds = compiled(run_rounds, device)
 
     def chains(self, sampler: PlainSampler) -> Chains:
-        """What runs the chains of ``sampler``, by DDPM, and as they are for iterations of many
-        tokens.
+        """A function that runs the DDPM chains of ``sampler``: compiled for iterations of few
+        tokens, uncompiled for others.
         """
         assert isinstance(sampler, Ancestral), "see check"
         steps = sampler.steps
@@ -73,8 +73,8 @@ class HeadPrograms:
     def speculation(
         self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
     ) -> ChainProgram | None:
-        """Speculation of the tokens of ``bound``, if there is one of each of so many ``pictures``;
-        None where it runs as it is: windows of more are bound by arithmetic.
+        """Compiled speculation for the tokens of ``bound``, if there is at most one for each of so
+        many ``pictures``; else None (uncompiled): windows of more tokens are bound by arithmetic.
         """
         if not _served(bound) or len(bound) > pictures:
             return None
@@ -137,7 +137,7 @@ class MARGraphs:
         return self._of("passes", lambda *x: (head_conditions(self.model, *x),))(*given)[0]
 
     def chains(self, sampler: PlainSampler) -> Chains:
-        """What runs the chains of ``sampler``."""
+        """A function that runs the chains of ``sampler``."""
         head = sampler.head
 
         def run(cond: Tensor, scale: Tensor, noise: Tensor) -> tuple[Tensor]:
@@ -154,8 +154,8 @@ class MARGraphs:
     def speculation(
         self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
     ) -> ChainProgram | None:
-        """Speculation of the tokens of ``bound``, as many of each of so many ``pictures``; None
-        where it runs as it is.
+        """Speculation by CUDA graphs for the tokens of ``bound``, equally many of each of so many
+        ``pictures``; None if it runs uncompiled.
         """
         if bound.table is None:
             return None

@@ -102,7 +102,7 @@ def draw_picture(
 
 
 def certificate(turns: Sequence[Turn], target: str) -> Certificate:
-    """What a run may claim about the distribution of the model called ``target``."""
+    """The claim of a run about the distribution of the model called ``target``."""
     scales = {turn.name: len(turn.scales) for turn in turns if turn.scales}
     if set(scales) == {target}:
         return Certificate("exact", "plain decoding of the target", 0.0)

@@ -1,7 +1,7 @@
-"""VAR and VQVAE files as modules and back, and which models may be used together.
+"""Reads and writes VAR and VQVAE files, and checks which models may be used together.
 
 Reads published, trainer-made and our own files; writes under the official names. Sizes come from a
-``config.json`` beside the weights, else from the shapes of the weights, as far as these tell.
+``config.json`` beside the weights, else from the weights' shapes where these determine them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def load_var(
 ) -> VAR:
     """The transformer in the file or folder ``path``, in evaluation mode, with weights ``dtype``.
 
-    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
-    weights. A training checkpoint (``trainer.var_wo_ddp``) is understood. Raises ``ValueError``
+    Without ``config`` the sizes come from ``config.json`` beside the weights, else from the
+    weights' shapes. Also reads training checkpoints (``trainer.var_wo_ddp``). Raises ``ValueError``
     when sizes are missing and, naming them, when weights are missing, extra or misshapen.
     """
     state = _read(path, VARConfig)
@@ -58,10 +58,10 @@ def load_vqvae(
     patch_nums: tuple[int, ...] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> VQVAE:
-    """The image tokenizer in ``path``, in evaluation mode; sizes and errors as ``load_var``.
+    """The image tokenizer in ``path``, in evaluation mode; sizes and errors as in ``load_var``.
 
-    Its weights do not tell the sides of the scales: without ``patch_nums`` and ``config.json`` ten
-    scales are those of 256 px (give ``PATCHES_512`` for 512 px: the published file is the same).
+    Its weights do not contain the sides of the scales: without ``patch_nums`` or ``config.json``
+    ten scales are taken to be for 256 px (give ``PATCHES_512`` for 512 px: both share one file).
     """
 
     def make(sizes: VQVAEConfig) -> VQVAE:

@@ -25,11 +25,11 @@ Blocks: TypeAlias = Callable[..., Tensor]  # as VAR.run
 
 
 class FeatureMap:
-    """What is drawn so far: ``tokens`` [B, L], of ``drawn`` scales, and ``f_hat`` [B, E, P, P].
+    """The picture so far: ``tokens`` [B, L] of ``drawn`` scales, and ``f_hat`` [B, E, P, P].
 
-    f_hat is the sum of the scales' codes in VAR's algorithm 2. It belongs to no model, so that any
-    model of the same tokenizer can predict the next scale. ``ends`` are the least and largest
-    logits [K, 2] of predictions, which whoever draws checks in the end if that is to be ``late``.
+    f_hat is the sum of the scales' codes in VAR's algorithm 2. It depends on no model, so any model
+    with the same tokenizer can predict the next scale. ``ends`` are the least and largest logits
+    [K, 2] of predictions; if ``late``, the caller checks them after the last scale.
     """
 
     state: ClassVar[tuple[str, ...]] = ("tokens", "f_hat", "ends", "_inputs")
@@ -80,9 +80,9 @@ class FeatureMap:
 
 
 class ScaleCache:
-    """One layer's ``keys`` and ``values`` [R, S, H, D], of which the first ``filled`` are attended.
+    """One layer's ``keys`` and ``values`` [R, S, H, D]; queries attend to the first ``filled``.
 
-    Without ``keep`` new keys and values are attended once and not written: those of the last scale.
+    Without ``keep``, new keys and values (of the last scale) are attended to once and not written.
     """
 
     state: ClassVar[tuple[str, ...]] = ("keys", "values")
@@ -172,7 +172,7 @@ class Session:
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def _stores(self, k: int) -> Sequence[ScaleCache | None]:
-        """Where the layers write: nowhere if nothing comes before or after."""
+        """The layers' caches for scale ``k``; None if no scale before or after needs them."""
         first = self.schedule.starts[self.filled]
         config = self.model.config
         if k >= self.last and not first:
@@ -211,7 +211,7 @@ def log_likelihood(
 ) -> Tensor:
     """Mean log-probability (nats) a token [B] of ``tokens`` [B, L] of classes ``labels`` [B].
 
-    Guidance and temperature are those of ``sampling`` (temperature 1 where it is greedy); top-k and
+    Guidance and temperature are taken from ``sampling`` (temperature 1 if it is greedy); top-k and
     top-p are not applied, since the small model may draw a token that they would exclude. Raises
     ``ValueError`` for another number of tokens than the model's.
     """

@@ -118,10 +118,10 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        A scale has so many rows that bfloat16 pays at any size of model on a processor with AMX,
-        and on no other. The small model is that of the folder, or ``small``: another model's
-        folder, name, id, or a weights file. What was measured of the folder's own pair, FID by N
-        and the N they are specialised for, is not used for another.
+        A scale has so many rows that bfloat16 pays for models of any size on processors with AMX,
+        and on no others. The small model comes from the same folder, unless ``small`` names another
+        folder, id or weights file. The measurements of the folder's own pair (FID by N, and the N
+        they are specialised for) are not used for another pair.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
@@ -157,7 +157,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     ) -> Self:
         """A pipeline of published files (``var_d30.pth``, ``vae_ch160v4096z32.pth``, CoDe's pairs).
 
-        The published tokenizer serves every resolution: its scales are those of the transformer.
+        The published tokenizer serves every resolution, with the transformer's scales.
         """
         large = load_var(transformer, dtype=torch_dtype)
         second = None if small is None else load_var(small, dtype=torch_dtype)
@@ -237,7 +237,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def generators(
         self, given: Mapping[str, Any], method: methods.ScalesMethod, count: int
     ) -> list[torch.Generator]:
-        """One for each picture, or one for all of them, as it is given to the release."""
+        """A generator for each picture, or the user's one generator for all, as in the release."""
         if not method.one_generator:
             return super().generators(given, method, count)
         rest = (self.device, count, given["batch_size"])
@@ -267,7 +267,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return sampling
 
     def quick(self, target: Sampling, method: methods.ScalesMethod, batch: int) -> bool:
-        """That there are programs, which are made as they are needed."""
+        """Prepare for programs, which are compiled when first needed; always True."""
         if not method.static_shapes:
             raise NotCompiled(f"compiled=True needs ar or code (a scale a pass), got {method}")
         prepare_programs(self.device)
@@ -283,7 +283,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @in_its_turn(lambda pipe: pipe.transformer)
     def plan(self, batch: int, sampling: Sampling | None = None) -> CoDePlan:
-        """What ``code`` costs here by N at this batch, measured once, and the N it takes.
+        """Measured cost of ``code`` by N at this batch on this machine, and the N chosen; cached.
 
         Raises ``ValueError`` without a small model.
         """
@@ -372,7 +372,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def _sampler(
         self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap
     ) -> Callable[[range], ScaleSampler]:
-        """What samples in a turn: one sampler for both models, or the release's for each."""
+        """The sampler by turn: one shared by both models, or the release's own for each."""
         schedule = feature_map.schedule
         if not batch.method.one_generator:
             shared = InverseCDF(batch.target, Uniforms(batch.generators), len(schedule))

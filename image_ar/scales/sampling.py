@@ -230,10 +230,10 @@ def release_generator(
     pictures: int,
     at_once: int,
 ) -> torch.Generator:
-    """The one generator of a run, or a seeded one, whose state nobody moves.
+    """The ``given`` generator of a run, or a newly seeded one; its state is not advanced here.
 
-    Raises ``ValueError`` unless there is one, on ``device``, and all ``pictures`` are drawn
-    ``at_once``.
+    Raises ``ValueError`` for several generators, for one not on ``device``, and if fewer than all
+    ``pictures`` are drawn ``at_once``.
     """
     if isinstance(given, Sequence) or pictures > at_once:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Decisions measured on this machine: CoDe's N.
+"""Chooses CoDe's N by measurements on this machine.
 
-Every scale of both models is timed, and the small model's first pass over all of them; what an N
-takes is a sum. Shape letters: B batch, K scales, L tokens.
+Every scale of both models is timed, and the small model's first pass over all of them; the time for
+an N is a sum of these. Shape letters: B batch, K scales, L tokens.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class CoDePlan:
 def plan_code(
     large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, settings: VARSettings
 ) -> CoDePlan:
-    """What ``code`` costs by N for ``batch`` pictures at once, measured, and the N it takes.
+    """Measured cost of ``code`` by N for ``batch`` pictures at once, and the N chosen.
 
-    ``settings`` hold the FID by N, and the N of models that are specialised.
+    ``settings`` hold the FID by N, and the N that the models are specialised for, if any.
     """
     seconds = measured(large, small, vqvae, batch, sampling)
     sizes = (large.config, small.config)
@@ -223,8 +223,8 @@ def model_memory(
 ) -> float:
     """Peak bytes beside the weights: the KV cache, and a layer's activations or the logits.
 
-    A layer holds about ``ALIVE`` times its rows at its busiest, in attention; in the last scale,
-    whose keys and values are not cached, those of its own layer once more.
+    At its peak, in attention, a layer holds about ``ALIVE`` times its rows; in the last scale also
+    its own keys and values of all scales, joined, because they are not cached.
     """
     if not scales:
         return 0.0

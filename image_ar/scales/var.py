@@ -1,7 +1,7 @@
 """VAR, the next-scale transformer, with the official parameter names and buffers.
 
 Source: VAR (arXiv 2404.02905). A forward takes whole scales: tokens of one scale see each other and
-all coarser ones. What depends on the class alone (adaLN, the largest matrices of a block) is
+all coarser ones. Values that depend only on the class (adaLN, the largest matrices of a block) are
 computed once by ``condition``. Shape letters: R rows (batch, doubled under guidance), T query
 positions, S attended positions, L all positions, C width, H heads, D head width, E code width, V
 vocabulary, K scales.
@@ -79,7 +79,7 @@ def published(depth: int, resolution: int = 256) -> VARConfig:
 
 
 class BlockCondition(NamedTuple):
-    """What a block computes of the class alone.
+    """Values of a block that depend only on the class.
 
     Factors [R, 1, C] (1 is added to both scales), the bias [3C] of the fused projection and the
     factors [2, H, 1] of attn_l2_norm's queries (a temperature) and keys (1).
@@ -96,7 +96,7 @@ class BlockCondition(NamedTuple):
 
 
 class ClassCondition(NamedTuple):
-    """What a model computes of the class alone; ``head``: scale and shift in front of the head."""
+    """Values of a model that depend only on the class; ``head``: the head's scale and shift."""
 
     embedding: Tensor  # [R, C]
     blocks: list[BlockCondition]
@@ -104,7 +104,7 @@ class ClassCondition(NamedTuple):
 
 
 class KVStore(Protocol):
-    """Where a layer's keys and values [R, T, H, D] go."""
+    """Cache of a layer's keys and values [R, T, H, D]."""
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``k`` and ``v``; return all keys and values to attend [R, S, H, D]."""
@@ -270,7 +270,7 @@ class VAR(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.head.weight.device
 
     def reset_mask(self) -> None:
@@ -316,7 +316,7 @@ class VAR(nn.Module):
         return x
 
     def normed(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
-        """What the head reads of ``run``'s output, in float32 whatever the weights are."""
+        """The head's input from ``run``'s output, in float32 whatever the weights' dtype."""
         return modulate(x.float(), *head, self.config.norm_eps)
 
     def logits(self, normed: Tensor) -> Tensor:

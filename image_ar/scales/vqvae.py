@@ -109,7 +109,9 @@ class MultiScaleQuantizer(nn.Module):
         return _as_grid(weights @ self.embedding.weight)
 
     def contribution(self, codes: Tensor, k: int) -> Tensor:
-        """What ``codes`` [B, E, p, p] of scale ``k`` add to f_hat [B, E, P, P]: φ_k, upsampled."""
+        """The summand of f_hat [B, E, P, P] from ``codes`` [B, E, p, p] of scale ``k``: upsampled,
+        then φ_k.
+        """
         h = self._resize(codes, self.schedule.sides[-1], "bicubic", k)
         return torch.lerp(h, self.quant_resi[self.phi_of_scale[k]](h), self.ratio)
 
@@ -205,7 +207,7 @@ class VQVAE(nn.Module):
         return self.post_quant_conv.weight.dtype
 
     def features(self, images: Tensor) -> Tensor:
-        """What is quantised [B, E, P, P] of images [B, 3, R, R]."""
+        """Features [B, E, P, P] of images [B, 3, R, R], before quantisation."""
         return self.quant_conv(self.encoder(images))
 
     def encode(self, images: Tensor) -> list[Tensor]:

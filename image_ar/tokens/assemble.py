@@ -39,15 +39,14 @@ TRAINED = ("eagle", "block")
 
 @dataclass
 class PictureParts:
-    """What methods are assembled from.
+    """The parts from which methods are assembled.
 
-    Drafters by kind, the codebook [W, E] and the rising ids [W] of the tokens that are its codes
-    (None: all, in order), trees by method that the model's maker recommends (children by level of a
-    spine), the block drafter's measured acceptance by level and rank. ``taus`` are those of methods
-    without a tree to choose, by name. ``given`` is the kind of the drafter that whoever opened the
-    model gave.
-    ``records`` hold what method auto measured, ``made`` shapes, rules and programs that calls
-    share, both by what they depend on.
+    Drafters by kind, the codebook [W, E] and the ascending ids [W] of its tokens (None: all, in
+    order), the trees that the model's maker recommends by method (children by level of a spine),
+    the block drafter's measured acceptance by level and rank. ``taus``: block efficiencies of
+    methods without a tree to choose, by name. ``given``: kind of the drafter that the user passed
+    in. ``records`` hold the measurements of method auto; ``made`` shapes, rules and programs that
+    calls share, both by the facts they depend on.
     """
 
     drafters: Mapping[str, DrafterHead] = field(default_factory=dict)
@@ -61,7 +60,7 @@ class PictureParts:
     made: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` gives, made at the first call with ``key``."""
+        """The result of ``make``, called only the first time for each ``key``."""
         if key not in self.made:
             self.made[key] = make()
         return cast(T, self.made[key])
@@ -155,9 +154,10 @@ def _rule(
 
 
 def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Tensor, int]:
-    """Nearest codes [W, K + 1] of every code, checked against the target's, and the first's id.
+    """Nearest codes [W, K + 1] of every code, checked against the target's, and the first code's
+    id.
 
-    Ids between those of codes get rows as well, of a token that never has any mass to borrow.
+    Ids between two codes' ids also get rows, of a token that never has any mass to borrow.
     """
     size = target.codes
     if parts.codebook is None or len(parts.codebook) != size:
@@ -219,7 +219,7 @@ def _jacobi(
 
 
 def _chain(choice: methods.Choice, usual: int) -> int:
-    """How many tokens are drafted; raises ``ValueError`` for a tree that is no chain."""
+    """The number of tokens drafted; raises ``ValueError`` for a tree that is not a chain."""
     shape = static_tree(choice.tree or f"chain({usual})")
     if shape.width > 1:
         raise ValueError(
@@ -231,7 +231,7 @@ def _chain(choice: methods.Choice, usual: int) -> int:
 def _lookup(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """What followed the latest tokens earlier, in the prompt or in the picture."""
+    """The prompt lookup drafter, which searches the prompt and the picture so far."""
     if not target.prompted:
         raise ValueError(
             f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"

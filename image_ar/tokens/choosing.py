@@ -1,8 +1,7 @@
-"""What method ``auto`` takes for picture tokens: the fastest of those tried on this machine.
+"""Method ``auto`` for picture tokens: the fastest of the methods tried on this machine.
 
-Trees are Sequoia's for the acceptance that was measured when the model was made
-(``settings.json``). Relaxed methods, where they may be taken, are tried by whole pictures, since
-how far they are off is measured, too.
+Trees are Sequoia's for the acceptance measured when the model was made (``settings.json``).
+Relaxed methods, if allowed, are tried on whole pictures, because their deviation is measured, too.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ BORROWING = ((2.0, 10), (5.0, 20), (20.0, 60), (40.0, 100))  # λ and k of LANTE
 def record_of(
     target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto, fresh: bool = False
 ) -> Record:
-    """What is known of methods for ``batch`` pictures at a time, with its candidates; ``fresh``: by
-    this process.
+    """The record of methods' measurements for ``batch`` pictures at a time, with its candidates;
+    ``fresh``: only those of this process.
     """
     guided = target.guidance if auto.relaxes else target.guidance.branches  # speed knows no scale
     key = (batch, guided, torch.get_num_threads(), target.processor, target.length, auto)
@@ -111,13 +110,13 @@ def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candida
 
 
 def relaxed_methods() -> list[Method]:
-    """Those whose certificate is "bounded", from little borrowed mass to much."""
+    """The methods whose certificate is "bounded", from little borrowed mass to much."""
     borrowing = (methods.LanternPP(lambda_=x, k=k) for x, k in BORROWING)
     return [methods.GSD(), *borrowing, methods.Lantern(drafter="block")]
 
 
 def serving(some: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
-    """Those of ``some`` that ``target`` can be drawn by."""
+    """The methods among ``some`` that can draw with ``target``."""
     found: list[Method] = []
     for method in some:
         try:

@@ -1,8 +1,8 @@
-"""Files of a LlamaGen, published or ours, as modules, and back under the official names.
+"""Reads LlamaGen's files, published or ours, and writes them under the official names.
 
-Sizes come from a ``config.json`` beside the weights, or from the shapes of the weights, as far as
-these tell. LANTERN's files have Hugging Face's names of a Llama and keep queries, keys and values
-apart; the order of rows and the rotary pairing are the same. Shape letters: C width, P prefix
+Sizes come from a ``config.json`` beside the weights, or from the weights' shapes where these
+determine them. LANTERN's files have Hugging Face's names of a Llama and separate queries, keys and
+values; the order of rows and the rotary pairing are the same. Shape letters: C width, P prefix
 positions, D head width.
 """
 
@@ -62,7 +62,7 @@ class DrafterHeads(nn.ModuleDict):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights, float32 where there are none."""
+        """The weights' dtype, float32 if there are none."""
         return next((weight.dtype for weight in self.parameters()), torch.float32)
 
 
@@ -74,13 +74,13 @@ def load_gpt(
     block_size: int | None = None,
     dtype: DtypeChoice = torch.float32,
 ) -> Transformer:
-    """The transformer in the file or folder ``path``, in evaluation mode, with weights in
-    ``dtype``, or that which it chooses for so many parameters.
+    """The transformer in the file or folder ``path``, in evaluation mode. ``dtype`` is the
+    weights', or a function that chooses it by the number of parameters.
 
-    Without ``config`` the sizes are those of ``config.json`` beside the weights, else of the
-    weights; ``n_head`` and ``block_size`` (256 for 256 px, 576 for 384 px) are needed where neither
-    tells. LANTERN's names are understood. Raises ``ValueError`` when sizes are missing and, naming
-    them, when weights are missing, extra or misshapen.
+    Without ``config`` the sizes come from ``config.json`` beside the weights, else from the
+    weights' shapes; ``n_head`` and ``block_size`` (256 for 256 px, 576 for 384 px) are needed if
+    neither gives them. LANTERN's names are accepted. Raises ``ValueError`` when sizes are missing
+    and, naming them, when weights are missing, extra or misshapen.
     """
     state = read_checkpoint(path)
     if "model.embed_tokens.weight" in state:
@@ -208,8 +208,8 @@ def _rename(name: str, table: Mapping[str, str], key: str) -> str:
 
 
 def target_fingerprint(model: Transformer) -> str:
-    """Which target a drafter was trained for: a hash of the head and of the first and last layer,
-    twelve hexadecimal digits.
+    """Fingerprint of a drafter's target: a hash of the head and of the first and last layer, twelve
+    hexadecimal digits.
     """
     weights = model.state_dict()
     first = weights["layers.0.attention.wo.weight"]
@@ -319,7 +319,7 @@ def load_eagle(
 
 
 def _load_eagle_for(folder: Path, target: Transformer) -> EagleHead:
-    """As :func:`load_eagle`, where and as the ``target`` runs."""
+    """As :func:`load_eagle`, on the ``target``'s device and in its dtype."""
     weight = target.output.weight
     fingerprint = target_fingerprint(target)
     head = load_eagle(folder, target.config, fingerprint=fingerprint, dtype=weight.dtype)

@@ -122,9 +122,9 @@ class LlamaGenPictures(TokenPictures):
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        The tokenizer stays in float32, whatever the dtype of the transformer. ``drafter`` is one's
-        own (see :func:`specmm.register`), or a folder with a block drafter or an EAGLE head that is
-        not in the model's ``drafters/``. ``revision`` and ``cache_dir`` are those of a hub id.
+        The tokenizer stays in float32, whatever the transformer's dtype. ``drafter`` is a
+        third-party drafter (see :func:`specmm.register`), or a folder with a block drafter or an
+        EAGLE head outside the model's ``drafters/``. ``revision`` and ``cache_dir``: for hub ids.
         """
         place = Place.named(device, dtype, torch_dtype)
         method, drafter = with_own(methods.IMAGE_TOKENS, method, drafter)

@@ -81,8 +81,8 @@ def decode_rows(
     """Draw a picture for every row of ``prompt``; yields as
     :func:`specmm.core.decode.decode_plain`.
 
-    The tokens of a progress are by place; those of rows that have not got there are 0. Raises
-    ``ValueError`` for a window below 1 and a picture that is not made of whole rows.
+    A progress has its tokens by place; places not drawn yet are 0. Raises ``ValueError`` for a
+    window below 1 and for a picture that is not made of whole rows.
     """
     start = time.perf_counter()
     clock = Clock(sync)
@@ -134,8 +134,8 @@ def _forced(target: DrawingTarget) -> Tensor:
 
 
 def _mask(seen: Tensor, part: Round, places: Tensor) -> Tensor:
-    """What each node sees [N, T]: fed places up to its own, and itself. Real nodes are ``seen``
-    [T] from now on.
+    """Mask [N, T] of the places each node sees: fed ones up to its own, and itself. Marks real
+    nodes as ``seen`` [T].
     """
     real = [place for place, other in zip(part.places, part.stand_ins, strict=True) if not other]
     seen[real] = True
@@ -158,7 +158,7 @@ def _stats(kept: list[int], batch: int, seconds: float, clock: Clock) -> Stats:
 
 
 def rows_certificate(target: DrawingTarget, window: int) -> Certificate:
-    """What a run with this ``window`` may claim."""
+    """The certificate of a run with this ``window``."""
     if window >= target.line:
         return Certificate("exact", "plain decoding of the target, row after row", 0.0)
     reason = f"rows begin {window} tokens after those above, and nothing is verified"

@@ -1,5 +1,4 @@
-"""Tokens of pictures by any method, and what a run may claim: what the pipelines of image tokens
-share.
+"""Base of the token pipelines: draws picture tokens by any method, and certifies the run.
 
 Shape letters: B pictures, T tokens a picture.
 """
@@ -54,7 +53,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return found
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
-        """Those of the ``usual`` methods that it has a drafter for, or draft-free SJD."""
+        """The ``usual`` methods that it has a drafter for; draft-free SJD if there are none."""
         return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
     def settle(
@@ -99,7 +98,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
         self.parts.records.clear()
 
     def prompt(self, batch: Batch[methods.Method]) -> Any:
-        """What the target begins with for the pictures of ``batch``."""
+        """The target's prompt for the pictures of ``batch``."""
         return batch.of
 
     def draw(self, batch: Batch[methods.Method]) -> Drawn:
@@ -153,8 +152,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
 def _rounds(
     target: DrawingTarget, parts: PictureParts, method: Method, assembled: Callable[[], T]
 ) -> tuple[T, Play]:
-    """What rounds of ``method`` take, and what plays them: the loop as it is, or programs, which
-    calls share with what is ``assembled`` for them.
+    """The parts that rounds of ``method`` use, and the function that runs a round: the uncompiled
+    one, or a program, which calls share together with its ``assembled`` parts.
     """
     if not target.static_shapes:
         return assembled(), one_round

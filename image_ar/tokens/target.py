@@ -1,5 +1,5 @@
-"""LlamaGen as a target of the core, with shapes as they come or, for compilers and captured graphs,
-static ones.
+"""LlamaGen as a target of the core, with dynamic shapes or, for compilers and CUDA graphs, static
+ones.
 
 Shape letters: B batch, G guidance branches ([cond; uncond] under guidance), R = G·B rows, N tree
 nodes, P prefix positions, T tokens of a picture, C width, V vocabulary.
@@ -101,7 +101,7 @@ class LlamaGenTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
         return self.model.output.weight.device
 
     @property
@@ -208,8 +208,8 @@ class LlamaGenTarget:
         return self.model.output(states)
 
     def drawn_logits(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """Guided logits [B, P, V] of the ``drawn``-th token [B, 1 or P] of pictures, from 0, of
-        those of all branches [R, P, V].
+        """Guided logits [B, P, V] from ``logits`` [R, P, V] of all branches; ``drawn`` [B, 1 or P]
+        are the tokens' numbers in their pictures, from 0.
         """
         return self.guide(logits, drawn + self.model.config.cls_token_num - 1)
 
@@ -270,7 +270,7 @@ class StaticTarget(LlamaGenTarget):
         self.run = partial(compiled(StaticTarget.logits_of, self.device), self)
 
     def _new_cache(self, size: CacheSize, device: torch.device) -> Cache:
-        """That of the first call, whose memory all steps use."""
+        """The cache of the first call, whose memory all steps use."""
         kept = vars(self).get("cache")
         cache = Cache.again(kept, size, self.dtype, device)
         if cache is not kept:

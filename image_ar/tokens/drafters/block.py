@@ -56,7 +56,7 @@ class BlockConfig:
     inner: int = 0
 
     def facts(self) -> dict[str, object]:
-        """What ``config.json`` says of a drafter."""
+        """The content of a drafter's ``config.json``."""
         return {
             "model": "BlockHead",
             "levels": self.levels,
@@ -103,10 +103,10 @@ class BlockHead(nn.Module):
         queries: int = 0,
     ) -> Tensor:
         """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T];
-        or only those of so many ``queries``, which come last.
+        with ``queries``, only the states of so many at the end.
 
-        ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over what ``memories``
-        hold.
+        ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over the slots of
+        ``memories``.
         """
         factors = self.rotary.at(cells)
         given: Sequence[Memory | None] = memories or [None] * len(self.layers)
@@ -119,7 +119,7 @@ class BlockHead(nn.Module):
         return states
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
-        """What the target's head reads [..., C]: level ``states`` corrected by the ``previous``
+        """Input [..., C] of the target's head: a level's ``states``, corrected by the ``previous``
         tokens [...].
         """
         return self.norm(states + self.previous(previous))
@@ -255,8 +255,8 @@ class BlockDrafter:
         return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
 
     def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
-        """What a level's children are drawn from [B, P, V], of each parent's ``logits``; these
-        themselves where the likeliest are taken, for at temperature 0 only one has any mass.
+        """Distributions [B, P, V] of a level's children by each parent's ``logits``. If the
+        likeliest tokens are taken, the logits: at temperature 0 only one token has any mass.
         """
         if not self.sampled:
             return logits
@@ -374,11 +374,10 @@ class RejectedPositions:
 
 
 def first_below(shape: TreeShape) -> Tensor:
-    """Node d steps below each node along first children, for d = 1 … D, -1 where there is none: [N,
-    D].
+    """The node d steps below each node along first children, d = 1 … D, or -1: [N, D].
 
-    With the last node kept in row n, the distributions of these nodes are those of the places the
-    next tree drafts: the recovered token takes the first child's place.
+    If n is the last accepted node, the nodes in row n have the distributions for the places of the
+    next tree, because the recovered token takes the first child's place.
     """
     # the spare row at the end keeps -1 at -1
     child = torch.full((shape.size + 1,), -1, device=shape.parents.device)

@@ -1,5 +1,5 @@
-"""EAGLE heads for LlamaGen, LANTERN's among them, and their drafter: a static tree, sampled or of
-the likeliest tokens, or EAGLE-2's.
+"""EAGLE heads for LlamaGen, including LANTERN's, and their drafter, which grows a static tree
+(sampled, or of the likeliest tokens) or EAGLE-2's.
 
 The head is one layer over features of the committed tokens, with the official names. Position i
 reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm, and
@@ -47,7 +47,7 @@ class EagleConfig:
         return self.target.cls_token_num - 1
 
     def sizes(self) -> dict[str, object]:
-        """What a head and its target must agree on, under the names of a Llama configuration."""
+        """Sizes that a head and its target must share, under the names of a Llama config."""
         target = self.target
         return {
             "hidden_size": target.dim,
@@ -58,7 +58,7 @@ class EagleConfig:
         }
 
     def facts(self) -> dict[str, object]:
-        """What ``config.json`` says of a head."""
+        """The content of a head's ``config.json``."""
         return {
             "model": "EagleHead",
             **self.sizes(),
@@ -166,8 +166,8 @@ class EagleHead(nn.Module):
 class EagleDrafter:
     """Drafts with an :class:`EagleHead`.
 
-    ``tree``, ``sampled`` and ``siblings`` are those of :class:`specmm.core.growth.Growth`.
-    Raises ``ValueError`` when the head was made for a target of other sizes.
+    ``tree``, ``sampled`` and ``siblings``: see :class:`specmm.core.growth.Growth`. Raises
+    ``ValueError`` when the head was made for a target of other sizes.
     """
 
     state: ClassVar[tuple[str, ...]] = ("cache", "growth")

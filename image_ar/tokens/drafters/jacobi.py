@@ -52,8 +52,8 @@ NEWEST = 0.6
 
 
 class Earlier(NamedTuple):
-    """What the last round drafted at a window's places: ``tokens`` [B, W], the distributions they
-    were drawn from, ``probs`` [B, W, V], and where it drafted anything, ``there`` [B, W] bool.
+    """The last round's drafts at a window's places: ``tokens`` [B, W], their distributions
+    ``probs`` [B, W, V], and ``there`` [B, W] bool, whether there was a draft.
     """
 
     tokens: Tensor
@@ -111,8 +111,8 @@ class JacobiDrafter:
         return self.begun(feedback, probs, drafts)
 
     def newest(self, feedback: Feedback, earlier: Earlier | None) -> Tensor:
-        """What the window is drawn from [B, N, V]: the target's newest distributions, and where
-        there is none the last place's, or any token.
+        """Distributions [B, N, V] to draw the window from: the target's newest; for places without
+        one, the last place's, or uniform.
         """
         newest = feedback.output.probs
         if feedback.result is None:
@@ -135,7 +135,7 @@ class JacobiDrafter:
         return probs
 
     def earlier(self, feedback: Feedback) -> Earlier | None:
-        """What the last round drafted at the window's places; None after a prefill."""
+        """The last round's drafts at the window's places; None after a prefill."""
         if feedback.result is None:
             return None
         tree, result = feedback.drafted
@@ -186,7 +186,7 @@ class JacobiDrafter:
         self.root.copy_(before + feedback.result.kept)
 
     def _scored(self, feedback: Feedback) -> Tensor:
-        """How many places of the window [B] have a distribution from the last round."""
+        """The number of the window's places [B] with a distribution from the last round."""
         if feedback.result is None:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
