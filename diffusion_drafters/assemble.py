@@ -1,4 +1,4 @@
-"""Text methods with block drafters: read a drafter from its folder, make drafter and rule, plan.
+"""Text methods with block drafters: loads a drafter, makes drafter and rule, plans for ``auto``.
 
 ``drafters/diffusion`` of a model holds a diffusion language model (with ``ngram.safetensors``,
 DiffuSpec's proxy, and a tokenizer where it has its own), ``drafters/deer`` a DEER drafter,
@@ -175,7 +175,7 @@ def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
 
 
 def candidates(target: VLMTarget, drafter: object, kind: BlockMethod) -> list[Candidate]:
-    """What method ``auto`` tries of ``kind``: the drafter's whole blocks, and parts of them.
+    """Candidates of ``kind`` for method ``auto``: the drafter's whole blocks, and parts of them.
 
     Raises ``ValueError`` for a drafter that does not fit.
     """

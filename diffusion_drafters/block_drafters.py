@@ -2,16 +2,16 @@
 
 Every draft is recorded with the distribution it was drawn from, so that verification is exact at
 any temperature; tokens that were chosen, not drawn, are point masses. A chain's tokens are drawn
-independently, each from its marginal (DEER, arXiv 2512.15176), or, where the source has a table of
-pairs or a memory, each after the one drawn before it. A tree holds the most probable paths under a
-budget of nodes, as point masses (DDTree), or has a fixed shape, the children of a node drawn from
+independently, each from its marginal (DEER, arXiv 2512.15176), or, if the source has a table of
+pairs or a memory, each conditioned on the one before it. A tree holds the most probable paths under
+a budget of nodes, as point masses (DDTree), or has a fixed shape, the children of a node drawn from
 the distribution after it, by default without replacement. For a greedy target drafts are the
-likeliest tokens, as point masses. A likeliest path recorded with its marginals would not be exact:
-nobody drew it.
+likeliest tokens, as point masses. A likeliest path recorded with its marginals would not be exact,
+because it was not drawn from them.
 
 Shape letters: B batch, K block, N nodes, P parents of a level, W beam width, S width of a place
-(its logits, v, or what logits are made of), R size of a memory, v tokens of the drafter, V of the
-target.
+(its logits, v, or the input from which they are made), R size of a memory, v tokens of the drafter,
+V of the target.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ BEAM = 8  # least width of the beam that finds a likeliest tree
 
 
 class SourceDrafter:
-    """What drafters share that draft from a ``source`` for blocks of ``depth`` drafts (None: its
-    longest).
+    """Base of drafters that take blocks of ``depth`` drafts (None: the longest) from a ``source``.
 
     Raises ``ValueError`` for a depth that the source cannot draft.
     """
@@ -130,7 +129,7 @@ class ChainDrafter(SourceDrafter):
             return DraftTree(torch.cat([root[:, None], probs.argmax(-1)], dim=1), self.shape)
 
     def _recalled(self, feedback: Feedback) -> Tensor | None:
-        """What followed the rows' latest tokens earlier [B, K]; -1 where they did not occur."""
+        """Tokens [B, K] that followed an earlier occurrence of the latest ones; -1 without one."""
         if self.recall is None:
             return None
         self.recall.extend(feedback)
@@ -321,5 +320,5 @@ def with_point_masses(probs: Tensor, fixed: Tensor | None) -> Tensor:
 
 
 def with_root(probs: Tensor) -> Tensor:
-    """``probs`` [B, K, V] as those of a chain's nodes [B, K + 1, V]; the root's is never read."""
+    """Pad ``probs`` [B, K, V] to a chain's nodes [B, K + 1, V]; the root's are never read."""
     return F.pad(probs, (0, 0, 1, 0))

@@ -1,7 +1,7 @@
-"""Block sources that read each token once and keep its keys and values.
+"""Block sources that read each token once and cache its keys and values.
 
 In each round one forward reads [tokens committed last round | masks]; the tokens stay in the
-drafter's cache, the masks do not. DEER drafters were trained to read a text so.
+drafter's cache, the masks do not. DEER drafters were trained in this way.
 
 Shape letters: B batch, K block, M committed tokens of a round, N = M + masks positions of a
 forward, C width, V vocabulary.
@@ -48,7 +48,7 @@ class CachedModel:
         return states
 
     def _ancestors(self, count: int, masks: int, kept: Tensor) -> Tensor:
-        """Who sees whom [1 or B, N, N]: masks see the kept tokens and each other."""
+        """Attention mask [1 or B, N, N]: masks attend to the accepted tokens and to each other."""
         alike = bool((kept == count).all())
         if not alike or (count, masks) not in self.attention:
             order = torch.arange(count + masks, device=kept.device)
@@ -61,8 +61,8 @@ class CachedModel:
 
 
 def scoring_states(states: Tensor, kept: Tensor, count: int, block: int) -> Tensor:
-    """The K of a forward's ``states`` [B, N, C] that score the ``block`` after ``kept`` tokens:
-    those of the last token kept and of the masks after its ``count`` tokens.
+    """The K of a forward's ``states`` [B, N, C] that score the ``block`` after ``kept`` accepted
+    tokens: the last accepted token's state, and the masks', which follow its ``count`` tokens.
     """
     order = torch.arange(count, count + block - 1, device=states.device).expand(len(states), -1)
     last = (kept - 1).clamp(min=0)[:, None]

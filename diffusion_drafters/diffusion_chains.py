@@ -1,13 +1,13 @@
 """Chains of a diffusion language model: DiffuSpec's searched paths, SpecDiff's pieces.
 
-DiffuSpec (arXiv 2510.02358): each row's block is pruned to a lattice, searched for a causal path,
-and as long as a controller says, which depends on earlier rounds only. Paths are point masses,
-exact at any temperature.
+DiffuSpec (arXiv 2510.02358): each row's block is pruned to a lattice and searched for a causal
+path. A controller sets the block's length from earlier rounds alone. Paths are point masses, exact
+at any temperature.
 
 SpecDiff (arXiv 2408.05636): a chain denoised in two forwards, a piece at a time from the left.
-The second reads the piece drawn before, so a token's row depends on the drafts in front of it
-and on nothing after: that row is the distribution it was drawn from, and the ratio test is exact.
-The paper denoises random places, whose joint distribution no row gives.
+The second reads the piece drawn before, so a token's distribution depends only on the drafts before
+it, and the ratio test with it is exact. The paper denoises random places; their joint distribution
+is not available from any row.
 
 Shape letters: B batch, K block, M tokens of a piece, V vocabulary.
 """

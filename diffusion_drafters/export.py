@@ -1,9 +1,9 @@
-"""Block drafters for other engines: speculators' ``dflash`` and ``dspark`` folders, which vLLM
-reads, and SpecForge's.
+"""Writes block drafters for other engines: speculators' ``dflash`` and ``dspark`` folders, which
+vLLM reads, and SpecForge's.
 
-speculators counts states, of which number i is that of the i-th layer, and orders a drafter's own
-tokens by the target's ids. Our table of pairs is DSpark's vanilla Markov head with one row for all
-tokens that the drafter lacks, which is written out for each of them.
+speculators numbers states (state i is the i-th layer's output) and orders a drafter's own tokens by
+the target's ids. Our table of pairs is DSpark's vanilla Markov head with a single row for all
+tokens that the drafter lacks; the export repeats that row for each of them.
 
 Shape letters: C width, R rank, V vocabulary, v the drafter's.
 """

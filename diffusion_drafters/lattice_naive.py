@@ -1,4 +1,4 @@
-"""A beam that makes every path of a small lattice: the reference for the search."""
+"""Reference search: a beam that builds every path of a small lattice."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""DiffuSpec's lattice of a block, and the path of it that both the block and a causal proxy prefer.
+"""DiffuSpec's lattice of a block, and its path that both the block and a causal proxy prefer.
 
 The lattice holds at each position the likeliest tokens, as many as carry the mass tau (DiffuSpec,
 arXiv 2510.02358, equations 7 and 9). Causal-consistency path search maximises (equation 8)
 
     S(path) = Σ weight · log q_i(token) + (1 - weight) · log p_proxy(token | prefix, path before).
 
-A path is a deterministic function of the prefix: verify it as point masses. S is a raw sum of
-negative terms, so with an end token on offer the best path often is to end at once. Drafts
-therefore take the end token from the block, and search the best path of exactly the tokens in front
-of it.
+A path is a deterministic function of the prefix: verify it as point masses. S is a sum of negative
+terms, so if a path may end early, ending at once often is best. Drafts therefore take the end
+token's place from the block, and search the best path of exactly the tokens before it.
 
 Shape letters: K block, V vocabulary.
 """
@@ -88,7 +87,7 @@ def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15) -> Lattice:
 
 
 def _carrying(values: list[float], tau: float) -> int:
-    """How many of the likeliest tokens with log-probabilities ``values`` carry the mass ``tau``."""
+    """The number of likeliest tokens, by log-probabilities ``values``, with total mass ``tau``."""
     possible = values
     if not math.isfinite(values[-1]):
         possible = [value for value in values if math.isfinite(value)]
@@ -152,7 +151,7 @@ class Objective:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """What the proxy reads of the prefix, at most."""
+        """The prefix's last tokens, as many as the proxy can read."""
         return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
 
     def scores(

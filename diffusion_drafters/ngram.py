@@ -1,8 +1,9 @@
-"""An n-gram model as causal proxy: counts of token sequences, smoothed so that all stays possible.
+"""An n-gram model as causal proxy: counts of token sequences, smoothed so that no token has
+probability 0.
 
-p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)), T(h) the number of different tokens seen after
-h and h' one token less: Witten and Bell's interpolation (IEEE Trans. Inf. Theory 37, 1991). Below
-the unigrams all tokens are alike.
+p(w | h) = (c(h w) + T(h) p(w | h')) / (c(h) + T(h)), where T(h) is the number of different tokens
+seen after h, and h' is h without its first token: Witten and Bell's interpolation (IEEE Trans. Inf.
+Theory 37, 1991). Unigrams are interpolated with the uniform distribution.
 
 Shape letters: G n-grams of one order.
 """
@@ -25,8 +26,8 @@ Gram = tuple[int, ...]
 
 
 class SeenAfter(NamedTuple):
-    """After a context: log-probabilities (nats) of the tokens seen, and what is added (``less``,
-    negative) to those of all others after the shorter context.
+    """After a context: log-probabilities (nats) of the tokens seen there, and the negative addition
+    ``less`` to the log-probabilities of all others after the shorter context.
     """
 
     logs: dict[int, float]

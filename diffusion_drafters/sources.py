@@ -1,13 +1,13 @@
 """Sources of blocks: a diffusion language model that reads tokens, a DFlash drafter that reads
 hidden states.
 
-A source gives logits over the target's vocabulary, over the part of it that the drafter has, or
-what ``next_logits`` makes such logits of. Tokens that the two do not share are barred before any
-softmax.
+A source returns logits over the target's vocabulary, over the drafter's part of it, or the inputs
+from which ``next_logits`` computes such logits. Tokens that the two do not share are masked before
+any softmax.
 
-Shape letters: B batch, K block, S width of a place (logits, or what they are made of), M drafted
-tokens, N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the
-drafter's vocabulary, V the target's.
+Shape letters: B batch, K block, S width of a place (logits, or inputs for them), M drafted tokens,
+N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the drafter's
+vocabulary, V the target's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BlockSource(Protocol):
 
     @property
     def next_logits(self) -> NextLogits | None:
-        """What makes logits of a place after the tokens drafted before it, if anything does."""
+        """The function that computes a place's logits from the tokens drafted before it, if any."""
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """Start a batch after the target's prefill, with rounds of at most ``most`` drafts."""
@@ -140,9 +140,9 @@ class DiffusionSource:
 def shared_tokens(
     translation: Translation | None, vocabulary: int, mask: int, target: VLMTarget
 ) -> Translation:
-    """``translation``, or that of equal tokens, without ``mask`` and the target's pictures.
+    """``translation`` (None: the identity), without ``mask`` and the target's picture tokens.
 
-    Raises ``ValueError`` when there is none and the vocabularies differ by more than padding.
+    Raises ``ValueError`` for None if the vocabularies differ by more than padding.
     """
     found = translation or Translation.same(vocabulary, target.family.vocabulary)
     masks = (found.ids == mask).nonzero()[:, 0].tolist()
@@ -195,7 +195,7 @@ class DFlashSource:
 
     @property
     def next_logits(self) -> NextLogits | None:
-        """What completes logits place by place, where the model has a head that does."""
+        """The function that completes logits place by place, if the model has a head for it."""
         heads = (self.model.markov, self.model.recurrent, self.model.markov_head)
         return self._next_logits if any(head is not None for head in heads) else None
 
@@ -225,7 +225,7 @@ class DFlashSource:
         return self.places(self.model.draft(self.embed(ids))[:, first : block + first])
 
     def places(self, states: Tensor) -> Tensor:
-        """What drafts are made of [..., S], of the ``states`` [..., C] that predict them."""
+        """Places [..., S] (logits, or inputs for them) from the ``states`` [..., C] of drafts."""
         if self.model.recurrent is not None:
             return self.model.recurrent.places(states)
         head = self.model.markov_head
@@ -240,7 +240,7 @@ class DFlashSource:
         self, place: Tensor, before: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See :class:`NextLogits`: with our memory ``place`` holds a state, otherwise logits and
-        what a release's heads read.
+        the inputs of a release's heads.
         """
         if self.model.recurrent is not None:
             tokens = F.embedding(before, self.token_table)

@@ -127,7 +127,7 @@ def relaxed_accuracy(
 def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.05) -> bool:
     """Whether a number is within a relative ``tolerance`` of an answer, or a text equals one.
 
-    ``5%`` is 0.05. Around 0 no tolerance is defined: 0 must be given as it is written.
+    ``5%`` is 0.05. A relative tolerance of 0 is undefined, so 0 must match as a text.
     """
     found = prediction.strip()
     number = _number(found)

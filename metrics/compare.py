@@ -130,7 +130,7 @@ def _loss(
     paired: bool,
     facts: Protocol,
 ) -> Measurement:
-    """KID of the first set less that of the second; the reference's own term cancels."""
+    """The first set's KID minus the second set's; the reference's own term cancels."""
     wx = _itself_and_resamples(x, bootstrap)
     wr = _itself_and_resamples(reference, bootstrap)
     wy = wx if paired else _itself_and_resamples(y, bootstrap)

@@ -61,7 +61,7 @@ Features = FeatureSet | Tensor | np.ndarray
 
 
 def as_features(features: Features) -> FeatureSet:
-    """A bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` as it is."""
+    """A bare matrix [N, F] as a ``FeatureSet`` of unknown protocol; a ``FeatureSet`` unchanged."""
     if isinstance(features, FeatureSet):
         return features
     return FeatureSet(torch.as_tensor(features))

@@ -37,7 +37,7 @@ class Gaussian(typing.Protocol):
 
     @property
     def protocol(self) -> Protocol:
-        """What was measured."""
+        """The protocol of the measurement."""
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean [F] and covariance [F, F], float64; the caller may overwrite the covariance."""

@@ -1,4 +1,4 @@
-"""Confidence intervals: how far other samples would move a number, whatever its bias.
+"""Confidence intervals: how much a number would vary with other samples, apart from its bias.
 
 A bootstrap for means and U-statistics (Efron 1979). The Fréchet distance gets a delete-a-group
 jackknife: resampling with replacement repeats samples, which lowers the covariance's rank and adds
@@ -34,7 +34,7 @@ class Bootstrap:
             raise ValueError(f"a bootstrap needs draws >= 2 and 0 < level < 1, got {got}")
 
     def weights(self, count: int, draws: int | None = None) -> Tensor:
-        """How often each of ``count`` samples is in each resample: [B, N] float64."""
+        """The number of times [B, N] float64 that each of ``count`` samples is in each resample."""
         found = torch.zeros(draws or self.draws, count, dtype=torch.float64)
         for row in found:
             drawn = torch.randint(count, (count,), generator=self.generator)

@@ -1,4 +1,4 @@
-"""What every metric returns: a number, what was measured, and its confidence interval.
+"""The result of every metric: a number, its protocol, and its confidence interval.
 
 Two measurements are compared only if their protocols agree. ``read_measurements`` reads what
 ``specmm eval --json`` wrote.
@@ -44,7 +44,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Measurement:
-        """What ``to_json`` gave; raises ``ValueError`` for any other dictionary."""
+        """The inverse of ``to_json``; raises ``ValueError`` for any other dictionary."""
         missing = ", ".join(sorted({"metric", "value", "protocol"} - set(found)))
         if missing:
             raise ValueError(f"a measurement must hold metric, value, protocol, got no {missing}")

@@ -1,4 +1,4 @@
-"""What nearest neighbours in feature space tell of two sets, and of memorising.
+"""Metrics by nearest neighbours in feature space: fidelity, variety and memorisation.
 
 Improved precision and recall (Kynkäänniemi et al. 2019, eq. 1-2) and density and coverage (Naeem et
 al. 2020, eq. 3-4). Each sample of a set is the centre of a ball that reaches to its k-th nearest

@@ -1,4 +1,4 @@
-"""Files of reference statistics, ours and those of other projects; nothing in them is unpickled.
+"""Files of reference statistics, ours and other projects'; nothing in them is unpickled.
 
 | layout | file | holds |
 |---|---|---|
@@ -7,7 +7,7 @@
 | ``adm`` (guided-diffusion) | .npz | ``mu``, ``sigma``, ``mu_s``, ``sigma_s`` (spatial features) |
 | ``torch-fidelity`` | .pt | a dictionary of the arrays ``mu`` and ``sigma`` |
 
-Whatever reads clean-fid's reads ours. The others do not say which features they are of.
+Readers of clean-fid's layout read ours, too. The other layouts do not record the feature network.
 
 Shapes: ``mu`` [F]; ``sigma`` [F, F].
 """
@@ -83,7 +83,7 @@ def read_reference(
 def write_reference(
     found: Gaussian, path: Path, layout: Layout = "specmm", *, spatial: Gaussian | None = None
 ) -> None:
-    """Write the moments of ``found`` to ``path``; ``adm`` also needs those of spatial features."""
+    """Write the moments of ``found`` to ``path``; ``adm`` also needs ``spatial`` moments."""
     if layout not in get_args(Layout):
         raise ValueError(f"layout must be one of {', '.join(get_args(Layout))}, got {layout!r}")
     suffix = ".pt" if layout == "torch-fidelity" else ".npz"

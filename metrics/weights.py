@@ -1,4 +1,4 @@
-"""Where the weights of the feature networks are; nothing is downloaded.
+"""Locations of the feature networks' weights; nothing is downloaded.
 
 The error for missing ones names the file, its address and the folder to put it in.
 """
@@ -38,7 +38,7 @@ class KnownWeights:
         return place if held and all((place / f).is_file() for f in self.companions) else None
 
     def how(self, folder: Path) -> str:
-        """How to get them, into ``folder`` where no package brings them."""
+        """Instructions to get them: a package to install, or files to put into ``folder``."""
         files = ", ".join([self.file, *self.companions])
         return self.install or f"put {files} of {self.url} in {folder}"
 

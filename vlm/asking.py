@@ -73,7 +73,9 @@ class Questions:
 
     @classmethod
     def of_chats(cls, chats: Sequence[Chat], fps: float | None = None) -> Questions:
-        """Those of ``chats``, opened; frames come ``fps`` a second where the chats do not say."""
+        """The questions of ``chats``, with pictures and videos opened; ``fps`` is the rate of
+        frames for which a chat gives none.
+        """
         pictures = [[open_image(source) for source in chat.images] for chat in chats]
         videos = [
             [
@@ -89,9 +91,9 @@ class Questions:
         return Questions(self.texts[some], self.pictures[some], self.videos[some], self.chat)
 
     def inputs(self, processor: Any) -> dict[str, Any]:
-        """What ``processor`` makes of them: ``input_ids`` [B, L] and the rest, as tensors.
+        """The output of ``processor`` for them: ``input_ids`` [B, L] and the rest, as tensors.
 
-        Raises ``ValueError`` for what the processor does not take.
+        Raises ``ValueError`` for inputs that the processor does not accept.
         """
         rows = zip(self.texts, self.pictures, self.videos, strict=True)
         prompts = [
@@ -112,14 +114,14 @@ def _apart(images: Any) -> Any:
 
 
 def _each(given: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any]) -> list[Any]:
-    """What one question is ``given``, opened: none, one or several."""
+    """The pictures or videos ``given`` with one question (none, one or several), opened."""
     if given is None:
         return []
     return [opened(item) for item in ([given] if is_one(given) else given)]
 
 
 def _per_question(name: str, one: str, given: Any, count: int) -> list[Any]:
-    """What is ``given`` for each of ``count`` questions."""
+    """``given`` as a list with an entry for each of ``count`` questions."""
     each = [None] * count if given is None else given
     if not isinstance(each, list | tuple) or len(each) != count:
         got = len(each) if isinstance(each, list | tuple) else f"one {one}"

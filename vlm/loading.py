@@ -1,13 +1,13 @@
 """Vision-language models, processors and drafters from folders.
 
-A folder is transformers' own, or that of a composed model: a LLaVA of parts that come in packages,
-with EfficientNet-lite0 as vision tower, SmolLM2-135M-Instruct as language model and our own
-projector. Such a folder holds ``projector.safetensors`` and a ``config.json`` that names the
-language model; the whole is transformers' own ``LlavaForConditionalGeneration``.
+A folder holds a transformers model or a composed model: a LLaVA whose parts come in packages, with
+EfficientNet-lite0 as vision tower, SmolLM2-135M-Instruct as language model and our own projector.
+A composed folder has ``projector.safetensors`` and a ``config.json`` that names the language model;
+the whole is transformers' own ``LlavaForConditionalGeneration``.
 
 Drafters are in ``drafters/``: ``text`` holds a language model, ``vlm`` a small vision-language
 model (without one the first expert drafts), ``msd`` an MSD head, ``experts`` a folder for each
-model of Speculative Verdict, and ``prompts.json`` where they are asked in other words.
+model of Speculative Verdict, and optionally ``prompts.json`` with other prompts for them.
 
 Shape letters: B pictures, N patches, D channels, S pixels a side that the tower sees.
 """
@@ -77,7 +77,7 @@ STD = 128 / 255
 def load_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
     """The vision-language model in ``folder``; ``ValueError`` when it holds something else.
 
-    ``options`` are those of transformers' ``from_pretrained``.
+    ``options`` go to transformers' ``from_pretrained``.
     """
     if is_composed(folder):
         if options:
@@ -249,7 +249,7 @@ class Tower(PreTrainedModel):
         start()
 
     def _init_weights(self, module: Any) -> None:
-        """Nothing: the weights are those of the package."""
+        """Does nothing: the weights come from the package."""
 
     @classmethod
     def pretrained(cls) -> Tower:

@@ -113,7 +113,7 @@ class MSDConfig:
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
-        """What the release's loader reads of a drafter's ``config.json``."""
+        """The content of ``config.json`` that the release's loader reads."""
         facts = dataclasses.asdict(self)
         kind, architecture = KINDS[facts.pop("qwen")]
         return {"model_type": kind, "architectures": [architecture], **facts}
@@ -207,8 +207,8 @@ class MSDHead(nn.Module):
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
         """Slots [R, T, C] of the next positions' ``embeddings`` [R, T, C] and of ``hidden``.
 
-        Where ``image`` [R, T] tells that the *next* position is a picture's, they are the
-        embeddings as they are; ``hidden`` is [R, T, C].
+        Where ``image`` [R, T] is true, the *next* position is a picture's, and its slot is the bare
+        embedding; ``hidden`` is [R, T, C].
         """
         return torch.where(image[..., None], embeddings, self.text_slots(embeddings, hidden))
 
@@ -274,7 +274,7 @@ class BoundMSD:
 
 
 def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
-    """Raise ``ValueError`` unless dtype, width and vocabulary are those of ``target``'s head."""
+    """Raise ``ValueError`` unless dtype, width and vocabulary equal those of ``target``'s head."""
     output = target.family.head.weight
     dtype = head.embed_tokens.weight.dtype
     if dtype != output.dtype:
@@ -301,10 +301,10 @@ def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
 
 @torch.no_grad()
 def drafted_embeddings(target: Any) -> Tensor:
-    """What the decoder of ``target`` reads for each token that its head can give [V, C].
+    """Input embeddings [V, C] of ``target``'s decoder for all tokens of its head.
 
-    It is asked of the module: some scale what their table holds, and some tables have more rows
-    than the head.
+    They are computed by the embedding module: some scale their table, and some tables have more
+    rows than the head.
     """
     rows = len(target.get_output_embeddings().weight)
     found: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
@@ -314,13 +314,12 @@ def drafted_embeddings(target: Any) -> Tensor:
 def load_msd(
     path: str | Path, embeddings: Tensor | None = None, *, dtype: torch.dtype | None = None
 ) -> MSDHead:
-    """The head in the folder ``path``, in evaluation mode, in ``dtype`` or that of ``embeddings``.
+    """The head in the folder ``path``, in evaluation mode, in ``dtype`` (None: ``embeddings``').
 
     ``embeddings`` [V, C] are the target's as its decoder reads them (``drafted_embeddings``);
-    drafters of other sizes or of another target's embeddings are refused. Where the target is
-    padded with further rows (as llava-hf's conversions are), the head gets them, too. Raises
-    ``ValueError`` naming missing, extra, misshapen or non-finite weights, and for a config without
-    the sizes.
+    drafters of other sizes or of another target's embeddings are refused. If the target's table is
+    padded with further rows (as in llava-hf's conversions), so is the head's. Raises ``ValueError``
+    naming missing, extra, misshapen or non-finite weights, and for a config without the sizes.
     """
     file = weights_file(path).with_name("config.json")
     facts = read_json(file)

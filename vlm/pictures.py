@@ -1,4 +1,4 @@
-"""Pictures as users give them, opened: turned upright, in RGB, transparency on white.
+"""Opens pictures in any form that users give: turned upright, in RGB, transparency on white.
 
 Shape letters: H and W pixels of the sides, C channels.
 """
@@ -117,7 +117,7 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 
 def fetched(address: str) -> bytes:
-    """What ``address`` holds; raises ``ValueError`` where it cannot be read."""
+    """The bytes at ``address``; raises ``ValueError`` if it cannot be read."""
     asked = urllib.request.Request(address, headers={"User-Agent": "specmm"})
     try:
         with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:

@@ -55,11 +55,10 @@ from specmm.zoo import Source
 @dataclass
 class VQAOutput:
     """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
-    ``method``; of Speculative Verdict also the ``ruling``: all answers, and which experts were
-    chosen. ``pictures`` [B] are those of each answer, whose text has a placeholder for each.
-    ``compiled`` says whether programs or graphs played the rounds. ``prompt_tokens`` [B] were read,
-    pictures included, ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a
-    round.
+    ``method``; for Speculative Verdict also the ``ruling``: all answers, and the experts chosen.
+    ``pictures`` [B]: the pictures in each answer, whose text has a placeholder for each.
+    ``compiled``: whether rounds were programs or graphs. ``prompt_tokens`` [B] count pictures'
+    tokens, too; ``finish_reasons`` [B] are "stop" or "length"; ``taus`` [B] are tokens per round.
     """
 
     answers: list[str]
@@ -117,13 +116,13 @@ class VQAPipeline(Pipeline):
         return self.processor
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """See :class:`Pipeline`; what decodes pictures is read anew, to where the model is."""
+        """See :class:`Pipeline`; the decoder of pictures is reloaded on the model's device."""
         self.__dict__.pop("_reader", None)
         self.drawn.records.clear()
         return super().to(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :class:`Pipeline`; a model of two packages is copied as it is."""
+        """See :class:`Pipeline`; the folder of a model of two packages is copied."""
         own = self.drafters.folder
         if own is not None and is_composed(own):
             shutil.copytree(own, folder, dirs_exist_ok=True)
@@ -140,14 +139,14 @@ class VQAPipeline(Pipeline):
         videos: Videos = None,
         **options: Unpack[CallOptions],
     ) -> VQAOutput:
-        """Answer one question about a picture, several or none, or a list of questions about a list
-        of those; ``videos`` are given alike, to models that take them: files, folders or lists of
-        frames, arrays [F, H, W, 3]. A picture is a file, an address, a PIL image, an array or a
-        tensor (see :func:`specmm.vlm.pictures.open_image`). Or answer ``messages``, which hold all
-        of it.
+        """Answer one question about one picture, several or none, or a list of questions with a
+        list of such ``images``. ``videos`` are given in the same way, to models that accept them:
+        files, folders or lists of frames, arrays [F, H, W, 3]. A picture is a file, an address, a
+        PIL image, an array or a tensor (see :func:`specmm.vlm.pictures.open_image`). ``messages``
+        replace all of these.
 
-        ``options`` are those of :class:`Options`. An answer depends on its own random stream, not
-        on the batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
+        ``options``: see :class:`Options`. An answer depends on its own random stream, not on the
+        batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
         transformers' streamers do, but not the prompt's: leave its ``skip_prompt`` off. Raises
         ``ValueError`` for pictures, questions, options and methods that do not fit.
         """
@@ -304,7 +303,7 @@ class VQAPipeline(Pipeline):
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
     ) -> Chosen:
-        """See :class:`Pipeline`; for answers with pictures ``auto`` tries what serves them."""
+        """See :class:`Pipeline`; for answers with pictures ``auto`` tries the methods for these."""
         if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
             return super().chosen(method, target, prompt, share)
         found, why = self.drawn.chosen(target, prompt)
@@ -341,12 +340,12 @@ class VQAPipeline(Pipeline):
 
     @cached_property
     def _reader(self) -> PictureReader:
-        """What finds pictures in answers."""
+        """The reader that finds pictures in answers."""
         return PictureReader(self.model, self.drafters.folder or Path(self.name), self.name)
 
 
 def _asked(images: Images, questions: Texts | None, videos: Videos, options: Options) -> Questions:
-    """What a call asks: its questions, or the chats of its ``options``."""
+    """The questions of a call, or the chats in its ``options``."""
     if options.messages is None:
         found = Questions.of(images, questions, options.chat, videos, options.fps)
     elif images is None and questions is None and videos is None:

@@ -1,10 +1,10 @@
-"""Speculative Verdict: small models answer, and a large one decides after it has read the answers
-that all of them find plausible.
+"""Speculative Verdict: small models (experts) answer, and a large one decides after it has read the
+answers that all of them find plausible.
 
-Its gain is accuracy, not speed. Every expert scores every answer in one forward. Answers on which
-the experts' perplexities agree with those of their own answers make the consensus
-(cross-perplexity), and the best few experts are shown to the verdict model, with reasons if it
-wants them. Source: Speculative Verdict (arXiv 2510.20812).
+The gain is accuracy, not speed. Every expert scores every answer in one forward. The consensus
+consists of answers whose perplexity for the other experts is close to that of their own answers
+(cross-perplexity). The verdict model sees the answers of the best few experts, with reasons if its
+prompt asks for them. Source: Speculative Verdict (arXiv 2510.20812).
 
 Shape letters: K experts (and answers), U different answers, L positions, V vocabulary.
 """
@@ -39,16 +39,16 @@ PROMPTS = "prompts.json"  # beside the experts of a model that was taught other 
 
 
 def _fields_of(text: str) -> set[str]:
-    """What ``str.format`` fills into ``text``; raises ``ValueError`` where a brace is left open."""
+    """The fields that ``str.format`` fills in ``text``; raises ``ValueError`` for an open brace."""
     return {field for _, field, _, _ in Formatter().parse(text) if field is not None}
 
 
 @dataclass(frozen=True)
 class VerdictPrompts:
-    """What the models are asked: for an answer, its plausibility, reasons, and the verdict.
+    """Prompts for the models: for an answer, its plausibility, reasons, and the verdict.
 
-    ``expert`` says what is shown of each expert; without ``{reasoning}`` in it no reasons are asked
-    for. Raises ``ValueError`` when a text lacks a field it needs.
+    ``expert`` formats an expert's answer for the verdict model; unless it has ``{reasoning}``,
+    experts give no reasons. Raises ``ValueError`` when a text lacks a field it needs.
     """
 
     answer: str = "{question}"
@@ -188,7 +188,7 @@ class SpeculativeVerdict:
         **options: Any,
     ) -> Ruling:
         """Answer one question about ``images``; ``seed`` breaks ties and seeds sampling,
-        ``options`` are those of a pipeline's call. Raises ``ValueError`` as pipelines do.
+        ``options`` go to the pipelines' calls. Raises ``ValueError`` as pipelines do.
         """
         if not isinstance(seed, int):
             raise ValueError(

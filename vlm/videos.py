@@ -1,7 +1,7 @@
-"""Videos of questions: files, animations, folders and lists of frames, arrays.
+"""Opens videos: files, animations, folders and lists of frames, arrays.
 
-A file is read when a processor is asked: only the processor knows which frames its model samples.
-Frames that are given one by one have been chosen, and all are shown.
+A file is read when the processor is called, because only that knows which frames its model samples.
+A list of frames is taken as already sampled: all are shown.
 
 Shape letters: F frames, H height, W width.
 """
@@ -186,7 +186,7 @@ def _bytes(array: np.ndarray | Tensor) -> np.ndarray:
 
 
 def _read_animation(path: Path, choose: Choice) -> Frames:
-    """Frames of a GIF, WebP or APNG; its speed is that of its mean frame."""
+    """Frames of a GIF, WebP or APNG; its rate is one over the frames' mean duration."""
     try:
         return _frames_of(path, choose)
     except (OSError, EOFError, SyntaxError) as error:

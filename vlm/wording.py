@@ -1,7 +1,7 @@
-"""How a processor of transformers wants questions, asked of the processor itself.
+"""Writes questions in the form that a transformers processor expects, found by trying it.
 
 Processors differ in who puts a picture's placeholder into the text (the chat template, the user or
-the processor), in what templates take as a message's content, and in how pictures are nested.
+the processor), in the form of a message's content in templates, and in how pictures are nested.
 
 Shape letters: B batch, L positions.
 """
@@ -41,7 +41,7 @@ _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a process
 
 
 def warn_of_none(processor: Any, name: str) -> None:
-    """Log that a model called ``name`` asks questions as they are, where a chat has no template."""
+    """Log a warning if the model called ``name`` has no chat template, so questions stay raw."""
     if template_of(processor) is None and not places_pictures(processor):
         LOGGER.warning(
             "%s has no chat template, so questions go in as they are, after their pictures; put a "
@@ -87,7 +87,7 @@ def conversation(processor: Any, chat: Chat) -> str:
 
 
 def _written(processor: Any, chat: Chat, counts: Mapping[str, int]) -> str:
-    """``chat`` in the chat template: texts as they are, or else as parts."""
+    """``chat`` in the chat template, with texts as strings, or as parts if that fails."""
     forms = [
         lambda given: given if isinstance(given, str) else content(processor, given),
         lambda given: content(processor, as_parts(given)),
@@ -119,11 +119,11 @@ def read(
     pictures: Sequence[Sequence[Image.Image]],
     videos: Sequence[Sequence[Video]],
 ) -> dict[str, Any]:
-    """What ``processor`` makes of ``prompts`` with the pictures and videos of each.
+    """The output of ``processor`` for ``prompts`` with the pictures and videos of each.
 
-    Some look for pictures in the first row or up to the last one that has any; they are asked with
-    a picture before and after the rows, which is left out again. Raises ``ValueError`` for what a
-    processor does not take.
+    Some look for pictures only in the first row, or only up to the last row that has any; they are
+    called with an extra row with a picture before and after, which are removed again. Raises
+    ``ValueError`` for inputs that a processor does not accept.
     """
     rows = list(zip(prompts, pictures, videos, strict=True))
     whole = bool(pictures[0]) and bool(pictures[-1])
@@ -142,7 +142,7 @@ def read(
 
 
 def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
-    """What ``processor`` makes of ``rows``."""
+    """The output of ``processor`` for ``rows``."""
     prompts = [text for text, _, _ in rows]
     given = _shown(processor, [shown for _, shown, _ in rows], [clips for *_, clips in rows])
     bos = getattr(processor.tokenizer, "bos_token", None)
@@ -165,8 +165,8 @@ def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
-    """As ``_called``, with a row with a picture before and after the ``rows``, and without what is
-    made of those.
+    """As ``_called``, but with an extra row with a picture before and after the ``rows``, whose
+    output is removed.
     """
     sample = _sample(processor, ONE)
     counts = {name: len(value) for name, value in _called(processor, [sample]).items()}
@@ -243,7 +243,7 @@ def _names(part: Any) -> set[str]:
 
 
 def placeholder(processor: Any, kind: str) -> str | None:
-    """What stands in a text for an image or a video; None where nothing does."""
+    """The placeholder in a text for an image or a video; None if there is none."""
     token = getattr(processor, f"{kind}_token", None)
     return None if token is None else str(token)
 

@@ -1,15 +1,15 @@
-"""What binds the drafts of a block to one another: small networks on a
-DFlash drafter's states.
+"""Small networks on a DFlash drafter's states that make a draft depend on earlier drafts of its
+block.
 
 A block's marginals do not depend on which of its tokens were drawn. Our own :class:`PairTable` and
-:class:`specmm.diffusion_drafters.models.block_memory.BlockMemory` add that, and so do the heads of
-others' releases under the names of their files: DSpark's :class:`MarkovHead` and
+:class:`specmm.diffusion_drafters.models.block_memory.BlockMemory` add that dependence. So do the
+heads of third-party releases, under the names in their files: DSpark's :class:`MarkovHead` and
 :class:`ConfidenceHead` (arXiv 2607.05147; speculators, SpecForge), Domino's :class:`DominoHead`
-(SpecForge). Each of theirs reads a whole block's states once (``read``) and then adds to the logits
-of one place after another.
+(SpecForge). Those read a whole block's states once (``read``) and then add to the logits place by
+place.
 
-Shape letters: C width, R rank or size of the memory, E what a head reads of a state, V vocabulary,
-v the drafter's.
+Shape letters: C width, R rank or size of the memory, E width of a head's input from a state, V
+vocabulary, v the drafter's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Markov = Literal["vanilla", "gated", "rnn"]
 
 
 class PairTable(nn.Module):
-    """Logits that one token adds to those of the next, of low rank: W2 W1[x] after a token x.
+    """Low-rank addition to the next token's logits: W2 W1[x] after a token x.
 
-    A block's marginals do not depend on which tokens were drawn before; this binds them for one
-    small product a draft. The last row of W1 is for all tokens that the drafter lacks. Source:
-    DSpark's Markov head; names and sizes are our own.
+    It makes a draft depend on the one before, at the cost of one small product a draft. The last
+    row of W1 is for all tokens that the drafter lacks. Source: DSpark's Markov head; names and
+    sizes are our own.
     """
 
     def __init__(self, tokens: int, rank: int) -> None:
@@ -69,7 +69,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def read(self, states: Tensor) -> Tensor:
-        """What it reads of ``states`` [..., C]: [..., E]."""
+        """Its input [..., E] from ``states`` [..., C]."""
         width = states.shape[-1]
         if self.kind == "gated":
             return F.linear(states, self.gate_proj.weight[:, :width], self.gate_proj.bias)
@@ -118,7 +118,7 @@ class DominoHead(nn.Module):
         self.outer = nn.Linear(inner, tokens, bias=False)
 
     def read(self, states: Tensor) -> Tensor:
-        """What it reads of a block's ``states`` [..., K, C], and whether it adds: [..., K, E]."""
+        """Its input [..., K, E] from a block's ``states`` [..., K, C]; the last entry: it adds."""
         found = F.linear(states, self.inner.weight[:, : states.shape[-1]])
         adds = torch.arange(states.shape[-2], device=states.device) >= self.pure
         return torch.cat([found, adds.to(found).expand(found.shape[:-1])[..., None]], dim=-1)

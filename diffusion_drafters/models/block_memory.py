@@ -1,4 +1,4 @@
-"""A memory along a block of drafts, for drafters of texts.
+"""A recurrent memory along a block of drafts, for text drafters.
 
 Shape letters: C width, R size of the memory, V vocabulary.
 """

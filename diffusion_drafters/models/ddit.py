@@ -98,7 +98,7 @@ class MaskedDDiT:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.network.vocab_embed.embedding.device
 
     def to(self, device: torch.device) -> Self:

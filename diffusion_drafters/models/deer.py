@@ -1,10 +1,10 @@
-"""DEER drafters that read a text once: causally up to its end, and a block of masks after it.
+"""DEER drafters, which read a text once: causally up to its end, and a block of masks after it.
 
-A Qwen2 whose keys and values of the text serve every later round, for no mask changes them. A row
-scores the token after it (as in Dream), so the last token and K - 1 masks predict a block of K.
-Embedding and head may be the target's, frozen; then only the layers between are the drafter's own.
-Source of the drafting: DEER (arXiv 2512.15176); reading the text causally is ours, for the cache's
-sake.
+The network is a Qwen2. Masks do not change the text's keys and values, so these are cached for all
+later rounds. A row scores the token after it (as in Dream), so the last token and K - 1 masks
+predict a block of K. Embedding and head may be the target's, frozen; then only the layers between
+are the drafter's own. Source: DEER (arXiv 2512.15176); reading the text causally is our addition,
+which the cache needs.
 
 Shape letters: K block, V vocabulary.
 """

@@ -1,21 +1,21 @@
 """DFlash: a block drafter that reads the target's hidden states as keys and values of every layer.
 
 One bidirectional pass over [anchor | masks] drafts a block. The context is the states of the
-target's chosen layers at each committed token, mixed by ``fc`` and normed; its keys and values are
-all that is cached, and rejected drafts leave no trace. Embeddings and head are the target's, unless
-a release brings its own. Names are z-lab's; those of other releases are renamed. Source: DFlash
-(arXiv 2602.06036).
+target's chosen layers at each committed token, mixed by ``fc`` and normed. Only its keys and values
+are cached, so rejected drafts need no cleaning up. Embeddings and head are the target's, unless a
+release has its own. Parameter names are z-lab's; other releases' are renamed. Source: DFlash (arXiv
+2602.06036).
 
-Three things may be added. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
+Three options extend it. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
 and draft token i is the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper.
-``markov_rank``: a token's logits depend on the token before it in the block, too
-(:class:`PairTable`). ``recurrent_size``: and on all before it
-(:class:`specmm.diffusion_drafters.models.block_memory.BlockMemory`). Releases have heads of their
-own for that (:mod:`block_heads`).
+``markov_rank``: a token's logits also depend on the token before it in the block
+(:class:`PairTable`). ``recurrent_size``: on all tokens before it in the block
+(:class:`specmm.diffusion_drafters.models.block_memory.BlockMemory`). Third-party releases have
+their own heads for that (:mod:`block_heads`).
 
-Shape letters: B batch, M new context positions, K block (anchor included), F
-target layers read, C width, H heads, D head width, R size of the memory or rank of the table, S
-slots, V vocabulary, v the drafter's.
+Shape letters: B batch, M new context positions, K block (anchor included), F target layers read, C
+width, H heads, D head width, R size of the memory or rank of the table, S slots, V vocabulary, v
+the drafter's.
 """
 
 from __future__ import annotations

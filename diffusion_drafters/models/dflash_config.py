@@ -1,9 +1,9 @@
-"""What a DFlash drafter is, read from the ``config.json`` of any release that has one.
+"""Reads the configuration of a DFlash drafter from the ``config.json`` of any release.
 
-z-lab and SpecForge nest in ``dflash_config`` what transformers' assistants and DeepSeek's DSpark
-have on top; speculators has a layer's config inside and counts layers from the embeddings. They
-differ in which state of a target's last layer is meant, in what a layer with a window sees, and in
-whether the anchor's own place drafts; the readers below spell that out.
+z-lab and SpecForge nest the fields in ``dflash_config`` that transformers' assistants and
+DeepSeek's DSpark have at the top level; speculators nests a layer's config and counts layers from
+the embeddings. They differ in which state of a target's last layer is meant, in the reach of layers
+with a window, and in whether the anchor's own place drafts; see the readers below.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PROJECTORS = {
 
 @dataclass(frozen=True)
 class Reach:
-    """What a place of a block sees in one layer.
+    """The places that a place of a block attends to in one layer.
 
-    ``past`` context tokens (None: all), counted back from the place itself if the window is
-    ``moving``, from the anchor otherwise; of its block the places up to its own if ``causal``,
-    those at most ``past`` away otherwise.
+    These are ``past`` context tokens (None: all), counted back from the place itself if the window
+    is ``moving``, else from the anchor; and, within the block, the places up to its own if
+    ``causal``, else all at most ``past`` away.
     """
 
     past: int | None = None
@@ -252,12 +252,12 @@ def _domino(given: Facts, source: object) -> HeadSizes:
 
 
 def _reaches(given: Facts, layers: int, source: object) -> tuple[Reach, ...]:
-    """What each layer sees.
+    """The reach of each layer.
 
     speculators' windows begin at the anchor and hold ``sliding_window`` context tokens; z-lab's
-    move along the block and hold the place itself, too; transformers' reach as far to both sides.
-    Where a window is said by ``layer_types`` a block is causal, unless ``causal`` or
-    ``sliding_window_non_causal`` say otherwise.
+    move along the block and include the place itself; transformers' extend equally to both sides.
+    If ``layer_types`` names the window, a block is causal unless ``causal`` or
+    ``sliding_window_non_causal`` says otherwise.
     """
     types = list(given.get("layer_types") or ["full_attention"] * layers)
     named = SLIDING in types

@@ -1,9 +1,9 @@
-"""Diffusion language models from folders, told apart by their ``config.json``.
+"""Loads diffusion language models from folders; ``config.json`` says which model it is.
 
-Dream is a Qwen2 and LLaDA a Llama whose attention mask is open everywhere. Dream keeps Qwen2's
-names, LLaDA's are renamed; so neither needs remote code, and transformers' kernels serve. MDLM and
-BD3LM are :mod:`specmm.diffusion_drafters.models.ddit`. Sources: Dream (arXiv 2508.15487), LLaDA
-(arXiv 2502.09992).
+Dream is a Qwen2 and LLaDA a Llama with bidirectional attention. Dream has Qwen2's parameter names,
+LLaDA's are renamed, so neither needs remote code, and transformers' kernels serve. MDLM and BD3LM
+are in :mod:`specmm.diffusion_drafters.models.ddit`. Sources: Dream (arXiv 2508.15487), LLaDA (arXiv
+2502.09992).
 
 Shape letters: B batch, L positions, C width, v vocabulary.
 """
@@ -97,7 +97,7 @@ class FullAttention:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.model.lm_head.weight.device
 
     def to(self, device: torch.device) -> Self:

@@ -1,4 +1,4 @@
-"""Diffusion language models as drafters use them: they fill in masks, all at once.
+"""Interface of diffusion language models for drafters: they fill in all masks at once.
 
 ``block_logits`` is the one forward of a draft, over [tokens | masks]; only the rows that score the
 masks go through the head.
@@ -45,9 +45,9 @@ def block_logits(
 ) -> Tensor:
     """Logits [B, K, v] of the ``block`` = K positions after each row of ``tokens`` [B, P], float32.
 
-    ``lengths`` [B] are those of the rows where they differ; tokens after them are ignored. The mask
-    is never proposed: its logit is -inf. Raises ``ValueError`` for an empty prefix or block and for
-    one that the model has no room for.
+    ``lengths`` [B] are the rows' lengths, if they differ; tokens after them are ignored. The mask
+    is never proposed: its logit is -inf. Raises ``ValueError`` for an empty prefix or block, and if
+    the model has no room for them.
     """
     prefix = tokens.shape[1]
     if prefix < 1 or block < 1:

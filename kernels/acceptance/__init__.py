@@ -122,7 +122,7 @@ def by_rule(
 
 
 class FusedOptions(TypedDict, total=False):
-    """What a rule is to ``accept``, by the names of its arguments."""
+    """The arguments of ``accept`` that depend on the rule."""
 
     drafts: Tensor | None
     processing: list[float]

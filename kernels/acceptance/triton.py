@@ -169,7 +169,7 @@ def _lower(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _probs(probs, scratch, moved, place, node, depth, V):
-    """Where the distribution of ``node``, at ``depth``, lies."""
+    """Address of the distribution of ``node``, at ``depth``."""
     now = probs + node * V
     if _at(moved, place, node) > 0:
         now = scratch + depth * V
@@ -178,7 +178,7 @@ def _probs(probs, scratch, moved, place, node, depth, V):
 
 @triton.jit
 def _chance(now, scale, r, token, draft, DRAWN: tl.constexpr):
-    """What a child enters with: min(1, r p / q)."""
+    """A child's initial chance: min(1, r p / q)."""
     chance = r * (tl.load(now + token) * scale)
     if DRAWN:
         chance = chance / tl.maximum(tl.load(draft + token), LEAST)

@@ -24,7 +24,7 @@ MOST_NODES = 256
 
 @dataclass(frozen=True)
 class TreeMask:
-    """What each node of a tree attends: its row's committed slots, and the slots of its ancestors.
+    """The slots each node of a tree attends to: its row's committed ones, and its ancestors'.
 
     ``words`` [1 or B, T, W] int64 is :attr:`specmm.core.tree.TreeShape.ancestor_words`; ``lengths``
     [B] int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden``

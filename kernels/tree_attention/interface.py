@@ -1,10 +1,10 @@
 """``attn_implementation="specmm_tree"`` for transformers models: importing this module registers
 it.
 
-Attention is transformers' own SDPA until a forward is given ``tree_mask``, a :class:`TreeMask`,
-which models hand through to their attention layers; then it is the operator's, grouped heads
-included, and no mask is built. Such a forward needs the 4-dimensional ``PLACEHOLDER`` as its
-``attention_mask``, or transformers builds a mask that nobody reads.
+Attention is transformers' own SDPA until a forward gets a ``tree_mask``, a :class:`TreeMask`, which
+models pass on to their attention layers. Then the operator runs instead, grouped heads included,
+and no mask is built. Such a forward needs the 4-dimensional ``PLACEHOLDER`` as its
+``attention_mask``, or transformers builds a mask that is never read.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S slots, D head width.
 """
