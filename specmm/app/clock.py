@@ -1,8 +1,7 @@
-"""A race on one clock: the lane that is behind decodes next, so that both have had the same seconds
-whenever they are looked at.
+"""Races two lanes by equal running time: the lane with fewer seconds decodes next.
 
-A lane's seconds are those in which its method ran. They stand still while the other lane runs and
-while something is shown, so previews cost neither method anything.
+A lane's clock runs only while its method does. It is stopped while the other lane runs and while
+something is displayed, so previews cost neither method anything.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within ``running``: do not count those of the block."""
+        """Stop the clock for the block; used within ``running``."""
         self.seconds += time.perf_counter() - self._since
         try:
             yield

@@ -34,7 +34,7 @@ class RaceCompiling:
 
     @property
     def works(self) -> list[Work]:
-        """What is known of the seconds of each side."""
+        """The timing records of both sides."""
         return [turn.work for turn in self.turns if turn.work is not None]
 
     def build(self, make: Sequence[Callable[[], Racer]]) -> None:

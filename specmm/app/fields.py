@@ -1,4 +1,4 @@
-"""What the tabs share: their settings, the link that restores them, and a race by them."""
+"""Parts shared by all tabs: settings, the link that restores them, and the race."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Trace:
 
     @staticmethod
     def of(names: Sequence[str], lanes: Sequence[Any], called: Callable[[int], str]) -> Trace:
-        """That of the last lane which drafted trees."""
+        """The trace of the last lane that drafted trees."""
         drafted = [i for i, lane in enumerate(lanes) if lane.watch.rounds]
         if not drafted:
             return Trace()
@@ -227,7 +227,7 @@ class TraceView:
 
     @property
     def components(self) -> list[Any]:
-        """What ``updates`` is for."""
+        """The components that ``updates`` refers to."""
         return [self.state, self.number, self.drawing]
 
     @staticmethod

@@ -36,8 +36,8 @@ class Stopped(Exception):
 
 @dataclass
 class LaneWatch:
-    """What a run tells while its ``clock`` stands: the trees of its ``rounds``, MAR's head
-    ``calls`` by iteration, and whose ``turns`` VAR's scales were.
+    """Events of a run, recorded while its ``clock`` is stopped: the trees of its ``rounds``, MAR's
+    head ``calls`` by iteration, and the models' ``turns`` at VAR's scales.
     """
 
     clock: Stopwatch = field(default_factory=Stopwatch)
@@ -57,8 +57,8 @@ class LaneWatch:
 
 
 def _worker(pipe: Any) -> queue.SimpleQueue[Callable[[], None]]:
-    """Where a thread takes its work that draws by ``pipe`` alone: a new thread would begin each
-    race without what PyTorch keeps for a thread.
+    """The work queue of the thread that runs ``pipe``. The thread is reused: a new one for each
+    race would lack the state that PyTorch caches per thread.
     """
     if pipe not in _workers:
         _workers[pipe] = queue.SimpleQueue()
@@ -74,7 +74,7 @@ def _work(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
 class PictureLane:
     """``pipe`` drawing one picture by ``method`` in a thread, which runs only within ``advance``.
 
-    ``counts`` are the tokens made after each round, ``state`` is what the last round told.
+    ``counts`` are the tokens made after each round, ``state`` is the last round's report.
     """
 
     def __init__(self, pipe: Any, method: Any, call: dict[str, Any]) -> None:

@@ -26,8 +26,8 @@ TEXT_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Start:
-    """What a tab of a model opens with: what is ``asked`` of it, and the ``method`` that races
-    against plain decoding.
+    """Initial values of a model's tab: the question or prompt ``asked``, and the ``method`` that
+    races against plain decoding.
     """
 
     asked: str = ""
@@ -117,7 +117,7 @@ class AppModels:
         return [m for m in found if m in usable or m == methods.AR.name]
 
     def start(self, kind: Kind, name: str) -> Start:
-        """What the tab of a model opens with."""
+        """The initial values of a model's tab."""
         if name in STARTS:
             return STARTS[name]
         if kind != "images":
@@ -127,7 +127,7 @@ class AppModels:
         return Start(method=next((m for m in [*usual, *known[1:]] if m in known), known[0]))
 
     def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
-        """What a model is run under, by name, with its own values."""
+        """A model's parameters by name, with their default values."""
         if kind != "images":
             return {option: getattr(Options(), option) for option in TEXT_OPTIONS}
         pipe = self.get(kind, name)
@@ -136,7 +136,7 @@ class AppModels:
 
 
 def local(name: str) -> str:
-    """The folder of a hub id, fetched; pocket names and folders as they are."""
+    """The folder of a hub id, fetched if needed; pocket names and folders unchanged."""
     known = name in zoo.pocket_models() or Path(name).exists()
     return name if known else str(zoo.find(name))
 

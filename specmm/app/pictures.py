@@ -112,7 +112,7 @@ def renewed(models: AppModels, name: str, given: Mapping[str, str]) -> list[Any]
 
 
 def classes_of(models: AppModels, name: str) -> list[str]:
-    """What a model draws by name; none where it draws from prompts."""
+    """Names of the classes that a model draws; empty if it draws from prompts."""
     pipe = models.get("images", name)
     if pipe.takes != "classes":
         return []

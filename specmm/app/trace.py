@@ -1,4 +1,4 @@
-"""A round for people: the tree that was drafted, the path that was kept, and the probabilities.
+"""Shows a round: the drafted tree, the accepted path, and the probabilities.
 
 Shape letters: B rows (the first is shown), N nodes, V vocabulary, D deepest level.
 """

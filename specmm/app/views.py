@@ -1,5 +1,5 @@
-"""What is shown of a lane: the picture so far, its tokens by who made them, a text with marks, and
-a line about it.
+"""Views of a lane: the picture so far, its tokens coloured by the model that made them, a marked
+text, and a status line.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def _enlarged(picture: Image.Image) -> Image.Image:
 
 
 def blank() -> Image.Image:
-    """What stands where nothing has been drawn."""
+    """A placeholder for a picture that has not been drawn."""
     return Image.new("RGB", (SIDE, SIDE), WAITING)
 
 
 def tokens_of(lane: PictureLane) -> Image.Image | None:
-    """Who made what: blue the model itself, green accepted drafts, grey is still to come."""
+    """Tokens by colour: blue from the model itself, green accepted drafts, grey not yet drawn."""
     pipe = lane.pipe
     if lane.watch.calls:
         return grid(_landed(lane), pipe.grid)
@@ -164,7 +164,7 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
 
 
 def counted(lane: PictureLane | TextLane) -> str:
-    """What a finished run counted that its method saves."""
+    """A line on a finished run's savings: forwards, head calls or scales."""
     stats = lane.out.stats
     if isinstance(stats, ChainStats) and lane.watch.calls:
         steps = lane.watch.calls[0].steps

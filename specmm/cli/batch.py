@@ -214,7 +214,7 @@ def _report(
 
 
 def _repaired(repaired: int, otherwise: int) -> str:
-    """What a repair did."""
+    """A line on the outcome of a repair."""
     if not repaired:
         return "nothing was damaged or missing"
     same = "bit for bit"

@@ -279,7 +279,7 @@ def _open(
     place: Place,
     text_encoder: Path | None,
 ) -> None:
-    """Serve the app until Ctrl-C. Any model may be typed where nobody else reaches it.
+    """Serve the app until Ctrl-C. Any model may be typed if only this machine can reach the app.
 
     Raises ``ValueError`` without gradio and for a port that is taken.
     """

@@ -1,4 +1,4 @@
-"""``specmm methods`` and ``specmm zoo``: the methods and the models there are."""
+"""``specmm methods`` and ``specmm zoo``: list the available methods and models."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def methods_command(as_json: Json = False) -> None:
 
 
 def _said(rule: object) -> str:
-    """Who says what a rule of others claims."""
+    """A note that names the author of a third-party rule's claim; "" for our own rules."""
     maker = maker_of(rule)
     return f" by the word of {maker}" if maker else ""
 

@@ -1,4 +1,4 @@
-"""``specmm doctor``: why few of a drafter's drafts are kept."""
+"""``specmm doctor``: finds out why few of a drafter's drafts are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``specmm inspect`` and ``specmm export``: what a drafter is, and written for other engines."""
+"""``specmm inspect`` and ``specmm export``: describe a drafter, and write it for other engines."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Settings:
     def run(
         self, kind: Any, model: str, chosen: Any, options: dict[str, Any], call: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """What ``call`` makes of the pipeline of ``model``, and a record of it for JSON."""
+        """The result of ``call`` with the pipeline of ``model``, and a record of it for JSON."""
         from specmm.hf.prompts.options import IdleOption
         from specmm.runs.run import Place, answered
 
@@ -281,13 +281,13 @@ def complete(
 
 
 def _reading(pipe: Any, options: dict[str, Any]) -> Any:
-    """Those of a call's options that say how its ids are read."""
+    """A call's options that affect how its ids are decoded to text."""
     names = ("stop", "chat", "messages")
     return pipe.options({name: options[name] for name in names if name in options})
 
 
 def _chats(file: Path) -> Any:
-    """What a ``file`` of messages holds."""
+    """The messages in a JSON ``file``."""
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
@@ -310,7 +310,7 @@ def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str
 
 
 def _said(out: Any, name: str) -> str:
-    """What ran: of method auto what it chose, and why."""
+    """The method that ran; for method auto also the reason of its choice."""
     return str(out.method) if str(out.method).startswith("auto:") else name
 
 

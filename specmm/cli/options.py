@@ -33,7 +33,7 @@ Dtype = Annotated[
 
 
 def _name_threads(count: int | None) -> None:
-    """What ``--threads`` does, whichever command it is given to."""
+    """The effect of ``--threads``, for every command."""
     if count is not None:
         from specmm.choose.threads import name_number
 
@@ -62,8 +62,8 @@ Compiled = Annotated[
 
 
 def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
-    """What --compiled says, or --compile (``always``); raises ``ValueError`` for anything else, and
-    where they say different things.
+    """The value of --compiled, or of --compile (``always``); raises ``ValueError`` for any other
+    value and if the two contradict each other.
     """
     if text is None:
         return always

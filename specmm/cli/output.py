@@ -1,4 +1,4 @@
-"""What commands print: one JSON value on stdout if asked for, tables, and mistakes on one line."""
+"""Output of commands: one JSON value on stdout if asked for, tables, and mistakes on one line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _fail(message: str, status: int = 2) -> NoReturn:
 
 
 def _wrong_value(error: Any) -> str:
-    """What an option must be and what came, where typer's ``error`` says so; else nothing."""
+    """The expected and the given value of an option, from typer's ``error``; "" if not there."""
     checked = getattr(error.__cause__, "errors", None)  # pydantic's, which typer asks
     param = getattr(error, "param", None)
     if checked is None or param is None:
@@ -97,7 +97,7 @@ def _unknown_option(error: Any, group: Any) -> str:
 
 
 def _options(command: Any) -> set[str]:
-    """The options of a ``command`` by all their long names, and those of the commands in it."""
+    """The long names of all options of a ``command`` and of its subcommands."""
     inner = getattr(command, "commands", {}).values()
     own = {name for param in command.params for name in param.opts if name.startswith("--")}
     return own.union(*map(_options, inner))

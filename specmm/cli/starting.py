@@ -1,9 +1,9 @@
-"""The first seconds of a command that opens one model, and the last: they are nearly all it takes.
+"""Saves time at the start and end of a command that opens one model, where it spends most of it.
 
-What is imported stays. Python's garbage collector looks through all of it again and again, a fifth
-of the time; until the model is open it looks at what is new alone. And when all is done Python
-takes apart what was imported, object by object: another second, and 130 MB that torch's libraries
-read for it.
+Imported modules stay in memory. Python's garbage collector scans them repeatedly, which takes a
+fifth of the time, so until the model is open it only scans new objects. At exit Python would
+destroy the imported modules object by object, for another second and 130 MB that torch's libraries
+read to do so.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who works on a job: this process, one process of many started by a launcher, or actors of a Ray
-cluster.
+"""Engines that run a job: this process, one of many processes started by a launcher, or actors of a
+Ray cluster.
 
-Processes share nothing but the output folder, so none waits for another and any may die; the last
-one to finish leaves the whole index. A Ray actor that dies takes a batch with it; the batch is
-halved and given to others, and an item that kills its actor again and again is set aside.
+Processes share only the output folder, so none waits for another and any may die; the last one to
+finish writes the whole index. If a Ray actor dies, its batch is halved and given to others; an item
+that repeatedly kills its actor is set aside.
 """
 
 from __future__ import annotations

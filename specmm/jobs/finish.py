@@ -1,7 +1,7 @@
-"""What a job leaves for others to read: the index, the items set aside, archives, and a summary.
+"""Writes the final files of a job: the index, the items set aside, archives, and a summary.
 
-All of it is made anew from the journals whenever a process finishes, under a lock, so that the last
-one to finish sees everything and a killed one leaves nothing half made.
+All of them are rebuilt from the journals whenever a process finishes, under a lock, so that the
+last one to finish sees everything and a killed one leaves no partial file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A job's output folder: what the job is, and journals of what is done.
+"""A job's output folder: the job's specification, and journals of its finished items.
 
-The journals are the truth about a job: a line is written after the files it is about
+The journals are authoritative: a line is written only after the files it describes
 (:mod:`.results`). A line is a checksum and a JSON record. A process that dies while it writes
 leaves a torn last line, which is cut off when the journal is opened again. Every process of a job
 appends to its own journal and reads all of them.
@@ -41,7 +41,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Spec:
-    """How items become results: everything that results depend on, apart from the items.
+    """The specification of a job: everything that results depend on, apart from the items.
 
     ``method`` and its ``options`` ("KEY=VALUE") are for items without a method. ``sampling`` are
     options of the pipeline's call. ``seed`` makes the items' own seeds from their ids. With
@@ -75,10 +75,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Limits:
-    """How a job is worked on, which no result depends on.
+    """Settings of the work on a job that do not affect its results.
 
     ``batch`` items are made at a time (0 finds the size), an item is tried ``retries`` more times,
-    an archive holds ``shard`` items. ``actors`` are those of engine ray (0: one a GPU or core).
+    an archive holds ``shard`` items. ``actors``: number for engine ray (0: one per GPU or core).
     """
 
     batch: int = 0
@@ -113,8 +113,8 @@ def alone(folder: Path) -> Iterator[None]:
 def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) -> None:
     """Make the output ``folder``, or check that the results in it are of the same job.
 
-    ``files`` are those of its models, as :mod:`.model_files` tells them. Raises ``ValueError``
-    naming what differs.
+    ``files``: digests of its models' files, by :mod:`.model_files`. Raises ``ValueError`` naming
+    the differences.
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)

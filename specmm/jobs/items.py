@@ -1,4 +1,4 @@
-"""What a job is to make: items from JSON lines, CSV, Parquet or a list of classes.
+"""The items of a job: read from JSON lines, CSV, Parquet or a list of classes.
 
 An item's random seed comes from its id, so its result depends on no other item, on no order and on
 no batch.
@@ -44,13 +44,13 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """What distinguishes this item from another of the same id, wherever the job file is."""
+        """Hash of the item's content, wherever the job file is: differs for a changed item."""
         fields = {name: value for name, value in asdict(self).items() if name != "folder"}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def pictures(self) -> list[str]:
-        """Paths of ``images``; addresses as they are."""
+        """Paths of ``images``; addresses unchanged."""
         from specmm.vlm.pictures import ADDRESS
 
         return [

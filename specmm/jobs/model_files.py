@@ -1,7 +1,7 @@
-"""Which files a job's models are made of, so that a job that is resumed goes on with the same ones.
+"""Digests of a job's model files, so that a resumed job is certain to use the same models.
 
-A model's name says little: its folder may have been trained on or converted again. A digest is of a
-file's size and of ``PARTS`` pieces spread over it, since reading 100 GB would take minutes.
+A model's name is not enough: its folder may have been trained further or converted again. A digest
+covers a file's size and ``PARTS`` pieces spread over it, since reading 100 GB would take minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def files_of_models(names: Iterable[str]) -> dict[str, str]:
 
 
 def _folders(name: str) -> Iterator[Path]:
-    """Where the model called ``name`` lies, if that is known."""
+    """The folder of the model called ``name``, if it is known."""
     found = zoo.pocket_models().get(name, Path(name))
     known = found if found.is_dir() else zoo.LOCATED.get((name, zoo.USUAL))
     if known is not None:

@@ -1,11 +1,11 @@
-"""What a job decides once, before its first result: how many threads products take, and for each
-method whether its pictures are compiled.
+"""Decisions of a job before its first result: the number of threads, and for each method whether
+its pictures are compiled.
 
-Products of other numbers of threads round otherwise. Programs do, too, and programs of other
-numbers of rows otherwise again. So that a result does not depend on when or beside what it is made,
-all of a job's products take one number of threads, and all of a method's pictures are drawn by
-programs of one number of rows, or none is. ``programs.json`` beside ``job.json`` says which:
-whoever goes on does as it says.
+Rounding depends on the number of threads, on compiling, and on the number of rows of a program. So
+that a result does not depend on when, or beside which items, it is made, a whole job uses one
+number of threads, and all of a method's pictures are drawn by programs of one number of rows, or
+none is. The decisions are stored in ``programs.json`` beside ``job.json``; a resumed job follows
+them.
 """
 
 from __future__ import annotations

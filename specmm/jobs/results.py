@@ -30,9 +30,9 @@ WRITERS = 16  # files on their way to the disk at a time: it takes many in the t
 
 @dataclass
 class Result:
-    """What was made of an item, an ``image`` or an ``answer``, and ``facts`` for the index.
+    """The result of an item, an ``image`` or an ``answer``, and ``facts`` for the index.
 
-    ``pictures`` are those in an answer that may hold some, None where it may not.
+    ``pictures``: the pictures in the answer; None for a model that does not draw any.
     """
 
     item: Item
@@ -119,7 +119,7 @@ def picture_file(image: Image.Image, kind: str, about: dict[str, Any]) -> bytes:
 
 
 def description(file: Path | IO[bytes]) -> dict[str, Any]:
-    """What ``encode`` wrote into a picture's ``file``, or {} where there is nothing."""
+    """The description that ``encode`` wrote into a picture's ``file``, or {} if there is none."""
     with Image.open(file) as image:
         text = image.info.get("specmm") or image.getexif().get(DESCRIPTION) or "{}"
     found: dict[str, Any] = json.loads(text)

@@ -1,8 +1,8 @@
-"""The loop of a job: batches of what is left, results on the disk, then a line in the journal.
+"""The loop of a job: runs the remaining items in batches, writes results, then journal lines.
 
 An item is done when the journal says so, and the journal says so only after the item's file is
-written. What a killed process left undone is made again under the same name, with the same bytes on
-a CPU in float32: exactly once.
+written. Items that a killed process left undone are made again under the same names, with the same
+bytes on a CPU in float32: exactly once.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Metrics:
 
 @dataclass
 class JobCounts:
-    """What one process did: ids it finished and set aside now, and whether Ctrl-C ended it."""
+    """The outcome of one process: ids it finished and set aside, and whether Ctrl-C ended it."""
 
     done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -123,8 +123,8 @@ class JobCounts:
 def pending(
     folder: Path, items: Sequence[Item], retry_failed: bool = False, damaged: Container[str] = ()
 ) -> list[Item]:
-    """The items neither done nor set aside, those set aside whose line has changed since, those of
-    the ids ``damaged``, and with ``retry_failed`` all set aside.
+    """The items to run: items neither done nor set aside, items set aside that have changed since
+    (with ``retry_failed`` all set aside), and items with ids in ``damaged``.
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
@@ -178,7 +178,7 @@ class _Runner:
         return self.counts
 
     def _possible(self, items: Sequence[Item]) -> list[Item]:
-        """``items`` with those of a key side by side; those the model cannot make are set aside."""
+        """``items`` grouped by key; items that the model cannot make are set aside."""
         by_key: dict[Hashable, list[Item]] = {}
         for item in items:
             try:

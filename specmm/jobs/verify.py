@@ -63,7 +63,7 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
 
 
 def damage(folder: Path) -> dict[str, str]:
-    """What is wrong with results that are missing or hold other bytes than were written, by id."""
+    """Problems by id: results that are missing or differ from the bytes that were written."""
     files = _files(folder)
     packed = _packed(folder, [])
     done = {i: r for i, r in ledger(folder / JOURNALS).items() if r["state"] == "done"}
@@ -128,7 +128,7 @@ def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:
 
 
 def _problem(record: Record, files: dict[str, Path], packed: dict[str, bytes]) -> str:
-    """What is wrong with a result, "" if nothing; takes it out of ``files`` or ``packed``."""
+    """A result's problem, "" if it has none; removes its entries from ``files`` or ``packed``."""
     found = [_problem_of(each, record["id"], files, packed) for each in files_of(record)]
     return next(filter(None, found), "")
 

@@ -1,5 +1,5 @@
-"""From items to results by a pipeline: pictures, answers to questions about pictures, texts after
-prompts.
+"""Workers turn items into results by a pipeline: pictures, answers to questions about pictures, and
+continued texts.
 
 An item's generator is seeded by the item, and rounding does not depend on the batch
 (``batch_invariant``), so neither does the result.
@@ -47,9 +47,8 @@ class Worker(Protocol):
         """Items with the same key may be in one batch."""
 
     def turns(self, item: Item) -> int:
-        """How many batches' worth of items like ``item`` one ``run`` takes.
-
-        Several where rows that end take waiting items.
+        """The number of batches of items like ``item`` in one ``run``: several if rows that end
+        take waiting items.
         """
 
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
@@ -57,7 +56,7 @@ class Worker(Protocol):
 
 
 def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
-    """What ``model`` is to do with ``items``; raises ``ValueError`` where they need two jobs."""
+    """The kind of work for ``model`` on ``items``; raises ``ValueError`` if they need two jobs."""
     kinds = {item.kind for item in items}
     if "question" in kinds and len(kinds) > 1:
         raise ValueError(
@@ -112,9 +111,9 @@ def _check_timed(method: Any, timed: bool) -> None:
 class ImageWorker:
     """Pictures of classes or prompts.
 
-    Rows of plain batches end together; those of drafts take waiting items as they end, unless they
-    are compiled: a row's first round is no program's. ``programs`` decide which are, given how many
-    are ``left`` by method.
+    Rows of plain batches end together. Rows with drafts take waiting items as they end, unless they
+    are compiled: programs do not run a row's first round. ``programs`` decide which methods are
+    compiled, given the items ``left`` by method.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class ImageWorker:
         return found
 
     def check(self, item: Item) -> None:
-        """See :class:`Worker`; one unknown class must not make a batch fail."""
+        """See :class:`Worker`; otherwise one unknown class would fail a whole batch."""
         from specmm.image_ar.calls import class_ids
 
         method = self.methods.of(item)
@@ -193,7 +192,7 @@ class ImageWorker:
         ]
 
     def _drawn(self, items: Sequence[Item], rows: int, **options: Any) -> Any:
-        """What the pipeline draws of ``items``, ``rows`` at a time."""
+        """The pipeline's output for ``items``, drawn ``rows`` at a time."""
         given = {"classes" if items[0].kind == "class" else "prompt": [i.text for i in items]}
         generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
         options |= dict(generator=generators, method=self.methods.of(items[0]), batch_size=rows)

@@ -1,1 +1,1 @@
-"""Draft trees: their shapes, how they are drawn, and which are worth their nodes."""
+"""Draft trees: their shapes, how they are drawn, and how a shape is chosen."""

@@ -1,6 +1,6 @@
-"""What to draft of a block: the tree of the most probable paths.
+"""The tree of a block's most probable paths (DDTree).
 
-A block drafter has one marginal distribution a depth, whatever the path, so that its tree (DDTree)
+A block drafter has one marginal distribution per depth, independent of the path, so that its tree
 costs one forward. It is a deterministic function of the prefix: its drafts are point masses, and
 only a point-mass rule is exact.
 

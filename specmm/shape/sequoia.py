@@ -1,9 +1,9 @@
-"""Sequoia (arXiv 2402.12374): what a tree is worth by measured acceptance, and the best tree.
+"""Sequoia (arXiv 2402.12374): the value of a tree by measured acceptance, and the best tree.
 
-The positional model: given that a node is kept, its child of rank r is the one kept with
+The positional model: if a node is accepted, its child of rank r is the accepted child with
 probability a[r], whatever the context. So a is a sub-distribution over ranks, and its sum is the
-chance that the path goes on. A table of one a for each depth refines it. A tree is worth the sum
-over its nodes of the product of a[rank] along the path. The best tree under a node splits its
+chance that the path continues. A table with one such a per depth refines it. A tree's value is the
+sum over its nodes of the product of a[rank] along the path. The best tree under a node splits its
 budget among the children, rank by rank: a dynamic programme, run once, on the host.
 
 Shape letters: B batch, N nodes (the root included), D deepest level, K ranks.

@@ -116,9 +116,9 @@ class TreeKind:
 
     @classmethod
     def of_others(cls, name: str, make: Any) -> TreeKind:
-        """That of a function of others that makes a shape; raises ``ValueError`` for what is none.
+        """The tree kind of ``make``, a third-party function of numbers and, by name, ``device``.
 
-        It is given numbers and, by name, ``device``.
+        Raises ``ValueError`` for anything that is not such a function.
         """
         found = inspect.signature(make).parameters if callable(make) else {}
         if "device" not in found:
@@ -209,7 +209,7 @@ def _sequoia(device: Device, acceptance: Sequence[Sequence[float]], total: int =
 def static_tree(
     tree: Tree, device: Device = "cpu", acceptance: Sequence[Sequence[float]] = ()
 ) -> TreeShape:
-    """As :func:`make_tree`, of fixed shape; raises ``ValueError`` for one that is not."""
+    """As :func:`make_tree`; raises ``ValueError`` for a tree without a fixed shape."""
     found = make_tree(tree, device, acceptance)
     if isinstance(found, Dynamic):
         raise ValueError(
@@ -296,7 +296,8 @@ def sample_siblings_iid(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
 
 
 def sibling_probs(dist: Tensor, tokens: Tensor) -> Tensor:
-    """Distributions [B, P, k, V] of ``tokens`` [B, P, k], drawn without replacement from ``dist``.
+    """Distributions [B, P, k, V] from which ``tokens`` [B, P, k] were drawn, one after the other,
+    without replacement from ``dist``.
 
     Tokens of positive probability must come before those of zero, as in any such draw.
     """

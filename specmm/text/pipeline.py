@@ -104,7 +104,7 @@ class TextPipeline(Pipeline):
         return found
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """See :class:`Pipeline`; compiled rounds are made anew."""
+        """See :class:`Pipeline`; rounds are compiled again."""
         self.works.clear()
         return super().to(*args, **kwargs)
 
@@ -118,8 +118,8 @@ class TextPipeline(Pipeline):
     ) -> TextOutput:
         """Continue one prompt or a batch of them, whatever their lengths, or ``messages``.
 
-        ``options`` are those of :class:`specmm.hf.prompts.options.Options`; ``chat`` is off unless
-        given. A text depends on its own random stream, not on the batch, but for auto's plan.
+        ``options``: see :class:`specmm.hf.prompts.options.Options`; ``chat`` is off by default. A
+        text depends on its own random stream, not on the batch (but auto plans for the batch).
         ``streamer`` gets a single text's ids, as transformers' do, but not the prompt's: leave its
         ``skip_prompt`` off. Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
@@ -154,7 +154,7 @@ class TextPipeline(Pipeline):
         apart: bool = True,
         **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
-        """As ``stream``, with the number of tokens; accepted drafts are set ``apart``."""
+        """As ``stream``, with token counts; accepted drafts are separate pieces if ``apart``."""
 
         def found() -> Iterator[list[RoundText]]:  # all of it in its turn
             yield from self._start(prompts, self.options(options))[0].rounds(apart)
@@ -163,8 +163,8 @@ class TextPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, prompts: str | Sequence[str] | None = None, **options: Any) -> str:
-        """What method ``auto`` takes for ``prompts`` once all were tried by whole answers, and why;
-        ``records`` holds what was measured.
+        """The method that ``auto`` chooses for ``prompts`` after it has tried all on whole answers,
+        and why; ``records`` holds the measurements.
         """
         given = self.options({**options, "method": methods.Auto()})
         return self._start(prompts, given, math.inf)[0].method
@@ -209,7 +209,7 @@ class TextPipeline(Pipeline):
         return [self._marked(self._templated(chat)) for chat in options.messages]
 
     def _rows(self, prompts: str | Sequence[str] | None, options: Options) -> int:
-        """How many texts a call asks for."""
+        """The number of texts of a call."""
         return len(options.messages or texts_of("prompt", prompts))
 
     def _marked(self, text: str) -> list[int]:
@@ -264,7 +264,7 @@ class TextPipeline(Pipeline):
         return run, None if shared.parts is None else shared.parts.drafter
 
     def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:
-        """What is known of the seconds of such a call, where they decide whether it is compiled."""
+        """The timing record of such a call, if it decides whether the call is compiled."""
         if options.compiled != "auto" or self.captures(options):
             return None  # a graph pays within a few rounds
         method = options.chosen(methods.TEXT, self.method)

@@ -1,4 +1,4 @@
-"""The pocket models shipped with the package, and where a model name leads."""
+"""The pocket models shipped with the package, and the search for a model by its name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOCATED: dict[tuple[str, Source], Path] = {}  # what names led to, in this proce
 
 
 def kind_of(folder: Path) -> str:
-    """What the pocket model in ``folder`` is for: "images", "questions" or "text"."""
+    """The use of the pocket model in ``folder``: "images", "questions" or "text"."""
     if (folder / PIPELINE).is_file():
         return "images"
     config = folder / TRANSFORMERS

@@ -1,4 +1,4 @@
-"""EfficientNet-lite0 (Tan and Le 2019), its code and ImageNet weights from packages."""
+"""EfficientNet-lite0 (Tan and Le 2019); code and ImageNet weights come from packages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Fetching from a hub: only the files that are needed, asked for before they are large, checked.
+"""Downloads from a hub: only the files needed, checked, and large ones only with consent.
 
-Files lie in huggingface_hub's cache, which resumes broken downloads and serves them without a
-network (``HF_HUB_OFFLINE``); ``HF_ENDPOINT`` names another hub.
+Files are stored in huggingface_hub's cache, which resumes broken downloads and serves files without
+a network (``HF_HUB_OFFLINE``); ``HF_ENDPOINT`` names another hub.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Wanted:
-    """``files`` of a repository, by exact names; none: whatever its model is made of. They have
-    about so many ``bytes``, 0 where that is not known, None where nobody has asked.
+    """``files`` of a repository, by exact names (empty: all files of its model). Their size is
+    about ``bytes``; 0: unknown, None: not looked up.
     """
 
     repository: str
@@ -57,8 +57,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """What of ``wanted`` is where: ``files`` as the hub tells them, or, where it cannot be reached
-    for a ``reason``, the ``folder`` in the cache and what is ``absent`` there.
+    """Where ``wanted`` was found: ``files`` as listed by the hub, or, if the hub cannot be reached
+    for a ``reason``, the ``folder`` in the cache and the files ``absent`` there.
     """
 
     wanted: Wanted
@@ -68,22 +68,22 @@ class Found:
     reason: BaseException | None = None
 
     def lacks(self, name: str) -> str:
-        """What is absent, its size, and where the model called ``name`` would have it from."""
+        """The absent files, their size, and their repository if it is not ``name``."""
         repository = self.wanted.repository
         place = "" if repository == name else f" of {repository}"
         return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{place}"
 
     @property
     def missing(self) -> list[Any]:
-        """What would be fetched."""
+        """The files that would be downloaded."""
         return [file for file in self.files if file.will_download]
 
 
 def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]:
-    """The folders in the cache that hold what is wanted of each repository, fetched if need be.
+    """The cache's folders with the files wanted from each repository, downloaded if needed.
 
-    Raises ``ValueError`` for a repository or file that the hub does not have, a hub that cannot be
-    reached, more than ``LARGE`` bytes that nobody agreed to, and files that arrived damaged.
+    Raises ``ValueError`` for a repository or file that the hub does not have, an unreachable hub,
+    more than ``LARGE`` bytes without the user's consent, and files that arrived damaged.
     """
     found = [_look(name, wanted, source) for wanted in everything]
     _check_cached(name, found, source)
@@ -92,7 +92,7 @@ def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]
 
 
 def _look(name: str, wanted: Wanted, source: Source) -> Found:
-    """What the hub says of ``wanted``, or what the cache holds where it says nothing."""
+    """Look ``wanted`` up on the hub, or in the cache if the hub does not answer."""
     from huggingface_hub import errors
 
     answers = (
@@ -202,7 +202,7 @@ def check_release(folder: Path, file: str, sha256: str) -> None:
 
 
 def _cached(wanted: Wanted, source: Source, reason: BaseException) -> Found:
-    """What of ``wanted`` the cache holds."""
+    """Look ``wanted`` up in the cache."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     needed = wanted.files or ("config.json", "model_index.json")

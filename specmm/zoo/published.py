@@ -1,8 +1,8 @@
-"""The registry of published models: what each is made of, and what of it is a folder of ours.
+"""The registry of published models: the files of each, and how they make up a folder of ours.
 
 ``published.json`` names repositories and the exact files. A release of loose files (LlamaGen, VAR,
-MAR) becomes a folder of links to them, laid out as our own folders are, with sizes, settings and
-class names beside; everything that opens a folder then opens it.
+MAR) becomes a folder of links to them in our own layout, with added sizes, settings and class
+names, so that all code that opens a folder can open it.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Published:
 
     @property
     def repositories(self) -> list[str]:
-        """Where its files are, each once."""
+        """The repositories of its files, each once."""
         found = [self.repository, *(part.repository for part in self.parts.values())]
         return list(dict.fromkeys(filter(None, found)))
 
     @property
     def bytes(self) -> int:
-        """How large it is; 0 where a part's size is not known."""
+        """Its size in bytes; 0 if a part's size is unknown."""
         sizes = [part.bytes for part in self.parts.values()]
         return sum(sizes) if sizes and all(sizes) else 0
 
@@ -122,9 +122,9 @@ def published_models() -> dict[str, Published]:
 
 
 def entry_of(name: str, file: str | None = None) -> Published | None:
-    """The model called ``name``, or that of a repository ``name`` and its ``file``.
+    """The model called ``name``, or the model in ``file`` of the repository ``name``.
 
-    None for what is not in the registry. Raises ``ValueError`` for a repository of several models
+    None if it is not in the registry. Raises ``ValueError`` for a repository of several models
     without a ``file``, and for a file that it does not have.
     """
     models = published_models()
@@ -193,7 +193,7 @@ def _classes(entry: Published) -> dict[str, list[str]]:
 
 
 def weights_name(file: Path) -> str:
-    """What a folder of ours calls weights in a ``file`` of this kind."""
+    """The name in a folder of ours for weights in a ``file`` of this kind."""
     return "pytorch_model.bin" if file.suffix == ".bin" else f"model{file.suffix}"
 
 

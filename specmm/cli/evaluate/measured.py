@@ -1,4 +1,4 @@
-"""What the commands of ``specmm eval`` share: arguments, options, and how results are printed."""
+"""Shared parts of the ``specmm eval`` commands: arguments, options, and printing of results."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def interval_text(found: Interval, form: str) -> str:
 
 
 def protocol_lines(protocols: Sequence[Protocol]) -> str:
-    """What was measured, an entry a line; the notes last."""
+    """The protocols as text, an entry a line; the notes last."""
     whole = {k: v for protocol in protocols for k, v in protocol.items() if k != "note"}
     notes = dict.fromkeys(str(p["note"]) for p in protocols if "note" in p)
     rows = [(k.replace("_", " "), _text(v)) for k, v in whole.items()]

@@ -1,4 +1,4 @@
-"""Which prompt belongs to which picture, for CLIPScore."""
+"""Matches prompts to pictures, for CLIPScore."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def compare(
 
 
 def _sentence(found: "Comparison") -> str:
-    """What a comparison means."""
+    """A comparison's result as a sentence."""
     chance = f"p = {found.p_value:.3g}"
     text = f"The two sets differ by more than sampling noise ({chance})"
     if not found.differ:

@@ -1,4 +1,4 @@
-"""What the arguments of ``specmm eval`` name, as features or statistics."""
+"""Reads the sources named in arguments of ``specmm eval`` as features or statistics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SourceReader:
         return read(source), read(reference) if known is None else known
 
     def features(self, source: str) -> FeatureSet:
-        """The features in an .npz, or those of pictures."""
+        """The features stored in an .npz, or computed from pictures."""
         from specmm.metrics.extractors import joined
 
         stored = stored_features(source)
