@@ -130,7 +130,7 @@ class Path(NamedTuple):
         return _rank((self.score, self.tokens, ()))
 
 
-# A path in a beam: its score, its tokens, what the proxy reads after it.
+# A path in a beam: its score, its tokens, the proxy's context after it.
 OpenPath = tuple[float, tuple[int, ...], tuple[int, ...]]
 
 

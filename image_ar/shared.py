@@ -133,7 +133,7 @@ class PicturePipeline(ABC, Generic[M]):
         self.settings = settings
         self.method: M = methods.make(self.registry, method)
         self.name = name
-        self.works = Works(family or self.family)  # what is known of seconds, compiled and not
+        self.works = Works(family or self.family)  # measured seconds, compiled and not
 
     def called(self, given: dict[str, Any]) -> Any:
         """Run a call with the arguments ``given``, by name. Returns an :class:`ImageOutput`, or
@@ -176,7 +176,7 @@ class PicturePipeline(ABC, Generic[M]):
                     drawn = self.draw(Batch(asked[part], own, decided, target, on, *rest))
                 if output_type != "latent":
                     pictures.append(self.pixels(drawn.latents))
-                drawn.latents = None  # or those of all batches would be kept
+                drawn.latents = None  # free the memory before the next batch
                 parts.append(drawn)
                 bar.update(first + len(own) - bar.n)
         certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
@@ -244,7 +244,7 @@ class PicturePipeline(ABC, Generic[M]):
         """The name of a run of ``method``, which was ``decided`` to be another for a ``reason``."""
         return f"{method.name}: {reason}" if reason else method.name
 
-    if TYPE_CHECKING:  # of what comes after this class: diffusers' pipeline, or ``Alone``
+    if TYPE_CHECKING:  # from the next class in the MRO: diffusers' pipeline, or ``Alone``
 
         def register_modules(self, **networks: Any) -> None:
             """Hold networks by name."""

@@ -1,10 +1,10 @@
 """MSD heads for other engines: EAGLE-1 heads, for text prompts.
 
-After a text prompt an MSD head is an EAGLE-1 head, under the very names of SafeAILab's format,
-which SGLang serves as ``LlamaForCausalLMEagle``. A picture's slots it takes raw, which no format
-says: on pictures drafts are still verified, but fewer are kept. No other format has such layers:
-EAGLE-3's norm what they read, and speculators' own ``eagle`` is gone from its releases. For the MSD
-format see ``msd``.
+After a text prompt an MSD head is an EAGLE-1 head, under the parameter names of SafeAILab's format,
+which SGLang serves as ``LlamaForCausalLMEagle``. It takes a picture's slots raw, which no format
+can express: on pictures drafts are still verified, but fewer are accepted. No other format has such
+layers: EAGLE-3's norm their inputs, and speculators' own ``eagle`` is gone from its releases. For
+the MSD format see ``msd``.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ class SpeculativeVerdict:
 
 
 def make_judge(experts: Sequence[VQAPipeline], judge: VQAPipeline, keep: int) -> SpeculativeVerdict:
-    """Method ``verdict``: ``judge`` is shown at most ``keep`` of the ``experts``."""
+    """Method ``verdict``: ``judge`` sees answers of at most ``keep`` of the ``experts``."""
     return SpeculativeVerdict(experts, judge, hear=min(keep, len(experts)))
 
 

@@ -28,9 +28,9 @@ from specmm.vlm.pictures import Source, open_image, rgb
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
 Choice = Callable[[VideoMetadata], Sequence[int]]  # of frames, by number
-Frames = tuple[np.ndarray, VideoMetadata]  # [F, H, W, 3] of bytes, and what they are of
+Frames = tuple[np.ndarray, VideoMetadata]  # [F, H, W, 3] of bytes, and the video's metadata
 MOST_PIXELS = 500_000_000  # of all frames shown: more take over 1.5 GB before they are scaled down
-SAMPLING = ("num_frames", "fps", "do_sample_frames")  # what says that a processor samples
+SAMPLING = ("num_frames", "fps", "do_sample_frames")  # options of processors that sample frames
 FPS = 24.0  # what transformers takes frames of unknown speed for
 READERS = {  # packages that read files, by the names that transformers gives them
     "torchcodec": "torchcodec",

@@ -27,7 +27,7 @@ from specmm.vlm.videos import Video
 
 LOGGER = logging.getLogger(__name__)
 
-NOT_ASKED = ("labels",)  # what a processor adds for training
+NOT_ASKED = ("labels",)  # added by processors for training
 ONE = {"image": 1, "video": 0}
 TWO = {"image": 2, "video": 0}
 PROBE = 32  # pixels a side of the picture that tells who puts placeholders
@@ -249,7 +249,7 @@ def placeholder(processor: Any, kind: str) -> str | None:
 
 
 def template_of(processor: Any) -> Any:
-    """The chat template, which older folders keep with the tokenizer."""
+    """The chat template, which older folders store with the tokenizer."""
     own = getattr(processor, "chat_template", None)
     return own or getattr(processor.tokenizer, "chat_template", None)
 

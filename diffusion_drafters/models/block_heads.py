@@ -144,10 +144,10 @@ class DominoHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The weights of DSpark's estimate of how likely a draft is kept, over a place's state [C] and,
-    with a ``rank`` R above 0, W1 of the Markov head for the token before.
+    """The weights of DSpark's estimate of a draft's acceptance, over a place's state [C] and, with
+    a ``rank`` R above 0, W1 of the Markov head for the token before.
 
-    Nothing here reads them: chains that such estimates cut were slower. They are kept so that a
+    They are not used: chains that such estimates cut were slower. They are stored so that a
     release's files are loaded and written whole.
     """
 

@@ -157,7 +157,7 @@ class DFlash(nn.Module):
         self.cache.lengths += lengths
 
     def read(self, context: Tensor, kept: Tensor) -> None:
-        """Keep the ``context`` [B, M, F·C] of the first ``kept`` [B] positions of a round."""
+        """Cache the ``context`` [B, M, F·C] of the first ``kept`` [B] positions of a round."""
         cache = self.cache
         order = torch.arange(context.shape[1], device=kept.device)
         cache.aim(cache.size.capacity, cache.slots)

@@ -157,7 +157,7 @@ class DFlashConfig:
             counts["mask_token_id"],
             tuple(given["target_layer_ids"]),
             tokens=0 if tokens == sizes.vocab_size and SPECULATORS in facts else tokens,
-            # a release's rank is that of its own head
+            # a release's rank belongs to its own head
             markov=0 if "head" in convention else counts["markov_rank"],
             recurrent=counts["recurrent_size"],
             reaches=_reaches(given, sizes.num_hidden_layers, source),

@@ -60,7 +60,7 @@ LLADA_NAMES = {
     "up_proj": "mlp.up_proj",
     "blocks.ff_out": "mlp.down_proj",
 }
-# What a LLaDA's config may say and still be a Llama.
+# Values of a LLaDA's config under which it is still a Llama.
 LLADA_ON: Facts = {
     "block_type": "llama",
     "layer_norm_type": "rms",

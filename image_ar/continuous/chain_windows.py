@@ -16,8 +16,8 @@ from specmm.image_ar.continuous.diffusion import NoiseSchedule
 
 Array: TypeAlias = Any  # float32 numbers: numpy's on the host, tensors in a program
 
-FORGET = 0.5  # what a window counts in a response after another one
-STRONGEST = 2.0  # response that is believed
+FORGET = 0.5  # a window's weight in a response decays by this with each later window
+STRONGEST = 2.0  # largest response used
 
 
 def library(x: Array) -> Any:

@@ -166,10 +166,10 @@ def resample(
 def verify_tokens(
     rule: PaperRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
 ) -> tuple[Array, Mask]:
-    """Tokens [N, C], kept or drawn in the place of ``drafted`` ones, and which were kept.
+    """Tokens [N, C]: the ``drafted`` ones or replacements, and which were accepted [N].
 
-    Where p has nothing that q lacks no proposal is ever accepted: such a token is the target's
-    aligned sample (the release writes zeros).
+    If p nowhere exceeds q, no proposal is ever accepted: such a token is the target's aligned
+    sample (the release writes zeros).
     """
     kept = accept(rule, drafted, p, q, numbers)
     if kept.all():

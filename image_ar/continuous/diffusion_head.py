@@ -215,7 +215,7 @@ class ChainHead:
         return BoundHead(self, self.net.cond_embed(z), condition.scale)
 
     def keeps(self, rows: int, branches: int) -> bool:
-        """Whether the modulations of all steps of ``rows`` are kept."""
+        """Whether the modulations of all steps of ``rows`` are stored."""
         limit = GPU_LIMIT if self.device.type == "cuda" else TABLE_LIMIT
         return len(self.times) * rows * branches * len(self.bias) <= limit
 
@@ -232,7 +232,7 @@ class BoundHead:
 
     @cached_property
     def table(self) -> Tensor | None:
-        """The modulations of all steps [S, R, G, F], where they are kept."""
+        """The modulations of all steps [S, R, G, F], if they are stored."""
         if not self.head.keeps(*self.cond.shape[:2]):
             return None
         return self._modulate(self.head.times[:, None, None])
@@ -282,7 +282,7 @@ def guided(
         own, other = weights.predict(x.unsqueeze(-2), modulations).float().unbind(-2)
         eps, v = own.chunk(2, dim=-1)
         return torch.lerp(other[..., :channels], eps, scale), v
-    # products take two dimensions as they are, and fold others at every call
+    # products take two dimensions directly, and fold others at every call
     made = weights.predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
     eps, v = made.view(*x.shape[:-1], -1).chunk(2, dim=-1)
     return eps, v

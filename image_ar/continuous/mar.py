@@ -237,7 +237,7 @@ class MAR(nn.Module):
         x = self.decoder_embed(x)
         buffer = self.config.buffer_size
         length = self.config.seq_len
-        # with a spare slot for what is invalid
+        # with a spare slot for invalid places
         full = self.mask_token.to(x.dtype).repeat(len(x), buffer + length + 1, 1)
         full[:, :buffer] = x[:, :buffer]
         where = known if valid is None else known.masked_fill(~valid, length)

@@ -38,8 +38,8 @@ from specmm.loading.hardware import attention_of_any_length
 class ChainStats(Stats):
     """Counts of a run of continuous tokens; ``rounds`` are passes of the target's transformer.
 
-    ``head_calls`` sums, over tokens, the target's head calls a token waited for; ``accepted`` of
-    ``drafted`` tokens were kept by variants that draft whole tokens.
+    ``head_calls`` sums, over tokens, the target's head calls a token waited for; ``drafted`` and
+    ``accepted`` count tokens in variants that draft whole tokens.
     """
 
     head_calls: int = 0
@@ -54,7 +54,7 @@ class ChainStats(Stats):
 
     @property
     def acceptance(self) -> float:
-        """Share of drafted tokens that were kept; 0 when none were drafted."""
+        """Share of drafted tokens that were accepted; 0 when none were drafted."""
         return self.accepted / max(self.drafted, 1)
 
     def as_dict(self) -> dict[str, object]:

@@ -66,7 +66,7 @@ from specmm.loading.hardware import Place, choose_dtype
 from specmm.programs.graphs import captures
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
-ITERATIONS = 8  # that of the other variants
+ITERATIONS = 8  # the default window of the other variants
 PLAIN = Certificate("exact", "plain sampling of the target", 0.0)
 DDIM = Certificate(
     "heuristic",

@@ -36,15 +36,15 @@ from specmm.programs.graphs import Graphs, captures, copy_all, shared_pool
 
 FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
 MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
-MOST_BYTES = 4 * 2**30  # of what they are given: tables of modulations are large
-AHEAD = 2  # rounds of a graph: those of rows that are finished do nothing
+MOST_BYTES = 4 * 2**30  # of their inputs: tables of modulations are large
+AHEAD = 2  # rounds of a graph; for finished rows they do nothing
 Chains = Callable[[BoundHead, Tensor], Tensor]
 
 
 class HeadPrograms:
     """Programs of any head on ``device``, one for each number of tokens of an iteration."""
 
-    conditions = None  # passes run as they are
+    conditions = None  # the transformer's passes run uncompiled
 
     def __init__(self, device: torch.device) -> None:
         prepare_compiler(device)
@@ -97,7 +97,7 @@ def run_chain(
         return k + 1, x * keep + eps * lost + torch.where(k < last, added, 0.0)
 
     k = torch.zeros((), dtype=torch.int64)
-    x = noise[0].clone()  # what a loop carries shares no memory with what it reads
+    x = noise[0].clone()  # a loop's state must not share memory with its inputs
     tokens: Tensor = looped(lambda k, _: k <= last, step, (k, x))[1]
     return tokens
 

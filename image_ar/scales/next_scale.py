@@ -43,7 +43,7 @@ class FeatureMap:
         codes = quantizer.embedding.weight.detach()
         width, side, length = codes.shape[1], self.schedule.sides[-1], self.schedule.length
         self.tokens = codes.new_zeros(batch, length, dtype=torch.int64)
-        # as what is added lies: grids are rows of codes
+        # in the memory layout of the summands: grids are rows of codes
         self.f_hat = codes.new_zeros(batch, side, side, width).permute(0, 3, 1, 2)
         self.ends = codes.new_zeros(len(self.schedule), 2)
         self._inputs = codes.new_zeros(batch, length - self.schedule.tokens(0), width)

@@ -99,7 +99,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         self.register_modules(transformer=transformer, vae=vae, small=small)
         self.measured_plans: dict[tuple[int, Sampling], CoDePlan] = {}
         self.programs: dict[VAR, tuple[object, Program]] = {}  # of a version
-        self.graph: tuple[object, Graph] | None = None  # the last, and what it is of
+        self.graph: tuple[object, Graph] | None = None  # the last one, with its key
 
     @classmethod
     def from_pretrained(

@@ -124,7 +124,7 @@ def assemble(
     def rule() -> Rule:
         return _rule(choice.rule, kind, target, parts, greedy)
 
-    if not isinstance(choice.rule, str):  # of others, where equal objects may decide otherwise
+    if not isinstance(choice.rule, str):  # third-party: equal objects may behave differently
         return target, drafter, rule()
     return target, drafter, parts.once((choice.rule, greedy), rule)
 
@@ -207,8 +207,9 @@ def _eagle(
 def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """The target itself, on a chain of at most a picture; methods that say nothing of it couple its
-    drafts where the rule allows it. A relaxed rule keeps too many copies of neighbours.
+    """The Jacobi drafter: the target itself, on a chain of at most a picture. By default drafts are
+    coupled if the rule allows it. A relaxed rule begins with the last place's distribution: it
+    would accept too many copies of neighbours.
     """
     kind = rule_kind(choice.rule)
     coupled = not looks_ahead(kind.rule)

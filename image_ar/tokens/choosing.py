@@ -34,7 +34,7 @@ def record_of(
     target: DrawingTarget, parts: PictureParts, batch: int, auto: methods.Auto, fresh: bool = False
 ) -> Record:
     """The record of methods' measurements for ``batch`` pictures at a time, with its candidates;
-    ``fresh``: only those of this process.
+    ``fresh``: only measurements of this process.
     """
     guided = target.guidance if auto.relaxes else target.guidance.branches  # speed knows no scale
     key = (batch, guided, torch.get_num_threads(), target.processor, target.length, auto)

@@ -2,14 +2,14 @@
 
 Source: He et al. 2024, arXiv 2412.04062 (with a fixed window). A round feeds the newest token of
 every row that has begun and draws the next one of each; nothing is drafted or verified. A row's
-first token is predicted by the last place above it. Where nothing is drawn there yet, the row's
-newest token stands in for it, or the token that must end the row; its keys are seen by no other
-node, and replaced when the row ends. Every node sees what has been fed up to its place, in raster
+first token is predicted by the last place of the row above. If that is not drawn yet, the upper
+row's newest token stands in for it, or the token that must end the row; no other node sees its
+keys, and they are replaced when the row ends. Every node sees all places fed before it, in raster
 order.
 
 So the output is not the target's distribution, and the certificate is ``heuristic``. With a window
-of a row or more it is plain decoding. Rounds do not depend on what is drawn: all rows of a batch go
-in step.
+of a row or more it is plain decoding. The schedule does not depend on the tokens drawn, so all
+pictures of a batch advance together.
 
 Shape letters: B batch, N nodes of a round, P nodes that predict, T tokens of a picture.
 """

@@ -83,7 +83,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
         parts = self.parts
         heads = [head for head in parts.drafters.values() if isinstance(head, torch.nn.Module)]
         now = (placed if captures(self.device) else version)(self.transformer, *heads)
-        if parts.made.get("version") != now:  # programs are traced of networks as they are
+        if parts.made.get("version") != now:  # programs of changed networks are stale
             parts.made.clear()
             parts.made["version"] = now
         key = (*self.work(target), batch)
@@ -114,7 +114,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
             batch = replace(batch, of=batch.of[first], generators=batch.generators[first])
         target = batch.on
         steps, rule, drafter = self._steps(batch, queue)
-        if batch.record is not None and queue is None:  # or rows begin anew
+        if batch.record is not None and queue is None:  # with a queue, rows restart within a run
             steps = batch.record.called(batch.method, steps)
         for i, progress in enumerate(steps):
             if batch.tell is not None:

@@ -141,7 +141,7 @@ def walk(
             else:
                 out = scratch + (1 + turn) * V
                 total = _reject(now, out, scale, token, draft, V, DRAWN, BLOCK)
-                if total > 0:  # else the target stays as it is, which keeps the processed support
+                if total > 0:  # else the target does not change, and keeps its processed support
                     now = out
                     scale = 1 / total
                     turn = 1 - turn
@@ -246,7 +246,7 @@ def climb(
                 share = _at(scale, place, up) * before
                 token = tl.load(tokens + node)
                 total = _lower(now, out, share, token, drafts + node * V, V, DRAWN, BLOCK)
-                if total > 0:  # else it stays as it is, which keeps the processed support
+                if total > 0:  # else it does not change, and keeps its processed support
                     scale = tl.where(place == up, 1 / total, scale)
                     moved = tl.where(place == up, 1, moved)
                 raised = tl.where(before < 1, total / (total + 1 - before), 1.0)

@@ -35,9 +35,9 @@ WAVES = 2  # programs wanted for each multiprocessor before the prefix is split 
 LEAST_SPLIT = 256  # slots below which a split costs more than it saves
 MOST_SPLIT = 8192  # slots of a split: the last ones, if longer, leave most of the GPU idle
 AMPLE = 140 * 1024  # bytes of shared memory that hold three stages of the largest tile
-SCANT = 64 * 1024  # what every GPU has
-# Sizes that change from call to call are no part of a program: each would be compiled anew where it
-# is 1 or a multiple of 16, for a gain that strides alone bring
+SCANT = 64 * 1024  # every GPU has as much
+# Sizes that change from call to call are not specialised: each would be compiled again when it is 1
+# or a multiple of 16, while only strides gain from that
 SIZES = ["first", "batch", "word_rows", "nodes", "splits", "hidden_width"]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 SLICE = 0.1  # seconds that a lane runs at a time
 EVERY = 0.25  # seconds from one view to the next
-SHARE = 10.0  # and at least so many times what the last view took
+SHARE = 10.0  # and at least so many times the last view's seconds
 
 
 class Stopwatch:
@@ -47,7 +47,7 @@ class Racer(Protocol):
 
     clock: Stopwatch
     counts: list[int]  # tokens made after each round
-    out: Any  # what the pipeline gives at the end, until then None
+    out: Any  # the pipeline's output; None until the end
 
     def advance(self, seconds: float) -> None:
         """Decode for so many ``seconds``, to the end of a round; raises what the pipeline does."""

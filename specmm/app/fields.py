@@ -74,7 +74,7 @@ class Tab:
             return self.renew(name, {})
 
         def query(*values: Any) -> str:
-            with suppress(ValueError):  # the click itself says what is wrong
+            with suppress(ValueError):  # the click itself reports the error
                 return self.query(models, values)
             return ""
 
@@ -200,7 +200,7 @@ class Trace:
 
     @property
     def longest(self) -> int:
-        """The number, from 1, of the round that kept the most drafts, of those that dropped one."""
+        """The number, from 1, of the round with most accepted drafts, and a rejected one if any."""
         kept = [sum(node.kept for node in nodes) for nodes in self.rounds]
         mixed = [
             sum(n.kept for n in nodes) * (not all(n.kept for n in nodes)) for nodes in self.rounds
@@ -236,7 +236,7 @@ class TraceView:
 
     @classmethod
     def updates(cls, trace: Trace) -> list[Any]:
-        """The round that kept the most."""
+        """Values of the components: the round with most accepted drafts."""
         if not trace.rounds:
             return [trace, gr.Slider(1, 2, value=1), cls._show(trace, 1)]
         count = max(len(trace.rounds), 2)

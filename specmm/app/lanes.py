@@ -175,7 +175,7 @@ class TextLane:
         self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
 
     def close(self) -> None:
-        self._rounds = iter(())  # nobody holds the run any more: it ends
+        self._rounds = iter(())  # drops the last reference to the run, which ends it
 
     def _clocked(self, steps: Iterator[Progress]) -> Iterator[Progress]:
         """``steps``, each in a turn of its own; their seconds alone are the method's."""

@@ -1,4 +1,4 @@
-"""Tables as HTML, for those without a mouse as well."""
+"""Tables as HTML that can also be used without a mouse."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def rows_of(nodes: Sequence[Node], named: Named) -> list[list[str]]:
 
 
 def drawing_of(nodes: Sequence[Node], named: Named) -> str:
-    """The tree as SVG: levels from left to right, the kept path in green and bold."""
+    """The tree as SVG: levels from left to right, the accepted path in green and bold."""
     places = _places(nodes)
     width = int(max(x for x, _ in places) + ACROSS)
     height = int(max(y for _, y in places) + DOWN)

@@ -1,1 +1,1 @@
-"""Transformers models as targets, whatever they read: their caches, positions, drafters, runs."""
+"""Transformers models of any input as targets: loading, prompts, drafters, pictures, answers."""

@@ -29,7 +29,7 @@ Splits = list[list[NDArray[np.int64]]]  # [depth][rank][budget left] -> nodes gi
 def rank_table(rank_acceptance: Acceptance, depth: int) -> Tensor:
     """The table [depth, K] float64 of ``rank_acceptance``, [K] for all depths or [D, K].
 
-    Levels past D count as never kept. Raises ``ValueError`` when a row is not a sub-distribution.
+    Levels past D count as never accepted. Raises ``ValueError`` if a row is not a sub-distribution.
     """
     table = torch.as_tensor(rank_acceptance, dtype=torch.float64, device="cpu")
     if table.ndim not in (1, 2) or table.numel() == 0:
@@ -123,7 +123,7 @@ def _split(row: Array, subtree: Array) -> tuple[Array, list[NDArray[np.int64]]]:
 def _build(splits: Splits, total: int) -> list[int]:
     """Parents, level by level, of the tree that the splits describe."""
     parents = [-1]
-    level = [(0, total - 1)]  # nodes and what is left of the budget for their descendants
+    level = [(0, total - 1)]  # nodes, and the remaining budget for their descendants
     for ranks in splits:
         below: list[tuple[int, int]] = []
         for node, budget in level:

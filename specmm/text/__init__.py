@@ -1,1 +1,1 @@
-"""Text continued by causal language models."""
+"""Continues texts by causal language models."""

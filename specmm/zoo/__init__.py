@@ -19,7 +19,7 @@ from specmm.zoo.published import Part, Published, linked_folder, published_model
 from specmm.zoo.published import entry_of as entry_of
 
 POCKET = Path(__file__).parent / "pocket"
-POCKETS = "pocket/"  # what their names begin with
+POCKETS = "pocket/"  # prefix of their names
 PACKAGE = "package.json"  # in the folder of a model whose weights come in a separate package
 
 

@@ -20,7 +20,7 @@ AGREED = "SPECMM_DOWNLOAD"  # set to 1, large downloads need no other word
 LARGE = 10**9  # bytes from which a download must be agreed to
 CHUNK = 2**24
 SHA256 = re.compile(r"[0-9a-f]{64}")
-# What models of transformers and diffusers are made of, in the order of what is preferred
+# Files of transformers and diffusers models, preferred kinds of weights first
 SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.yaml")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt")
 UNUSED = ("original/*", "consolidated*", "*training_args*", "optimizer*", "runs/*", "onnx/*")

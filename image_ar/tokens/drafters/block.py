@@ -3,10 +3,10 @@ table look-up and the target's head for each level.
 
 Each committed position i gives a feature e_i = fc([emb(token_i); hidden_i]), as in EAGLE (arXiv
 2401.15077), where hidden_i is the state that token i was drawn from. Level d of the block is a
-query e_t + slot_d placed at the cell it predicts; queries attend the features, and features the
-ones before them. A level cannot know the token drafted just before it: that comes in as a row of a
-table added after the layers (a first-order correction, as in Hydra, arXiv 2402.05109), so siblings
-get their own distributions and the recorded distributions are exact.
+query e_t + slot_d placed at the cell it predicts; queries attend to the features, and features to
+earlier ones. The layers do not know the token drafted just before a level: it enters as a row of a
+table added after the layers (a first-order correction, as in Hydra, arXiv 2402.05109), so children
+of different nodes get their own distributions, and the recorded distributions are exact.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, M most positions committed a round, K
 levels, S cache slots, C width, N tree nodes, D tree depth, P parents of a level, V vocabulary.
@@ -217,7 +217,7 @@ class BlockDrafter:
         self.cache = Cache.again(vars(self).get("cache"), size, hidden.dtype, hidden.device)
         self.branches = size.branches
         self.order = torch.arange(size.scratch, device=hidden.device)
-        self.bias = self._causal(most)  # what the features and queries of a round see
+        self.bias = self._causal(most)  # the mask of a round's features and queries
 
     def _causal(self, most: int) -> Tensor:
         """The mask [R, 1, M + K, S] under which M = ``most`` features see those before them."""

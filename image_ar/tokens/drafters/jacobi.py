@@ -4,25 +4,24 @@ The window after the root is a chain. A round's forward gives the target's distr
 place of the window under the drafts before it; from these newest distributions the next round's
 drafts are drawn.
 
-Drawn afresh, the distribution of every draft is settled before its uniform is drawn, as a function
-of what earlier rounds revealed (kept tokens, all drafts, the recovered token), and no uniform is
-used twice; so given all that was revealed the draft has the distribution the tree records, under
-any exact rule.
+Without ``coupled`` all drafts are drawn again. Every draft's distribution is then fixed before its
+uniform is drawn, as a function of everything earlier rounds revealed (accepted tokens, all drafts,
+the recovered token), and no uniform is used twice. So, given all that was revealed, the draft has
+the distribution the tree records, under any exact rule.
 
-``coupled`` drafts change as rarely as they can (MC-SJD, So et al. 2025, arXiv 2510.24211, and the
+``coupled`` drafts change as rarely as possible (MC-SJD, So et al. 2025, arXiv 2510.24211, and the
 adaptive continuation of SJD-PAC, arXiv 2603.18599): a draft x of distribution q stays with
-min(1, p(x) / q(x)) under the newest p, else is drawn from norm((p - q)+), so that it has the
-distribution p and the tokens before the next ones are mostly those that these were drawn under.
-That is exact for rules that test a draft without looking at those after it. Given all drafts at
-all places before, in all rounds, every p of a place and the round that tests it are settled, and
-its drafts are a chain of such couplings, of which the rule's is the last. Rules that work
-bottom-up look at later drafts, so that when a place is tested tells about its draft: see the
-enumeration in tests/unit/verify/test_jacobi.py.
+probability min(1, p(x) / q(x)) under the newest p, and else is redrawn from norm((p - q)+). It then
+has distribution p, and mostly follows the same tokens as before. That is exact for rules that test
+a draft without looking at later ones: given all drafts at all earlier places, in all rounds, every
+p of a place and the round that tests it are fixed, and its drafts are a chain of such couplings,
+the last of which is the rule's. Bottom-up rules look at later drafts, so the round in which a place
+is tested depends on its draft: see the enumeration in tests/unit/verify/test_jacobi.py.
 
-A place that enters the window has no such distribution yet. ``init`` says what it begins with
-(the paper's section 4.3): the distribution of the last place scored (``"last"``), the token to the
+A place that enters the window has no such distribution yet. ``init`` chooses its first one (the
+paper's section 4.3): the distribution of the last place scored (``"last"``), the token to the
 ``"left"`` or ``"above"``, or any token (``"random"``). A neighbour's token is a point mass: it is
-settled by what was drawn before it, the earlier drafts of the window included.
+fixed by the tokens drawn before it, the earlier drafts of the window included.
 
 Places are numbered in raster order. A row of ``line`` tokens has ``columns`` picture tokens and
 then, in some models, one that ends it.
@@ -91,7 +90,7 @@ class JacobiDrafter:
         token = feedback.token
         self.order = torch.arange(self.window, device=token.device)
         with torch.inference_mode(False):  # as a cache's: a compiled round writes them
-            # what is drawn and drafted of each row, by place, and the root's place
+            # each row's drawn and drafted tokens, by place, and the root's place
             self.tokens = token.new_zeros(len(token), self.target.length + self.window + 1)
             self.root = torch.zeros_like(token)
 

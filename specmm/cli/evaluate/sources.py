@@ -174,7 +174,7 @@ def holds_features(source: str) -> bool:
     ):
         try:
             shape, _, dtype = array_header(array)
-        except ValueError:  # whoever reads it as something else says what is wrong
+        except ValueError:  # another reader of the file will report the error
             return False
     return len(shape) == 2 and dtype.kind == "f"
 

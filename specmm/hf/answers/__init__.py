@@ -1,1 +1,1 @@
-"""Runs of answers and texts, what calls share, and the method they take."""
+"""Runs of answers and texts: the call, its shared memory, and the choice of a method."""

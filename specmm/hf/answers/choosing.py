@@ -25,7 +25,7 @@ from specmm.hf.drafters.drafting import KINDS, Drafters, Method, assemble, netwo
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 
-LARGE = sys.maxsize  # as what has no network of its own is sorted
+LARGE = sys.maxsize  # sorts drafters without a network of their own last
 LOGGER = logging.getLogger(__name__)
 
 

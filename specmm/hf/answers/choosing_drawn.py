@@ -59,7 +59,7 @@ class DrawnAnswers:
         return fit * grammar.length / max_new_tokens
 
     def chosen(self, target: InterleavedTarget, prompt: VLMPrompt) -> tuple[Method, str]:
-        """The method that should be fastest here, and why; what was measured is kept."""
+        """The method that should be fastest here, and why; measurements are stored."""
         key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
         if key not in self.records:
             try:

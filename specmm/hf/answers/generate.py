@@ -89,12 +89,12 @@ def custom_generate(
     given here or to generate, for one row; it is ended when a run fails, too. ``tokenizer``, which
     generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
-    never from torch's global state. Several threads may share a model. ``drafter`` is a loaded one
-    or its folder, which is read for the model at the first call, or one's own (see
-    :func:`specmm.register`). The ``last`` call's method, statistics and certificate are
-    kept. ``method`` None is the one that the ``drafter`` is for, and prompt lookup without one;
-    ``auto`` chooses between that and plain decoding. Raises ``ValueError`` for whatever makes
-    generate decode otherwise than token by token (beams, an assistant, contrastive search and the
+    never from torch's global state. Several threads may share a model. ``drafter`` is a loaded
+    drafter, its folder (read for the model at the first call), or your own object (see
+    :func:`specmm.register`). ``last`` holds the last call's method, statistics and certificate.
+    ``method`` None is the ``drafter``'s own method, and prompt lookup without a drafter; ``auto``
+    chooses between that and plain decoding. Raises ``ValueError`` for settings under which
+    generate does not decode token by token (beams, an assistant, contrastive search and the
     like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, caches that
     hold tokens, positions other than the tokens' own, pictures read in chunks, dictionaries with
     scores, logits, attentions or hidden states, and ``stop`` without a tokenizer.

@@ -275,7 +275,7 @@ class Run:
         """
         whole = self.stops.cut(ids) if ended else self.stops.sure(ids)
         if not (ended or whole.startswith(shown)):
-            return []  # what is shown stays, and goes on once the text does
+            return []  # shown text is never changed; more follows once the whole text extends it
         first, begin = len(ids) - taken, len(shown)
         ends = [len(self.stops.shown(ids[:n])) for n in (first, first + drafted)] if drafted else []
         bounds = [begin, *(min(max(end, begin), len(whole)) for end in ends), len(whole)]
@@ -696,7 +696,7 @@ class Pipeline:
         steps = decode(
             target, drafter, rule, prompt, length, uniforms, stop=stop, queue=queue, play=play
         )
-        if queue is None:  # or its rows begin anew
+        if queue is None:  # with a queue, rows restart within a run
             steps = chosen.timed(steps)
         ran = (rule, drafter) if parts else (None, None)
         rest = (queue, ran[1], play)

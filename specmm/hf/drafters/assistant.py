@@ -77,7 +77,7 @@ class AssistantDrafter:
         self.growth.begin(Cache(size, self.target.dtype, self.target.device))
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.core.drafter.BatchingDrafter`: it keeps nothing of a row."""
+        """See :class:`specmm.core.drafter.BatchingDrafter`: it stores nothing for a row."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
@@ -155,7 +155,7 @@ def clustered(clusters: Any, states: Tensor, weight: Tensor) -> Tensor:
 
 
 def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
-    """Which of the layers of the target's cache each kind of the assistant's layers attends.
+    """For each kind of the assistant's layers, the layer of the target's cache it attends to.
 
     Raises ``ValueError`` when it is an assistant of another target.
     """

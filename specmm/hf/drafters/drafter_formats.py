@@ -55,7 +55,7 @@ class ModelFolder:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What ``config.json`` says; nothing where there is none."""
+        """The content of ``config.json``; {} if there is none."""
         file = self.path / zoo.TRANSFORMERS
         return read_json(file) if file.is_file() else {}
 

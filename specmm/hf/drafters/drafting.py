@@ -43,14 +43,14 @@ SMALL = "specmm.hf.drafters.small_model"
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """What the drafter of one method takes, functions as ``"module:name"``.
+    """How the drafter of one method is made; functions are given as ``"module:name"``.
 
-    ``make(method, target, drafter, tokenizer)`` gives drafter and rule, ``load(folder, target
-    model, method)`` what it drafts with. A model's own is in its folder ``drafters/place``, or
-    ``instead``. Method ``auto`` tries what ``contends``, with the trees of
-    ``trees(target, drafter, method)`` where there are several. ``judge(experts, pipeline, keep)``
-    is what answers where nothing is drafted, and ``offers(target model)`` says whether the target
-    itself has what drafts. Which layouts of folders it reads is said in ``drafter_formats``.
+    ``make(method, target, drafter, tokenizer)`` returns drafter and rule, ``load(folder, target
+    model, method)`` the network or other object to draft with. A model's own drafter is in its
+    folder ``drafters/place``, or else ``instead``. Method ``auto`` tries a kind if it ``contends``,
+    with each of ``trees(target, drafter, method)`` if given. ``judge(experts, pipeline, keep)``
+    answers instead of drafting; ``offers(target model)`` says whether the target itself can draft.
+    The layouts of folders it reads are listed in ``drafter_formats``.
     """
 
     make: str
@@ -154,7 +154,7 @@ class Verification(NamedTuple):
 
 
 def chain_rule(target: VLMTarget) -> Rule:
-    """Block verification for drawn chains, which keeps more; token by token where all is greedy."""
+    """Block verification for drawn chains, as it accepts more; token by token if all is greedy."""
     return Recursive() if target.processor.greedy else Block()
 
 
@@ -211,7 +211,7 @@ def assemble(
     ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
     method that drafts nothing and for a drafter that does not fit.
     """
-    if isinstance(method, methods.Composed):  # of a drafter of others: see preset_of
+    if isinstance(method, methods.Composed):  # of a third-party drafter: see preset_of
         return _outside(method.choice, target)
     kind = KINDS.get(method.name)
     if kind is None or not kind.make:
@@ -258,9 +258,9 @@ def preset_of(method: methods.Composed) -> Method:
 
 
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
-    """What ``method`` drafts with for the ``target`` model, from its ``folder``.
+    """The drafter of ``method`` for the ``target`` model, loaded from ``folder``.
 
-    Raises ``ValueError`` for methods that draft without one, and for a folder that holds something
+    Raises ``ValueError`` for methods that need no drafter, and for a folder that holds something
     else.
     """
     if method not in KINDS or not KINDS[method].load:
@@ -275,7 +275,7 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
 
 
 def _other_kind(method: str, folder: Path) -> ValueError | None:
-    """What is wrong with the ``folder`` of a drafter if it is one of other methods."""
+    """The error for a ``folder`` with a drafter of other methods; None if it is not one."""
     try:
         found = recognised(ModelFolder(folder))
     except ValueError:
@@ -320,15 +320,15 @@ class Drafters:
         self.passed = frozenset(self.given)  # by the caller, not read here
 
     def get(self, method: str) -> Any:
-        """What ``method`` drafts with; None where it needs nothing.
+        """The drafter of ``method``; None if it needs none.
 
-        Raises ``ValueError`` where it is missing.
+        Raises ``ValueError`` if it is missing.
         """
         place = KINDS[method].place if method in KINDS else ""
         if place and method not in self.given:
             folder = self._folder(method)
             if folder is None and KINDS[method].offers:
-                return None  # the target's own, or it says what is missing
+                return None  # the target drafts itself, or its own error names what is missing
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "

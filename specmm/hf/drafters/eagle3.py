@@ -64,10 +64,10 @@ class BoundEagle3:
         return self.target.embed(tokens)
 
     def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """What the head reads [B, L, C] at the prompt's ``tokens`` [B, L].
+        """The head's input embeddings [B, L, C] for the prompt's ``tokens`` [B, L].
 
-        ``embeddings`` [B, L, W] are the target's, with its projected pictures. Released heads read
-        the token that stands for a picture: of the picture they know the states of the target.
+        ``embeddings`` [B, L, W] are the target's, with its projected pictures. Released heads embed
+        a picture's placeholder token: they know the picture only from the target's states.
         """
         if self.head.config.picture_embeddings:
             return embeddings
@@ -135,7 +135,7 @@ def check_target(head: Eagle3Head, target: VLMTarget) -> tuple[int, ...]:
 
 
 def _usual_layers(count: int) -> tuple[int, ...]:
-    """Those that a head reads of a target of ``count`` layers where its config does not say."""
+    """The layers that a head reads of a target of ``count`` layers, if its config names none."""
     found = layers_read(count)
     if len(found) != READ:
         raise ValueError(

@@ -135,7 +135,7 @@ def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
 
 
 def read_config(facts: Facts, state: State, source: object = "config.json") -> Eagle3Config:
-    """What ``facts`` of a ``config.json`` and the weights' names and shapes say of a head.
+    """A head's configuration, from the ``facts`` in ``config.json`` and its weights in ``state``.
 
     Raises ``ValueError`` for a folder of something else, and for sizes that are missing.
     """
@@ -318,7 +318,7 @@ def speculators_facts(
     """The ``speculators_config`` of a drafter that proposes chains of ``tokens``."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
     name = "" if target is None else target.config.name_or_path
-    if name and Path(name).is_dir():  # where it lies here is nobody's business
+    if name and Path(name).is_dir():  # do not publish a local path
         name = Path(name).resolve().name
     verifier = {
         "name_or_path": name or None,

@@ -233,7 +233,7 @@ class Eagle3Head(nn.Module):
         return x + layer.mlp(layer.post_attention_layernorm(x))
 
     def read_out(self, states: Tensor) -> Tensor:
-        """What the vocabulary's head reads of predicted ``states`` [B, T, C]."""
+        """The output layer's input from predicted ``states`` [B, T, C]."""
         return states if self.config.norm_output else self.norm(states)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ def _widen(layer: Any, sizes: Any) -> None:
 
 
 def _parts(config: Eagle3Config) -> Tensor:
-    """Which of three positions turns each of the head's D numbers: 0, 1 or 2 [D]."""
+    """The M-RoPE part (0, 1 or 2) that turns each of the head's D numbers: [D]."""
     counts = torch.tensor(config.sections)
     half = torch.arange(3).repeat_interleave(counts)
     if config.interleaved:  # time, height, width, time, ... while the latter two last

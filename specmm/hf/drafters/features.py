@@ -177,7 +177,7 @@ class FeatureDrafter:
         self.clock = clock
         read = self._read(self.target, feedback.token)
         prompt = self.target.prompt
-        whole = max(prompt.input_ids.shape[1], prompt.longest)  # that of those that wait
+        whole = max(prompt.input_ids.shape[1], prompt.longest)  # waiting prompts included
         spared = whole - max(read.slots.shape[1], prompt.longest)
         size = CacheSize(
             layers=self.network.sizes,
@@ -240,7 +240,7 @@ class FeatureDrafter:
         return self.network.run(slots, positions, bias, self.cache.layers)
 
     def _read(self, target: VLMTarget, token: Tensor) -> Reading:
-        """What the network reads of the prompt and the sampled ``token`` [B] after it."""
+        """The network's inputs for the prompt and the sampled ``token`` [B] after it."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         network = self.network
@@ -278,7 +278,7 @@ def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shift_of(target: VLMTarget) -> Tensor:
-    """What is added to the place of a token in its text, for its position: [B] or [3, B]."""
+    """Offsets [B] or [3, B] from a token's place in its text to its position."""
     offsets = target.offsets if target.offsets.ndim == 1 else target.offsets[-3:]
     return offsets + target.begins - target.prompt.lengths
 
@@ -326,8 +326,8 @@ def as_chains(method: Grown) -> Grown:
 
 
 def candidates(target: VLMTarget, network: FeatureNetwork, kind: Grown) -> list[Candidate]:
-    """What method ``auto`` tries of ``kind``: Sequoia's trees for the acceptance that comes with
-    the ``network``; where it was never measured the usual tree.
+    """Candidates of ``kind`` for method ``auto``: Sequoia's trees for the ``network``'s measured
+    acceptance, or the usual tree if it was never measured.
     """
     acceptance = network.acceptance
     if not acceptance:

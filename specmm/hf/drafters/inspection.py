@@ -79,9 +79,9 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What ``folder`` holds: its ``format``, the ``methods`` that use it, the target ``wanted``,
-    ``sizes``, what to call (``use``), ``notes``, and for a model the ``drafters`` beside it and the
-    methods that it ``takes``, by what it does: "draws", "answers", "continues".
+    """The content of ``folder``: its ``format``, the ``methods`` that use it, the target
+    ``wanted``, ``sizes``, a call to ``use`` it, ``notes``, and for a model the ``drafters`` beside
+    it and the methods it ``takes``, by its kind of output: "draws", "answers", "continues".
 
     ``misfits`` says why it cannot draft for the target asked about (empty: it can; None: no target
     was asked about).
@@ -241,17 +241,17 @@ def find_folder(name: str | Path) -> Path:
 
 
 def read_folder(folder: ModelFolder) -> Inspection:
-    """What ``folder`` holds; see :func:`inspect`."""
+    """The content of ``folder``; see :func:`inspect`."""
     return _Reader(folder).inspection()
 
 
 def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
-    """What the folder, pocket model or hub id ``name`` holds, and whether it fits the ``target``
-    model.
+    """The content of the folder, pocket model or hub id ``name``, and whether it fits the
+    ``target`` model.
 
-    Sizes are compared first; where these fit, both are loaded and asked what their use asks them.
-    A target without weights or tokenizer is not, which ``notes`` say. Raises ``ValueError`` for
-    what is no drafter and no model.
+    Sizes are compared first; if they fit, both are loaded and assembled as in use. A target without
+    weights or tokenizer is not loaded, and ``notes`` say so. Raises ``ValueError`` for anything
+    that is neither a drafter nor a model.
     """
     found = read_folder(ModelFolder(find_folder(name)))
     if target is None:
@@ -265,7 +265,7 @@ def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
 
 
 def _tried(found: Inspection, place: Path, name: str) -> Inspection:
-    """What is ``found``, with what the target in ``place`` says to its use."""
+    """``found``, completed by loading it with the target in ``place``."""
     reader = _Reader(ModelFolder(place))
     opens = [PIPELINES[does] for does in reader.inspection().takes if does in PIPELINES]
     if not opens or not (reader.speaks or reader.composed):

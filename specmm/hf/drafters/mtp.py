@@ -138,10 +138,10 @@ class MtpDrafter:
             return torch.stack(states, 2)
 
     def _next_embeddings(self, target: VLMTarget, token: Tensor) -> Tensor:
-        """What is read of the token after each slot of the prompt [B, L, C], at last ``token`` [B].
+        """Embeddings [B, L, C] of the token after each slot of the prompt, the last ``token`` [B].
 
-        The layers embed tokens themselves, for a decoder may norm what it reads; pictures are as
-        the decoder reads them.
+        The layers have their own embeddings, since a decoder may norm its inputs; pictures are
+        embedded as for the decoder.
         """
         context = target.context
         assert context is not None

@@ -85,7 +85,7 @@ def _order(given: State) -> list[str]:
 
 
 def _placed(tuned: State, numbers: State, given: State) -> State:
-    """What is ``given`` with the ``tuned`` weights in the places of their ``numbers``."""
+    """The weights ``given``, with the ``tuned`` ones at the places in ``numbers``."""
     widest = max((x.dtype for x in tuned.values()), key=lambda dtype: torch.finfo(dtype).bits)
     flat = torch.cat([given[name].flatten().to(widest) for name in _order(given)])
     for name, places in numbers.items():

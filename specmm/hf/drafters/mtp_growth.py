@@ -23,12 +23,12 @@ from specmm.core.tree import DraftTree, at_nodes
 
 
 class LayerGrowth(Growth):
-    """As :class:`specmm.core.growth.Growth`, for a head of ``layers`` in turn, whose ``read`` runs
-    the layer of its ``depth`` or else the last.
+    """As :class:`specmm.core.growth.Growth`, for a head of several ``layers``, whose ``read`` runs
+    layer ``depth``, or the last one below that.
 
-    ``last`` [B, K, C] is what each predicted after the last committed token; the caller sets it for
-    the prompt. A round's committed tokens stay in scratch slots, before its drafts, until the tree
-    is grown. Layers that a tree never reaches do not run: ``count`` K are left.
+    ``last`` [B, K, C]: each layer's prediction after the last committed token; the caller sets it
+    for the prompt. A round's committed tokens stay in scratch slots, before its drafts, until the
+    tree is grown. Only the ``count`` K layers that a tree reaches are run.
     """
 
     last: Tensor

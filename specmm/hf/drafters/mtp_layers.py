@@ -66,17 +66,17 @@ class MtpLayers:
 
     @property
     def count(self) -> int:
-        """How many layers draft in turn."""
+        """The number of layers."""
         return len(self.sizes)
 
     def predicted(self, states: Tensor) -> Tensor:
-        """What was predicted [B, N, C] of the ``states`` that a layer hands on."""
+        """The predictions [B, N, C] within the ``states`` that a layer returns."""
         return states[..., : self.model.config.hidden_size]
 
     def windows(self) -> list[int]:
-        """Positions that each layer attends, itself included; 0 for all.
+        """Positions that each layer attends to, itself included; 0 for all.
 
-        Raises ``ValueError`` for layers that keep states.
+        Raises ``ValueError`` for layers that have states.
         """
         config = self.model.config
         types = getattr(config, "layer_types", None) or [FULL] * self.count
@@ -285,7 +285,7 @@ def told_layers(config: PreTrainedConfig, folder: str | Path | None) -> PreTrain
 
 
 def _names(main: PreTrainedModel) -> list[str]:
-    """What the names of the layers' weights look like, whatever the depth of the ``main`` model."""
+    """Patterns of the names of the layers' weights, for any depth of the ``main`` model."""
     text: Any = main.config.get_text_config(decoder=True)
     first = text.num_hidden_layers
     further = range(first, first + text.num_mtp_layers)
@@ -295,7 +295,7 @@ def _names(main: PreTrainedModel) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, from an ``error`` of transformers that may list every weight."""
+    """A short reason from an ``error`` of transformers, which may list every weight."""
     missing = re.findall(r"'(layers\.[\w.]+)'", str(error))
     if missing:
         return f"missing are {some_names(missing)}"
@@ -304,7 +304,7 @@ def _reason(error: Exception) -> str:
 
 @torch.inference_mode()
 def _sizes(model: Any) -> tuple[LayerSize, ...]:
-    """What each layer stores of a token: one is run."""
+    """Size of each layer's cache entry for a token, found by running one."""
     cache = MtpCache(config=model.config)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     states = model.embed_tokens(token)

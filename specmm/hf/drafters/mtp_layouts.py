@@ -103,7 +103,7 @@ def class_of(main: PreTrainedModel) -> type[MtpModel]:
 
 
 def count_of(config: PreTrainedConfig, folder: str | Path | None) -> int:
-    """How many MTP layers the checkpoint of ``config`` in ``folder``, where it has one, holds."""
+    """The number of MTP layers in the checkpoint of ``config`` in ``folder`` (None: unknown)."""
     count = mtp_layers_of(config)
     if count or layout_of(config) is None or not folder or not Path(folder).is_dir():
         return count

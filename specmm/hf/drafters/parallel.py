@@ -22,10 +22,10 @@ Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # slots, positions, bias to st
 
 
 class MaskedPass:
-    """Runs committed slots with masks behind them for ``depth`` drafts, and keeps their states.
+    """Runs committed slots, followed by masks for ``depth`` drafts, and stores the masks' states.
 
-    ``mask`` [1, 1, ...] is the slot of a mask, and ``run`` the network over slots that are stored
-    where the cache aims.
+    ``mask`` [1, 1, ...] is the slot of a mask; ``run`` runs the network and writes its slots where
+    the cache points.
     """
 
     state: ClassVar[tuple[str, ...]] = ("order", "bias")

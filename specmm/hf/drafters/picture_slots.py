@@ -19,7 +19,7 @@ from torch import Tensor, nn
 class PictureSlots(nn.Module):
     """``count`` n slots of ``width`` W for every unbroken run of a picture's places.
 
-    A run that has no more keeps as many as it has.
+    A shorter run keeps its number of slots.
     """
 
     def __init__(self, count: int, width: int) -> None:
@@ -28,8 +28,9 @@ class PictureSlots(nn.Module):
         self.queries = nn.Parameter(torch.zeros(count, width))
 
     def forward(self, slots: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        """``slots`` [B, L, W], ``image`` [B, L] bool where they are of pictures; returns those
-        [B, M, W] that are left, in order and padded at the right, and their places ``kept`` [B, L].
+        """Compress ``slots`` [B, L, W], of pictures where ``image`` [B, L] bool. Returns the slots
+        that remain [B, M, W], in order and padded at the right, and the mask ``kept`` [B, L] of
+        their places.
         """
         left = _left(image, self.count + 1)
         kept = left <= self.count
@@ -51,7 +52,7 @@ class PictureSlots(nn.Module):
 
 
 def _left(image: Tensor, most: int) -> Tensor:
-    """How many places of its run there are from each of ``image`` [B, L] on, at ``most`` so many;
+    """Remaining places of each place's run in ``image`` [B, L], itself included, at most ``most``;
     0 for text.
     """
     ahead = F.pad(image, (0, most - 1)).unfold(1, most, 1)  # [B, L, most]
@@ -59,9 +60,9 @@ def _left(image: Tensor, most: int) -> Tensor:
 
 
 def packed(x: Tensor, kept: Tensor) -> Tensor:
-    """What ``x`` [B, L, ...] has at the places ``kept`` [B, L], moved to the front [B, M, ...].
+    """Entries of ``x`` [B, L, ...] at the places ``kept`` [B, L], moved to the front [B, M, ...].
 
-    Rows that keep fewer are padded with what they do not keep.
+    Rows with fewer such places are padded with their other entries.
     """
     count = int(kept.sum(1).max())
     order = kept.logical_not().long().argsort(dim=1, stable=True)[:, :count]

@@ -1,1 +1,1 @@
-"""From a folder to a model of transformers where it runs."""
+"""Loads transformers models from folders onto their devices."""

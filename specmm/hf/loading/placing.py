@@ -142,10 +142,10 @@ class Placing:
         return sorted(self.folder.glob("model*.safetensors"))
 
     def put(self, model: Any) -> Any:
-        """``model`` where it runs, in the dtype that is wanted or is the fastest there.
+        """``model`` on its device, in the wanted dtype or the fastest one there.
 
-        One that a map or a quantiser has placed stays. Raises ``ValueError`` for one on several
-        devices: keys and values are kept on one.
+        A model that a device map or a quantiser has placed is not moved. Raises ``ValueError`` for
+        a model on several devices: keys and values are stored on one.
         """
         if "device_map" in self.options or is_quantised(model):
             _check_one_device(model)

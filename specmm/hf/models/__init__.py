@@ -1,1 +1,1 @@
-"""Models of transformers as targets."""
+"""Transformers models as targets: their parts, caches, states and tests."""

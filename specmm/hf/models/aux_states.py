@@ -1,4 +1,4 @@
-"""Auxiliary hidden states: what a drafter reads of a target's inner layers.
+"""Auxiliary hidden states: a target's inner layers' outputs, which a drafter reads.
 
 Shape letters: B batch, N tree nodes, L prompt positions, F layers read, C width.
 """

@@ -464,7 +464,7 @@ def _compiled_from(module: Any) -> Any:
 
 
 def has_states(layer: Any) -> bool:
-    """Whether a ``layer`` of transformers' cache keeps states."""
+    """Whether a ``layer`` of transformers' cache has states."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 

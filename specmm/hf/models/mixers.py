@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import LinearAttentionLayer
 
-# Of the tokens that a mixer is asked with: small ones leave the state as it is, large ones show
-# what is bounded.
+# Scales of the inputs that a mixer is tested with: small ones hardly change the state, large ones
+# reveal bounds.
 SCALES = (0.05, 1.0, 16.0, -16.0)
 CLOSE = 1e-3  # of a token's largest number
 
@@ -81,7 +81,7 @@ class StateLayer(LinearAttentionLayer):
         super().__init__(number_of_states)
         self.number = number
         self.made: dict[Slot, Tensor] = {}
-        self.written: Callable[[Slot], None] | None = None  # told where a module writes
+        self.written: Callable[[Slot], None] | None = None  # called with each slot written
 
     def update_conv_state(
         self,

@@ -39,10 +39,10 @@ OWN = 3  # tokens that the model itself answers a prompt with
 CLOSE = {torch.float32: 0.001, torch.float64: 0.001}  # of the spread of log-probabilities
 ROUNDED = 0.03  # the same in half precision
 STATES = 0.06  # there, where layers have states
-NOISES = 2.0  # as many of them at most are ours from its own
-NOISIEST = 0.1  # of the range, beyond which nothing is told apart
+NOISES = 2.0  # largest distance between our scores and the model's own, in units of its noise
+NOISIEST = 0.1  # of the range: with more noise than that, nothing can be distinguished
 LOGGER = logging.getLogger(__name__)
-LEAST = -80.0  # a log-probability that float32 can still tell from that of 0
+LEAST = -80.0  # a log-probability whose exponential float32 still distinguishes from 0
 DIFFERS = "its scores of a small draft tree differ from its own"
 Answer = Way | str  # the way that agrees, or what is wrong
 Probing = Callable[[Way], Target]
@@ -318,7 +318,7 @@ def _generate(
         pad_token_id=0,
     )
     generator: Any = model
-    settings = generator.generation_config  # generate would fill in what the plain ones leave out
+    settings = generator.generation_config  # generate would add these to the plain ones
     generator.generation_config = GenerationConfig()
     try:
         with torch.inference_mode():

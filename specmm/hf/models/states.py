@@ -155,10 +155,10 @@ class States:
             mixer.module.register_forward_hook(post, with_kwargs=True),
         ]
 
-    # a mixer that goes on from its state over several tokens at once
+    # way "chunk"
 
     def _joined(self, mixer: Mixer, call: Call) -> Call:
-        """Each row's tokens kept since the committed states, and after them the chain's."""
+        """Each row's tokens accepted since the committed states, followed by the chain's."""
         most = max(self.counts)
         joined = call
         if most:
@@ -225,7 +225,7 @@ class States:
     # after the round
 
     def commit(self, kept: Tensor) -> None:
-        """Let the states be those after the first ``kept`` [B] tokens of the chain."""
+        """Reset the states to those after the first ``kept`` [B] tokens of the chain."""
         if not self.nodes:
             return
         kept = branched(kept, self.branches)
@@ -273,7 +273,7 @@ class States:
             layer.put(slot, made[..., -size:].contiguous() if slot.kind == "conv" else made)
 
     def settle(self) -> None:
-        """Bring the committed states to the last token kept, rows of one count at a time."""
+        """Advance the committed states to the last accepted token, rows of one count at a time."""
         groups = sorted({count for count in self.counts if count})
         with self._short_chunks():
             for count in groups:

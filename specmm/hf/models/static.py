@@ -120,7 +120,7 @@ class StaticVLMTarget(CapturedTarget):
         slot = self.prompt.width + self.steps
         self.place.fill_(slot)
         self.bias[..., slot] = 0
-        # the first as it is: what it finds out of the model is then known, and not traced
+        # the first step is uncompiled: facts it caches about the model are then not traced
         output: TargetOutput = (self.program if self.stepped else _next)(self, tokens)
         self.stepped = True
         self.steps += 1

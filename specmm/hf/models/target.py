@@ -136,11 +136,11 @@ class VLMTarget:
         self.aux: AuxStates | None = None  # what drafters read in place of the last states
         self.steps = 0  # plain ones
         self.running = False  # a forward of this target, not of another on the same model
-        self.starting_row = False  # that of a row that begins anew
+        self.starting_row = False  # while a restarted row's prompt is read
         self.started: VLMTarget  # the latest such row by itself, for drafters to read
         self.spent: Tensor | None = None  # distributions whose memory the next greedy ones take
         self.first: Tensor | None = None  # slots [B], where padding comes before them
-        self.each: dict[str, Any] = {}  # what the whole model takes with every token, [B, 1, ...]
+        self.each: dict[str, Any] = {}  # the whole model's arguments for every token, [B, 1, ...]
         self.cache: Cache
         self.recurrent: States | None  # of layers that have some
         self.prompt: VLMPrompt
@@ -371,7 +371,7 @@ class VLMTarget:
         return self._output(states, self._drafters_states(states), tree, positions)
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
-        """While ``tree`` is scored: layers with states keep what a commit needs."""
+        """A context for scoring ``tree``: layers with states store the data that a commit needs."""
         if self.recurrent is None:
             return nullcontext()
         self.check_tree(tree.shape.width)

@@ -1,1 +1,1 @@
-"""Models of transformers that draw."""
+"""Transformers models that draw pictures."""

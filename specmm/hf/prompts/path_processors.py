@@ -29,7 +29,7 @@ from specmm.hf.prompts.options import SCORES, Options
 from specmm.structured import Constrained, GrammarProcessor, Matchers
 
 T = TypeVar("T")
-Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by what they have heard
+Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by the sequence they have seen
 Place: TypeAlias = tuple[int, int]  # a row and a node
 
 WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
@@ -40,16 +40,15 @@ XGRAMMAR = "xgrammar.contrib.hf"
 
 
 class PathProcessor:
-    """transformers' logits processors, applied to every path of a tree as to a sequence by itself.
+    """transformers' logits processors, applied to every path of a tree as to a separate sequence.
 
-    Those that read the scores only are called once for all nodes, the others along the paths, and
-    never below a token that may not come. One that may keep something from call to call is asked
-    as generate asks it, one longer sequence after the other: each node has its own copy of what its
-    parent has heard, and a row goes on from the copy of the last accepted node. Sequences come in
-    batches of B, each in its own row, since processors may keep something by row (what to ignore of
-    its prompt, for instance). Raises ``ValueError`` for classifier-free guidance, and where rounds
-    have ``drafts`` for processors that keep what cannot be copied, or answer the same sequence in
-    two ways.
+    Processors that only read the scores are called once for all nodes, the others along the paths,
+    and never below a token that is not allowed. A processor that may have a memory gets ever longer
+    sequences, as from generate: each node has its own copy of its parent's processor, and a row
+    continues with the copy of the last accepted node. Sequences come in batches of B, each in its
+    own row, since the memory may be by row (the part of its prompt to ignore, for instance). Raises
+    ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for processors whose
+    memory cannot be copied or that answer the same sequence in two ways.
     """
 
     def __init__(
@@ -72,12 +71,12 @@ class PathProcessor:
         self.stateful = not all(isinstance(p, SCORES_ONLY) for p in processors)
         self.drafts = False  # whether rounds have drafts
         self._memory = any(map(_may_remember, self.processors))
-        # what has heard a row's sequence, by the answer in it
+        # processors that have seen a row's sequence, by the answer in it
         self.heard: list[Heard] = [{} for _ in input_ids]
 
     @property
     def remembering(self) -> bool:
-        """Whether processors that may keep something must not hear drafts."""
+        """Whether processors that may have a memory must not see drafts."""
         return self.drafts and self._memory
 
     def check_vocabulary(self, size: int) -> None:
@@ -103,7 +102,7 @@ class PathProcessor:
         rows = range(len(logits))
         answers = [history.answer(row) for row in rows]
         nodes = [paths(tree, row) for row in rows]
-        # a row that has ended stays where it is
+        # a row that has ended has no new answer: its processors remain
         told: list[Heard] = [
             {key: heard[key] for key in [tuple(answer)] if key in heard}
             for answer, heard in zip(answers, self.heard, strict=True)
@@ -203,7 +202,7 @@ def _by_ids(processor: Any) -> Any:
 
 
 def _may_remember(processor: Any) -> bool:
-    """Whether ``processor`` may keep something from call to call, as transformers' own do not."""
+    """Whether ``processor`` may have a memory from call to call, as transformers' own do not."""
     if isinstance(processor, GrammarProcessor):
         return False
     known = type(processor).__module__.startswith("transformers.")
@@ -214,7 +213,7 @@ def _may_remember(processor: Any) -> bool:
 def copied(things: T) -> T:
     """Copies of processors or criteria, with the models and tokenizers that they use shared.
 
-    Raises ``ValueError`` for what keeps something that cannot be copied.
+    Raises ``ValueError`` if their memory cannot be copied.
     """
     memo: dict[int, Any] = {}
     for thing in things:  # type: ignore[attr-defined]
@@ -236,7 +235,7 @@ def copied(things: T) -> T:
 
 
 def _check_function(function: FunctionType) -> None:
-    """Raise ``ValueError`` for a ``function`` that keeps something outside of itself."""
+    """Raise ``ValueError`` for a ``function`` with a memory outside of itself."""
     stores = any(one.opname in STORES for one in dis.get_instructions(function))
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     if stores or any(isinstance(cell, KEPT) for cell in cells):
@@ -272,10 +271,10 @@ class Criteria:
     """transformers' stopping criteria as a :class:`specmm.core.decode.Stop`, tried after every new
     token of every row.
 
-    Rows that end are padded where one of the criteria knows an end token. Where none does, they go
-    on until the last of them ends, as in generate. Criteria that are not transformers' own may keep
-    something: each row has some of its own, which see it in its place of a batch. Raises
-    ``ValueError`` for one that does not answer row by row.
+    Rows that end are padded if one of the criteria has an end token. Otherwise they continue until
+    the last of them ends, as in generate. Criteria that are not transformers' own may have a
+    memory, so each row has its own copies, which see it in its place of a batch. Raises
+    ``ValueError`` for a criterion that does not answer row by row.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:

@@ -41,7 +41,7 @@ class VLMPrompt:
     inputs: dict[str, Any]
     max_new_tokens: int
     source: Source | None = None  # for drafters with a processor of their own
-    longest: int = 0  # tokens of the longest prompt that a row may begin anew with
+    longest: int = 0  # tokens of the longest prompt that a row may restart with
     unconditional: VLMPrompt | None = None
 
     def __post_init__(self) -> None:
