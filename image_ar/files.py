@@ -163,10 +163,10 @@ def stack_sizes(
 
 
 def check_shared(said: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
-    """Raise ``ValueError`` unless ``ours`` and ``theirs``, two configurations, have all that is
-    ``shared``: facts by name, each with its attribute in both or in the one and in the other.
+    """Raise ``ValueError`` unless the configurations ``ours`` and ``theirs`` agree on ``shared``
+    facts, which are given by name, with the attribute in both, or the attributes in each.
 
-    It is ``said`` with a fact's ``{name}`` and what ``{ours}`` and ``{theirs}`` is.
+    ``said`` is the error's text, with a fact's ``{name}`` and its values ``{ours}``, ``{theirs}``.
     """
     for name, attributes in shared.items():
         both = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])

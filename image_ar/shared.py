@@ -222,7 +222,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @abstractmethod
     def moved(self) -> None:
-        """Forget what was made of the networks where they were."""
+        """Drop programs and values derived from the networks on their former device."""
 
     def asked(self, given: Mapping[str, Any], target: Any) -> Any:
         """The class ids [B] of a call's pictures.
@@ -288,10 +288,10 @@ class PicturePipeline(ABC, Generic[M]):
     def enable_model_cpu_offload(
         self, gpu_id: int | None = None, device: torch.device | str | None = None
     ) -> None:
-        """From now on the networks are on the GPU while a call draws, and on the CPU in between.
+        """Hold the networks on the GPU during calls only, and on the CPU in between.
 
-        They move as one: pictures are decoded while others are drawn. Raises ``ValueError`` where
-        there is no GPU, and for one that is named twice.
+        All move together, because pictures are decoded while others are drawn. Raises
+        ``ValueError`` without a GPU, and if ``gpu_id`` and ``device`` are both given.
         """
         if gpu_id is not None and device is not None:
             raise ValueError(f"give gpu_id or device, not both, got {gpu_id} and {device}")
@@ -366,9 +366,9 @@ class PicturePipeline(ABC, Generic[M]):
     def settle(
         self, method: M, batch: int, sampling: Any, pictures: int = 1
     ) -> tuple[M, str, Record | None]:
-        """``method`` with what it leaves open decided for ``pictures``, ``batch`` at once, and why;
-        measured under ``sampling``, what ``target`` or ``measured`` gives. The record, if there is
-        one, learns from their seconds.
+        """Resolve ``method`` (auto, for example) for ``pictures``, ``batch`` at once, and give the
+        reason. Measurements use ``sampling``, the result of ``target`` or ``measured``. The record,
+        if there is one, takes the pictures' seconds.
         """
         return method, "", None
 
@@ -407,7 +407,7 @@ def alone(kind: type[Any]) -> type[Any]:
 
 @functools.cache
 def of_diffusers(kind: type[Any]) -> type[Any]:
-    """A family's ``…Pictures`` as the ``…Pipeline`` that it is for users: one of diffusers."""
+    """The ``…Pipeline`` class for users, which adds diffusers' base to a family's ``…Pictures``."""
     from diffusers import DiffusionPipeline
 
     name = kind.__name__.replace("Pictures", "Pipeline")

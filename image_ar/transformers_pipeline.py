@@ -248,7 +248,7 @@ class TransformersImagePictures(TokenPictures):
         layout: Layout | None = None,
         example: str = EXAMPLE,
     ) -> PictureTarget:
-        """The model as a target under these options, and the model's settings for what is None.
+        """The model as a target under these options; None stands for the model's setting.
 
         Methods are measured on the prompt ``example``.
         """

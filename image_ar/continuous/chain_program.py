@@ -64,8 +64,8 @@ class Fixed(NamedTuple):
 
 
 class ChainProgram:
-    """Rounds of the rows of so many ``pictures`` by ``run``, which does what :func:`run_rounds`
-    does.
+    """Speculation for so many ``pictures``, whose rounds ``run`` plays: :func:`run_rounds` or a
+    compiled form of it.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class ChainProgram:
         streams: tuple[PictureStreams, PictureStreams],
         held: list[list[int]],
     ) -> bool:
-        """Count what was drawn, and draw more where numbers ended; whether a picture may go on: not
-        where what is handed over at most is too little for a round.
+        """Count the numbers used, and draw more where they ran out. Returns whether any picture can
+        continue: not if a round needs more numbers than a program can hold.
         """
         goes_on = False
         for b in pictures:
@@ -154,8 +154,8 @@ def run_rounds(fixed: Fixed, begin: State, residual: bool) -> State:
 
 
 def next_state(fixed: Fixed, state: State, residual: bool) -> State:
-    """After one round; the rows of a picture that needs what is not there stop as they were before,
-    and of a row that is not going nothing changes.
+    """The state after one round. Rows that are not running do not change; nor do the rows of a
+    picture that lacks random numbers for the round, which then stop.
     """
     drawn, short, on, *parts = state
     rows = ChainRows(*parts)
@@ -175,7 +175,7 @@ def next_state(fixed: Fixed, state: State, residual: bool) -> State:
 
 
 class _GivenChain:
-    """The :class:`~specmm.image_ar.continuous.chain_round.Chain` of what is ``fixed``."""
+    """The :class:`~specmm.image_ar.continuous.chain_round.Chain` made of ``fixed`` tensors."""
 
     def __init__(self, fixed: Fixed, residual: bool) -> None:
         self.fixed = fixed
@@ -203,8 +203,8 @@ class _GivenChain:
 
 
 class _GivenNumbers:
-    """The numbers that are ``fixed``, of which ``used`` (two of [B]) are: a picture's rows take
-    theirs in their order, if they are ``going`` [B, n]. ``short`` [B, 2] as in ``State``.
+    """Random numbers from ``fixed`` streams, with the counts ``used`` of each (two of [B]). A
+    picture's rows that are ``going`` [B, n] take them in order. ``short`` [B, 2] as in ``State``.
     """
 
     def __init__(self, fixed: Fixed, drawn: Tensor, going: Tensor) -> None:

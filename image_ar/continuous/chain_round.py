@@ -98,8 +98,8 @@ class Numbers(Protocol):
 
 
 class Chain(Protocol):
-    """The head's chains of S ``steps`` and how they are speculated on: in windows of so many
-    points, at a ``temperature`` with ``log_temperature`` its variances' log.
+    """The head's chains of S ``steps``, and the speculation on them: windows of ``window`` points,
+    and a ``temperature``, whose effect on variances has the log ``log_temperature``.
     """
 
     steps: int

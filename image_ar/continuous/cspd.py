@@ -144,10 +144,10 @@ def accept(rule: PaperRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamN
 def resample(
     rule: PaperRule, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
 ) -> tuple[Array, Mask]:
-    """Tokens [N, C] of what p has more of than q, and which were found in the rule's proposals [N].
+    """Tokens [N, C] from the residual of p over q, and which rows [N] had an accepted proposal.
 
-    Proposals go on until every row has one; ``last`` takes the last of a row's own (the release),
-    not the first. Rows without any are zero: what to do with them is the caller's decision.
+    Proposals are drawn until every row has accepted one; ``last`` takes a row's last accepted one
+    (as the release), not its first. Rows without any are zero; the caller handles them.
     """
     made = np.zeros_like(p.mean)
     found = np.zeros(len(p.mean), dtype=bool)

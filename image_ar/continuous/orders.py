@@ -54,11 +54,11 @@ class MARSettings:
             )
 
     def spaced(self, steps: str | int | None) -> str | int | None:
-        """``steps``; of a number, so many that are spaced as these settings' are.
+        """``steps``; if a number, that many steps in the spacing of these settings.
 
         A plain "100" begins at the noisiest of all 1000 timesteps, where the head's prediction is
-        divided by √ᾱ = 1/20,000; "ddim100" begins before it. A head that is only good for the one
-        draws noise by the other.
+        divided by √ᾱ = 1/20,000; "ddim100" leaves that timestep out. A head that suits only one
+        spacing draws noise with the other.
         """
         ddim = self.head_steps.startswith("ddim") and isinstance(steps, int)
         return f"ddim{steps}" if ddim else steps
@@ -145,7 +145,7 @@ class PictureStreams:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, width)
 
     def ahead(self, b: int, most: int) -> Tensor:
-        """The next numbers of picture b, at most so many, that need not be drawn first."""
+        """The next numbers of picture b, at ``most`` so many, that have been drawn already."""
         return self._blocks[b][self._used[b] : self._used[b] + most]
 
     def skip(self, b: int, count: int) -> None:

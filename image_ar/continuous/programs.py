@@ -176,7 +176,7 @@ FIXED = len(Fixed._fields) - 1  # all but the weights
 
 
 def _play(weights: HeadWeights, residual: bool, *given: Tensor) -> State:
-    """``AHEAD`` rounds of what is ``given``, the tensors of ``Fixed`` and the state, in place."""
+    """Play ``AHEAD`` rounds in place; ``given`` are the tensors of ``Fixed`` and the state."""
     fixed, state = Fixed(weights, *given[:FIXED]), given[FIXED:]
     now = state
     for _ in range(AHEAD):
@@ -192,8 +192,8 @@ def check(
     batch: int,
     length: int,
 ) -> None:
-    """Raise ``ValueError`` for what has no programs where the ``head`` is: on a CPU they must draw
-    at least half of the ``length`` tokens of each of ``batch`` pictures.
+    """Raise ``ValueError`` if there are no programs for this on the ``head``'s device. On a CPU
+    they must draw at least half of the ``length`` tokens of each of ``batch`` pictures.
     """
     if captures(head.device):
         if not method.static_shapes:

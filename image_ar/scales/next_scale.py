@@ -193,8 +193,8 @@ class Session:
     def _guided(self, x: Tensor, k: int) -> Tensor:
         """Logits of the states ``x`` [R, T, C] of scale ``k``.
 
-        The head is linear, so guidance mixes what it reads: half the products, and no two
-        distributions over V tokens. The null half is left out where the weight is 0.
+        The head is linear, so guidance mixes its inputs: half the products, and no second
+        distribution over V tokens. The null half is left out if the weight is 0.
         """
         weight = self.sampling.weight(k, len(self.schedule))
         if not weight:

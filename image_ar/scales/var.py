@@ -150,7 +150,7 @@ class VARAttention(nn.Module):
         store: KVStore | None,
         tail: int,
     ) -> Tensor:
-        """The last ``tail`` rows of ``x`` [R, T, C] attend all of it, and what ``store`` holds."""
+        """The last ``tail`` rows of ``x`` [R, T, C] attend to all of it and to the ``store``."""
         qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
         if given.qk_scale is not None:
@@ -326,7 +326,7 @@ class VAR(nn.Module):
     def forward(self, labels: Tensor, inputs: Tensor) -> Tensor:
         """Logits [R, T, V] of whole scales at once (teacher forcing; eq. 6 of the paper).
 
-        ``inputs`` [R, T - first scale, E]: what the tokenizer makes of the coarser scales; the
+        ``inputs`` [R, T - first scale, E]: the tokenizer's inputs for all scales but the first; the
         finest may be left out.
         """
         given = self.condition(labels)

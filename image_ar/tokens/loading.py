@@ -221,10 +221,10 @@ def load_drafters(
     target: Transformer, model: Path, drafter: str | Path | None = None
 ) -> dict[str, DrafterHead]:
     """Every drafter in the folder of a ``model``, at ``drafters/<kind>/{model.safetensors,
-    config.json}``, by kind and in the target's dtype; a ``drafter`` in a folder of its own in place
-    of the model's of its kind, which is not read.
+    config.json}``, by kind and in the target's dtype. A ``drafter`` in a separate folder replaces
+    the model's drafter of the same kind.
 
-    Raises ``ValueError`` for a ``drafter`` that is none, and for one of another target.
+    Raises ``ValueError`` for a folder without a drafter, and for a drafter of another target.
     """
     own = model / "drafters"
     folders = {kind: own / kind for kind in READERS if (own / kind).is_dir()}

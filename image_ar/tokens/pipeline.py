@@ -193,16 +193,16 @@ class LlamaGenPictures(TokenPictures):
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
-        ``drafter``, ``tree`` and ``rule`` are chosen by hand in place of the method's, by name or
-        one's own (see :func:`specmm.register`). ``class_labels`` is another name of ``classes``,
-        and ``guidance_scale`` of ``cfg``. What is not given comes from the model's settings.
+        ``drafter``, ``tree`` and ``rule`` replace the method's: names, or your own objects (see
+        :func:`specmm.register`). ``class_labels`` is another name of ``classes``, and
+        ``guidance_scale`` of ``cfg``. Other options default to the model's settings.
         ``generator`` is one for all (each picture gets a seed from it) or one a picture; its
         uniforms depend on its own seed only, not on the batch. ``compiled`` runs steps and rounds
         as programs of ``torch.compile``, about twice as fast on a CPU after some tens of seconds at
         the first call for a method, its options and a batch size; "auto" does so once it pays
-        (:mod:`specmm.choose.when_compiled`), and draws other tokens then where numbers are near to
-        a tie. Raises ``ValueError`` for an unknown class or method, for options out of range and
-        where there is no compiler.
+        (:mod:`specmm.choose.when_compiled`), after which near ties may be decided differently.
+        Raises ``ValueError`` for an unknown class or method, for options out of range and without
+        a compiler.
         """
         output: ImageOutput = self.called(locals())
         return output
@@ -242,7 +242,7 @@ class LlamaGenPictures(TokenPictures):
     pixels = decode_tokens
 
     def asked(self, given: Mapping[str, Any], target: Any) -> Prompt:
-        """Classes or prompts; raises ``ValueError`` for what the model does not draw from."""
+        """Classes or prompts; raises ``ValueError`` for a kind the model does not draw from."""
         wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
         classes = [] if wanted is None else listed(wanted)
         prompt, repeats = given["prompt"], given["num_images_per_prompt"]

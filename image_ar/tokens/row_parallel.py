@@ -65,7 +65,7 @@ def rounds(rows: int, line: int, window: int) -> Iterator[Round]:
 def _nodes(
     row: int, drawn: list[int], fed: list[int], line: int, window: int
 ) -> Iterator[tuple[int, int, bool]]:
-    """Place, source, and whether what comes after it is drawn, of a row's nodes in a round."""
+    """A row's nodes in a round: place, source, and whether the token after it is drawn."""
     newest = row * line + drawn[row] - 1
     next_waits = row + 1 < len(drawn) and not drawn[row + 1]
     if fed[row] < drawn[row]:
@@ -123,7 +123,7 @@ def _planned(target: DrawingTarget, window: int) -> list[Round]:
 
 
 def _forced(target: DrawingTarget) -> Tensor:
-    """The only token that may come at each place [T], -1 where there are several."""
+    """The only token allowed at each place [T], -1 if there are several."""
     places = torch.arange(target.length, device=target.device)
     if target.allowed is None:
         return torch.full_like(places, -1)

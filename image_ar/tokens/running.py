@@ -70,9 +70,9 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return target.guidance, target.processor
 
     def quick(self, target: Any, method: methods.Method, batch: int) -> Any:
-        """Steps and rounds as programs, on a target of their own.
+        """A separate target whose steps and rounds are programs.
 
-        It is shared as long as the network and the drafters are what they were.
+        Calls share it as long as the network and the drafters do not change.
         """
         if not method.static_shapes:
             raise NotCompiled(

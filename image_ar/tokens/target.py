@@ -86,7 +86,7 @@ class LlamaGenTarget:
 
     @property
     def undrawable(self) -> None:
-        """Any token may come anywhere."""
+        """None: every token is allowed everywhere."""
         return None
 
     @property

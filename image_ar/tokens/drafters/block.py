@@ -162,8 +162,8 @@ class BlockDrafter:
     """Draws a tree of a fixed shape, siblings without replacement from the recorded distributions;
     or, with ``sampled=False``, takes the most likely tokens (point masses).
 
-    ``rejected_weight`` is the weight of :class:`RejectedPositions` in what is drawn from;
-    ``siblings`` says how siblings are drawn instead.
+    ``rejected_weight`` is the weight of :class:`RejectedPositions` in the draft distributions;
+    ``siblings`` chooses another way to draw siblings.
     """
 
     state: ClassVar[tuple[str, ...]] = ("cache", "order", "bias")
@@ -365,8 +365,8 @@ class RejectedPositions:
         self.rest = (1 - share).split(1, dim=1)
 
     def mix(self, scores: Tensor, depth: int) -> Tensor:
-        """The distributions [B, P, V] of the parents' children at ``depth`` ≥ 1, which are the
-        softmax of ``scores``, mixed where there is an older one.
+        """Distributions [B, P, V] of the parents' children at ``depth`` ≥ 1: the softmax of
+        ``scores``, mixed with an older distribution if there is one.
         """
         if self.older is not None and depth <= len(self.older):
             scores = torch.addcmul(self.older[depth - 1], scores, self.rest[depth - 1])

@@ -145,8 +145,8 @@ class JacobiDrafter:
         return Earlier(tree.tokens.gather(1, node), at_nodes(tree.probs, node), there)
 
     def coupling(self, earlier: Earlier | None, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each place's draft of the last round [B, W], the chance that it stays, and what is drawn
-        from else [B, W, V], of any positive total, so that together they give ``probs`` [B, N, V].
+        """Each place's draft of the last round [B, W], the chance that it stays, and otherwise the
+        distribution [B, W, V] to draw from (unnormalised). Together they give ``probs`` [B, N, V].
         """
         now = probs[:, 1:]
         if earlier is None:
@@ -173,7 +173,7 @@ class JacobiDrafter:
         return DraftTree(torch.cat([feedback.token[:, None], drafts], dim=1), self.shape, probs)
 
     def _read(self, feedback: Feedback) -> None:
-        """Note what the last round drew."""
+        """Record the tokens that the last round drew."""
         if feedback.result is None or feedback.tokens is None:
             self.tokens[:, 0] = feedback.token
             return
@@ -221,7 +221,7 @@ NEIGHBOURS = {"left": left_neighbours, "above": upper_neighbours}
 
 
 def _anything(target: DrawingTarget, places: Tensor, like: Tensor) -> Tensor:
-    """The uniform distribution [B, W, V] over the tokens that may come at ``places`` [B, W]."""
+    """The uniform distribution [B, W, V] over the tokens allowed at ``places`` [B, W]."""
     if target.allowed is None:
         return torch.full_like(like[:, 1:], 1 / like.shape[-1])
     masks = target.allowed.at(places).to(like.dtype)

@@ -82,7 +82,7 @@ def record_of(
     tokenizer: PreTrainedTokenizerBase | None,
     share: float = SHARE,
 ) -> Record:
-    """What is known of ``kinds`` for so many rows of ``prompt`` at a time, of all ``records``."""
+    """The record of ``kinds`` for as many rows as ``prompt``, from ``records`` or new."""
     rows = len(prompt.lengths)
     key = (*kinds, rows, target.processor.greedy, torch.get_num_threads())
     if key not in records:
@@ -128,8 +128,8 @@ def begin_of(
     tokenizer: PreTrainedTokenizerBase | None,
     length: int | None = None,
 ) -> Begin:
-    """Begins runs of ``length`` tokens (None: the prompt's) after ``prompt`` by any method, each on
-    a target of its own.
+    """A function that begins a run of ``length`` tokens (None: the prompt's) after ``prompt`` by
+    any method, each on its own copy of the target.
     """
     tokens = prompt.max_new_tokens if length is None else length
 

@@ -218,7 +218,7 @@ def _kind_of(method: Method) -> Any:
 
 
 def _drafters(drafter: object, kind: Any) -> Callable[[PreTrainedModel], object]:
-    """Gives what ``kind`` drafts with for a model: ``drafter``, or what is in that folder."""
+    """A function from a model to its drafter of ``kind``: ``drafter``, or read from its folder."""
     loaded: WeakKeyDictionary[PreTrainedModel, object] = WeakKeyDictionary()
 
     def find_for(model: PreTrainedModel) -> object:

@@ -77,7 +77,7 @@ WORTH = 24  # rounds for which a graph is captured where "auto" decides: capturi
 
 
 def check_continuous_batching(method: Method, batch_size: int) -> None:
-    """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot begin anew."""
+    """Raise ``ValueError`` for a ``batch_size`` with a method whose rows cannot restart."""
     if batch_size and not method.can_refill:
         kinds = [methods.make(methods.GENERATE, name) for name in methods.GENERATE]
         others = ", ".join(kind.name for kind in kinds if kind.can_refill)
@@ -133,7 +133,7 @@ class PromptBatch:
 def ending(streamer: BaseStreamer | None) -> Iterator[None]:
     """Ends a ``streamer`` however the run ends: another thread may be waiting for it.
 
-    Raises ``ValueError`` for what is no streamer.
+    Raises ``ValueError`` for an object that is not a streamer.
     """
     if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise ValueError(
@@ -377,11 +377,11 @@ class Pipeline:
         """A pipeline of a folder, a pocket name or a hub id, on this machine's best device and in
         its fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        ``drafter`` is a loaded one, or the folder, pocket name or hub id of the method's drafter
-        where it is not beside the model, or one's own (see :func:`specmm.register`); ``method``
-        None is the one that it is for, and plain decoding without one. A folder that PEFT wrote is
-        its base with the adapter. ``device_map``, ``quantization_config`` and ``variant`` are
-        transformers', of the model alone; ``revision`` and ``cache_dir`` are a hub id's,
+        ``drafter`` is a loaded drafter, its folder, pocket name or hub id if it is not beside the
+        model, or your own object (see :func:`specmm.register`). ``method`` None is the drafter's
+        own method, and plain decoding without a drafter. A folder that PEFT wrote stands for its
+        base with the adapter. ``device_map``, ``quantization_config`` and ``variant`` are passed to
+        transformers, for the model alone; ``revision`` and ``cache_dir`` apply to hub ids;
         ``download`` agrees to fetch more than a gigabyte.
         """
         method, drafter = with_own(cls.registry, method, drafter)
@@ -563,9 +563,9 @@ class Pipeline:
         return Chosen(found, f"auto: {methods.label(found)} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
-        """Whether ``options`` ask for graphs, or let us choose, and the model is on a GPU.
+        """Whether ``options`` ask for graphs, or leave the choice, and the model is on a GPU.
 
-        Answers with pictures are not captured: what may come depends on what came.
+        Answers with pictures are not captured: the allowed tokens depend on earlier ones.
         """
         return bool(options.compiled) and not options.draw and captures(self.model.device)
 

@@ -103,7 +103,8 @@ class AssistantDrafter:
     ) -> Tensor:
         """States [B, N, D] after drafts ``tokens`` [B, N] and their parents' ``hidden`` [B, N, D].
 
-        All have one position and attend what is committed, whatever ``positions`` and ``bias`` are.
+        All have one position and attend to the committed tokens; ``positions`` and ``bias`` are
+        ignored.
         """
         with self.clock("draft"):
             return self._states(tokens, self.model.post_projection(hidden))

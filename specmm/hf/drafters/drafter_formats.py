@@ -228,7 +228,7 @@ FORMATS: tuple[DrafterFormat, ...] = (
 
 
 def recognised(folder: ModelFolder) -> DrafterFormat:
-    """The layout of ``folder``; raises ``ValueError`` for one that nothing here reads."""
+    """The layout of ``folder``; raises ``ValueError`` if it is unknown."""
     found = next((one for one in FORMATS if one.matches(folder)), None)
     if found is None:
         kind = folder.facts.get("model_type") or folder.facts.get("architectures")

@@ -208,8 +208,8 @@ def assemble(
 ) -> Assembly:
     """The parts of a speculative ``method``.
 
-    ``drafter`` is what it drafts with, ``tokenizer`` the target's. Raises ``ValueError`` for a
-    method that drafts nothing and for a drafter that does not fit.
+    ``drafter`` is the result of :func:`load_drafter`, ``tokenizer`` the target's. Raises
+    ``ValueError`` for a method that drafts nothing and for a drafter that does not fit.
     """
     if isinstance(method, methods.Composed):  # of a third-party drafter: see preset_of
         return _outside(method.choice, target)
@@ -230,8 +230,8 @@ def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
 
 
 def preset_of(method: methods.Composed) -> Method:
-    """The method of the drafter that the choice of ``method`` names, with its tree and its rule; of
-    one that others wrote, ``method`` itself.
+    """The method of the drafter named in ``method``'s choice, with the choice's tree and rule; for
+    a third-party drafter, ``method`` itself.
 
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
@@ -355,7 +355,7 @@ class Drafters:
             shutil.copytree(own, folder / DRAFTERS, dirs_exist_ok=True)
 
     def has(self, method: str) -> bool:
-        """Whether ``method`` finds what it drafts with."""
+        """Whether the drafter of ``method`` is available, or none is needed."""
         if method not in KINDS or not (KINDS[method].place or KINDS[method].offers):
             return True
         if method in self.given or self._folder(method) is not None:

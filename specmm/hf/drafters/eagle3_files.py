@@ -259,7 +259,7 @@ to_speculators, to_eagle, to_specforge = (partial(_rewrite, layout=name) for nam
 
 
 def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | None = None) -> None:
-    """Raise ``ValueError`` naming what a head of ``config`` has and ``layout`` cannot hold."""
+    """Raise ``ValueError`` naming features of ``config`` that ``layout`` cannot express."""
     sizes: Any = config.sizes
     flat = layout != "speculators"
     eagle = layout == "eagle"

@@ -105,8 +105,8 @@ class BoundNetwork(Protocol):
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
         """Slots [B, n, ...] of tokens with ``embeddings`` [B, n, C].
 
-        ``hidden`` are the target's states [B, n, C or F·C] at ``depth`` 0, and below what the
-        network predicted [B, n, C].
+        ``hidden`` are the target's states [B, n, C or F·C] at ``depth`` 0, and the network's
+        predictions [B, n, C] below.
         """
 
     def run(
@@ -170,7 +170,7 @@ class FeatureDrafter:
             self.ahead = MaskedPass(self.network.mask, self.max_depth, self._run)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Make a cache as roomy as the target's, but for what is left out of pictures, and read the
+        """Make a cache of the target's capacity, less the slots that pictures save, and read the
         prompt.
         """
         hidden = feedback.output.hidden
@@ -284,7 +284,7 @@ def shift_of(target: VLMTarget) -> Tensor:
 
 
 def with_row(shift: Tensor, row: int, own: Tensor) -> Tensor:
-    """``shift`` [B] or [3, B] with the ``own`` [1] or [3, 1] of a ``row`` that begins anew."""
+    """``shift`` [B] or [3, B] with ``own`` [1] or [3, 1] for a ``row`` that restarts."""
     if own.ndim > shift.ndim:  # the first row with positions in parts
         shift = shift.expand(len(own), -1).clone()
     shift[..., row] = own[..., 0]
@@ -292,10 +292,10 @@ def with_row(shift: Tensor, row: int, own: Tensor) -> Tensor:
 
 
 def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> Assembly:
-    """The parts of a ``method``: EAGLE-2's tree, or one of fixed shape that is drawn.
+    """The parts of a ``method``: with EAGLE-2's tree, or a sampled tree of fixed shape.
 
-    Where drafts must be chains, the default trees are chains as deep. Raises ``ValueError`` for
-    what is no drafter of this method.
+    If drafts must be chains, the default trees become chains of the same depth. Raises
+    ``ValueError`` for a drafter of another method.
     """
     if getattr(drafter, "method", "") != method.name:
         raise ValueError(
@@ -368,7 +368,7 @@ def measure_acceptance(
 def acceptance_of(
     target: VLMTarget, network: FeatureNetwork, prompts: Sequence[VLMPrompt], ends: Sequence[int]
 ) -> dict[float, Acceptance]:
-    """By temperature, what is accepted of the answers to ``prompts``: what ``auto`` plans with."""
+    """Acceptance by temperature, measured on answers to ``prompts``, for ``auto``'s plans."""
     found = {}
     for temperature in (0.0, 1.0):
         judge = VLMTarget(target.model, Processor(temperature), target.name)

@@ -140,7 +140,7 @@ class _Reader:
         )
 
     def _takes(self, command: str) -> dict[str, tuple[str, ...]]:
-        """Methods by what a model does; a picture model's weights say whether it draws."""
+        """Methods by a model's kind of output; a picture model's weights say whether it draws."""
         picture = picture_type(self.folder.path)
         if picture is None:
             does = {"ask": "answers", "complete": "continues"}.get(command)

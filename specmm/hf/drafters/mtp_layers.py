@@ -94,9 +94,9 @@ class MtpLayers:
 
 
 class LayerSlots:
-    """The ``layers`` over a ``cache`` of their own, slot s of the token at place s + 1 of a text.
+    """The ``layers`` with their ``cache``, in which slot s belongs to the token at place s + 1.
 
-    Layer k has nothing to read for a text's first k slots: what it stores there is hidden.
+    Layer k has no input for a text's first k slots: its entries there are masked.
     """
 
     def __init__(self, layers: MtpLayers, windows: Sequence[int], cache: Cache) -> None:
@@ -112,8 +112,8 @@ class LayerSlots:
     def aim(self, slots: Tensor, positions: Tensor, bias: Tensor) -> None:
         """The next :meth:`run` reads tokens of ``slots`` [1 or B, N] in their texts.
 
-        ``positions`` [1 or B, N] or [parts, B, N] are what they turn by, ``bias`` [B, 1, N, S] the
-        mask of full attention.
+        ``positions`` [1 or B, N] or [parts, B, N] are for the rotary embeddings, ``bias``
+        [B, 1, N, S] is the mask of full attention.
         """
         self.slots = slots
         self.positions = positions
@@ -210,8 +210,8 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
 
 
 def named_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """``target`` as transformers' ``MtpModel`` reads its layers from ``folder``: with a config of
-    its own, which tells how many there are, and the names of their weights; all the rest shared.
+    """A copy of ``target`` from which transformers' ``MtpModel`` can read its layers in ``folder``:
+    with its own config, which has their number, and the names of their weights; the rest is shared.
     """
     main = copy.copy(target)
     main.config = told_layers(target.config, folder)

@@ -80,7 +80,7 @@ class LaidOutMtp(MtpModel):
     """The layers of a model whose type is in ``LAYOUTS``."""
 
     def tie_with_main_model(self, main_model: PreTrainedModel) -> None:
-        """Beside what is shared, a copy of the decoder's last norm, where the layers have none."""
+        """Also share the decoder's last norm, as a copy, if the layers have none."""
         super().tie_with_main_model(main_model)
         layout = layout_of(main_model.config)
         assert layout is not None
@@ -90,7 +90,7 @@ class LaidOutMtp(MtpModel):
                 layer.post_norm = copy.deepcopy(main_model.get_decoder().norm)
 
     def get_weight_conversions(self, main_model: PreTrainedModel) -> list[WeightTransform]:
-        """The layout's names, and the model's own of what is in a layer."""
+        """The layout's renamings, and the model's own conversions within a layer."""
         layout = layout_of(main_model.config)
         assert layout is not None
         named: list[WeightTransform] = [WeightRenaming(*pair) for pair in layout.names]

@@ -44,11 +44,11 @@ class LookupRow:
             self.tokens.append(token)
 
     def guess(self, length: int, least: int = 1) -> list[int]:
-        """Up to ``length`` tokens that may follow, by the longest n-gram that was there before, of
-        ``least`` tokens.
+        """Up to ``length`` tokens that followed the longest n-gram (of at ``least`` so many tokens)
+        that has occurred before.
 
-        A guess that reaches the latest token goes on with itself, so that what repeats is drafted
-        at full length.
+        A guess that reaches the latest token repeats itself, so that repetitions are drafted at
+        full length.
         """
         for n in range(min(self.ngram, len(self.tokens)), least - 1, -1):
             latest = tuple(self.tokens[-n:])
@@ -121,10 +121,10 @@ class PromptLookupDrafter:
         self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """A chain of each row's guess, filled up with the root's token, which is as good as any.
+        """A chain of each row's guess, padded with the root's token (any token would do).
 
-        All rows' chains are as long as the longest guess; but where uniforms are drawn, always of
-        full length, for a row's uniforms must not depend on what the others guess.
+        All rows' chains are as long as the longest guess; but if uniforms are drawn, they have full
+        length, because a row's uniforms must not depend on the other rows' guesses.
         """
         with self.clock("draft"):
             self.recall.extend(feedback)

@@ -58,8 +58,9 @@ class Translation:
         vocabulary: int,
         rows: int,
     ) -> Translation:
-        """Of two tokenizers: of the target's ``vocabulary`` of tokens, and of the drafter's, whose
-        model has so many ``rows``. Raises ``ValueError`` when they share too few tokens.
+        """The translation from the target's tokenizer, with ``vocabulary`` tokens, to the
+        drafter's, whose model has so many ``rows``. Raises ``ValueError`` when they share too few
+        tokens.
         """
         texts = sorted(_texts(drafter).items(), reverse=True)
         known = {text: i for i, text in texts if i < rows}

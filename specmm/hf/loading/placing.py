@@ -125,8 +125,8 @@ class Placing:
         return load(self.place.dtype) if self.rounded(model_of(found)) else found
 
     def rounded(self, model: Any) -> bool:
-        """Whether ``model``, loaded in :attr:`dtype`, computed something for itself in a dtype that
-        does not hold what the wanted one would, such as the scale of its embeddings.
+        """Whether ``model``, loaded in :attr:`dtype`, computed a buffer with less precision than
+        the wanted dtype has, such as the scale of its embeddings.
         """
         wanted = self.place.dtype
         if wanted is None or self.dtype == wanted:

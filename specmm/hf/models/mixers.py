@@ -74,7 +74,7 @@ class Call(NamedTuple):
 class StateLayer(LinearAttentionLayer):
     """The states of one layer, [R, ...].
 
-    While ``record_past`` is on, a forward leaves them alone: what it makes of them is in ``made``.
+    While ``record_past`` is on, a forward does not change them and puts new states into ``made``.
     """
 
     def __init__(self, number_of_states: int = 1, number: int = 0) -> None:
@@ -150,10 +150,10 @@ def way_of(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: Call)
 
 
 def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: Call) -> bool:
-    """Whether ``module`` does with some tokens at once what it does with one after the other.
+    """Whether ``module`` gives the same results for several tokens at once as one after the other.
 
-    Its states are random numbers meanwhile, so that to ignore them makes a difference. Numbers
-    are float32: half precision would hide what a bound changes.
+    Its states are random for the test, so that ignoring them shows. Numbers are float32: half
+    precision would hide the effect of a bound.
     """
     last = call.part(call.width - 1, call.width).map(_float, 1)
     tokens = [last.map(partial(_scaled, by=scale), 1) for scale in SCALES]

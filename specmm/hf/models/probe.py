@@ -178,8 +178,8 @@ def _noise(model: PreTrainedModel) -> float:
 
 
 def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
-    """The first of the ``family``'s ways whose log-probabilities are those ``wanted``; else the
-    nearest one, if it is as near as the model is to itself; else what is wrong with that.
+    """The first of the ``family``'s ways whose log-probabilities equal those ``wanted``; else the
+    nearest one, if it is within the model's own noise; else the reason why none fits.
     """
     ways = family.ways
     if not _embeds_alike(family):
@@ -243,7 +243,7 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def _told(error: Exception) -> str:
-    """``error`` in a line; one about memory says nothing of the model and is raised."""
+    """``error`` in a line; an error about memory does not concern the model and is raised."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -116,9 +116,8 @@ class Grammar:
         return found
 
     def masked(self, logits: Tensor, opened: Tensor, left: Tensor) -> Tensor:
-        """``logits`` [B, N, V] of what follows ``opened`` [B, N], ``-inf`` for what may not.
-
-        ``left`` [B or 1, N] tokens may still come.
+        """``logits`` [B, N, V] with ``-inf`` for tokens not allowed at the progress ``opened``
+        [B, N], if ``left`` [B or 1, N] tokens remain in the answer.
         """
         fits = left >= self.length + 2
         place = torch.where(fits, IN_TEXT, IN_FULL_TEXT)
@@ -206,7 +205,7 @@ class InterleavedTarget(VLMTarget):
         return super().step(tokens)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, N, V], ``-inf`` for what may not follow tokens at ``positions`` [B, N]."""
+        """Logits [B, N, V], ``-inf`` for tokens not allowed after ``positions`` [B, N]."""
         drawn = positions - self.begins[:, None] + 1
         left = self.prompt.max_new_tokens - drawn
         return self.grammar.masked(super().guided(logits, positions), self.at, left)

@@ -129,10 +129,10 @@ def written(
     forms: Sequence[Callable[[Any], Any]],
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """The text that a chat template, asked by ``write``, makes of ``chat``, in the first of the
-    ``forms`` of contents of which it shows all texts, and each of the ``tokens`` so many times.
+    """The text of ``chat`` in the chat template that ``write`` applies. Contents are written in the
+    first of the ``forms`` with which all texts appear, and each of the ``tokens`` so many times.
 
-    Raises ``ValueError`` where there is none; of text alone a template may leave some out.
+    Raises ``ValueError`` if no form fits; in chats of text alone a template may leave some out.
     """
     usual = None
     reason = "others"

@@ -42,7 +42,7 @@ CONFIG = "generation_config"
 
 
 class IdleOption(UserWarning):
-    """An option of what is sampled, of a call that samples nothing."""
+    """Warning about a sampling option in a call that samples nothing."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -198,7 +198,7 @@ class Options:
         return dataclasses.replace(self, compiled=False)
 
     def chosen(self, registry: Registry, usual: Any) -> Any:
-        """The method of these options, else the ``usual`` one, with what was chosen by hand."""
+        """The method of these options, else the ``usual`` one, with these drafter, tree, rule."""
         method = usual if self.method is None else self.method
         return methods.by_hand(registry, method, self.drafter, self.tree, self.rule)
 

@@ -131,7 +131,7 @@ class PathProcessor:
         return scores
 
     def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], told: Heard) -> Any:
-        """Scores [B, V] after the sequences ``ids``, by what has heard all before ``answer``."""
+        """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
         told[answer] = copied(told[answer[:-1]] if answer else self.processors)
@@ -195,7 +195,7 @@ def matchers_of(processor: Any) -> Matchers | None:
 
 
 def _by_ids(processor: Any) -> Any:
-    """``processor``, or one that does the same by the ids it is given."""
+    """``processor``, or for xgrammar's our equivalent, which depends only on the given ids."""
     if type(processor).__module__ == XGRAMMAR and hasattr(processor, "compiled_grammars"):
         return GrammarProcessor(*processor.compiled_grammars)
     return processor

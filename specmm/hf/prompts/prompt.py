@@ -170,7 +170,7 @@ class VLMPrompt:
 
 
 def _moved(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
-    """``inputs`` with what is per token in another ``order`` [B, L]."""
+    """``inputs`` with all per-token tensors in another ``order`` [B, L]."""
     moved = {k: inputs[k].gather(1, order) for k in PER_TOKEN if inputs.get(k) is not None}
     if inputs.get(POSITIONS) is not None:
         moved[POSITIONS] = inputs[POSITIONS][-3:].gather(2, order.expand(3, -1, -1))
