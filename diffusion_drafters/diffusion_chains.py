@@ -73,8 +73,8 @@ def draft(
 class AdaptiveLength:
     """DiffuSpec's controller of one row (equations 10 and 11): ``length`` is the next block's.
 
-    It follows the lengths that drafts had lately, and grows while all of them are accepted. The
-    averages start at 0 and the length at ``most``; fractions are cut, which the paper leaves open.
+    It follows the lengths of recent drafts, and grows while all of them are accepted. The averages
+    start at 0 and the length at ``most``; lengths are rounded down, which the paper leaves open.
     Raises ``ValueError`` for impossible bounds.
     """
 

@@ -1,5 +1,5 @@
-"""Which implementation an operator runs: Triton where there is a GPU it serves, PyTorch's own
-operators elsewhere.
+"""Chooses an operator's implementation: Triton on GPUs that it supports, PyTorch's own operators
+elsewhere.
 
 ``SPECMM_KERNELS`` overrides the choice: ``auto`` (the default), ``triton`` or ``torch``.
 """

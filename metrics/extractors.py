@@ -1,4 +1,4 @@
-"""Feature networks by name; each says in its protocol what it measures.
+"""Feature networks by name; each has a protocol that describes its measurements.
 
 Shapes: a picture [H, W, 3] uint8, all of one size or of many; features [N, F]; logits [N, C].
 """

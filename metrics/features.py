@@ -1,7 +1,7 @@
-"""Feature vectors with the protocol that made them: what the metrics of sets take.
+"""Feature vectors with the protocol that made them, as inputs of the metrics of sets.
 
-The *protocol* says what was measured (features, weights, resize, precision): numbers of different
-protocols are never compared. Shapes: ``values`` [N, F], N samples of F features.
+The *protocol* describes the measurement (features, weights, resize, precision): numbers of
+different protocols are never compared. Shapes: ``values`` [N, F], N samples of F features.
 """
 
 from __future__ import annotations

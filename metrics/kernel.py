@@ -119,7 +119,7 @@ def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Proto
 
 
 def mean_within(x: Tensor, wx: Tensor, kernel: PolynomialKernel) -> Tensor:
-    """Weighted mean [S] of k(x_i, x_j) over i != j: what a U-statistic is made of."""
+    """Weighted mean [S] of k(x_i, x_j) over i != j, as in a U-statistic."""
     squares = wx.square()
     off_diagonal = _weighted_sum(x, x, wx, wx, kernel) - (squares * kernel.diagonal(x)).sum(1)
     return off_diagonal / (wx.sum(1).square() - squares.sum(1))

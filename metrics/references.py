@@ -62,8 +62,8 @@ def read_reference(
 ) -> Reference:
     """The reference in ``path`` (.npz, .pt) of any layout; ``spatial``: an ADM file's second pair.
 
-    ``protocol`` is what the caller knows of it, such as ``network.protocol``: a foreign file says
-    nothing. Raises ``ValueError`` for any other file, or where it contradicts the file's own.
+    ``protocol`` is the caller's knowledge of it, such as ``network.protocol``: foreign files have
+    none. Raises ``ValueError`` for any other file, or if it contradicts the file's own protocol.
     """
     found = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")

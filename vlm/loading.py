@@ -203,7 +203,7 @@ def build_processor(language: str = LANGUAGE) -> LlavaProcessor:
 def save_composed(
     model: LlavaForConditionalGeneration, folder: Path, language: str = LANGUAGE
 ) -> None:
-    """Write the projector of ``model`` (bf16) and the facts that tell what it belongs to."""
+    """Write the projector of ``model`` (bf16), and a config that names the models it belongs to."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = model.model.multi_modal_projector.state_dict()
     kept = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()}
@@ -235,8 +235,8 @@ class TowerConfig(PreTrainedConfig):
 class Tower(PreTrainedModel):
     """EfficientNet-lite0, pretrained on ImageNet, as the vision tower of a transformers LLaVA.
 
-    Its last blocks at strides 16 and 32 are read side by side: the one tells what is where, the
-    other what it is. Raises ``ValueError`` where its package is missing.
+    The outputs of its last blocks at strides 16 (where things are) and 32 (what they are) are
+    concatenated. Raises ``ValueError`` if its package is missing.
     """
 
     config_class = TowerConfig

@@ -207,8 +207,8 @@ class VQAPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def planned(self, images: Images = None, questions: Texts | None = None, **options: Any) -> str:
-        """What method ``auto`` takes for ``questions``, and why, once all were tried by whole
-        answers; ``records`` holds what was measured.
+        """The method that ``auto`` chooses for ``questions`` after it has tried all on whole
+        answers, and why; ``records`` holds the measurements.
         """
         given = self.options({**options, "method": methods.Auto()})
         return self._start(images, questions, given, share=math.inf).method

@@ -118,8 +118,8 @@ def _all(metadata: VideoMetadata) -> Sequence[int]:
 
 
 def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
-    """The frames that a processor takes of a video: all where it names no numbers, and all of one
-    that is too short for it.
+    """The frames that a processor takes from a video: all if it has no sampling options, or if the
+    video is too short for them.
     """
     options = {name: getattr(sampler, name, None) for name in sampler.valid_kwargs.__annotations__}
     if not any(options.get(name) for name in SAMPLING):

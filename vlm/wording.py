@@ -51,8 +51,8 @@ def warn_of_none(processor: Any, name: str) -> None:
 
 
 def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> str:
-    """The text that ``processor`` reads of a question ``text`` about so many of each kind, image or
-    video; without ``chat`` the text itself, checked.
+    """The text for ``processor`` of a question ``text`` about ``counts`` images and videos; without
+    ``chat`` the text itself, checked.
 
     Raises ``ValueError`` for placeholders that do not fit and kinds that the processor lacks.
     """
@@ -285,7 +285,7 @@ def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
 
 
 def _asked(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A question ``text`` about so many of each kind, as messages."""
+    """A question ``text`` about ``counts`` images and videos, as messages."""
     shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
     return [{"role": "user", "content": [*shown, as_text(text)]}]
 
@@ -299,6 +299,6 @@ def _templated(processor: Any, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def tokens_of(processor: Any, counts: Mapping[str, int]) -> dict[str, int]:
-    """How often each placeholder must stand in a prompt with so many of each kind."""
+    """The number of each placeholder in a prompt with ``counts`` images and videos."""
     tokens = {kind: placeholder(processor, kind) for kind in counts}
     return {token: counts[kind] for kind, token in tokens.items() if token}

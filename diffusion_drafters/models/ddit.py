@@ -83,8 +83,8 @@ class DDiT(nn.Module):
 class MaskedDDiT:
     """A :class:`DDiT` without time conditioning as :class:`DiffusionLM`, without shift.
 
-    Its mask is the last token, or another. Raises ``ValueError`` for a mask that is no token of the
-    model and for one that ends a text.
+    Its ``mask`` is by default the last token. Raises ``ValueError`` for a mask that is not a token
+    of the model, or that is its ``end``.
     """
 
     shift = 0

@@ -36,9 +36,9 @@ SHARED = (TOKENS, HEAD)
 class DEERModel:
     """A Qwen2 ``model``, its ``mask`` token, the longest ``block`` and the ``end`` token, if any.
 
-    ``shared`` tells that embedding and head are a target's: its logits are then what the target
-    makes of its states, scaled or capped where the target's are. Raises ``ValueError`` for a mask
-    that is no token of the model and a block without a draft.
+    ``shared``: embedding and head are a target's, and logits are scaled or capped as the target's
+    are. Raises ``ValueError`` for a mask that is not a token of the model and for a block without a
+    draft.
     """
 
     method: ClassVar[str] = "deer"

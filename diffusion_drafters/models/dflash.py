@@ -181,7 +181,7 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def _biases(self, bias: Tensor) -> list[Tensor]:
-        """Each layer's mask [B, 1, K, S], of one in which every place sees everything."""
+        """Each layer's mask [B, 1, K, S], narrowed from ``bias`` of an open block."""
         reaches = self.config.reaches or (Reach(),) * len(self.layers)
         size = self.cache.size
         made = {

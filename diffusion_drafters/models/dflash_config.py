@@ -134,9 +134,9 @@ class DFlashConfig:
 
     @classmethod
     def from_json(cls, facts: Facts, source: object = "config.json") -> DFlashConfig:
-        """From a ``config.json`` of any of these layouts.
+        """Read a ``config.json`` of any of these layouts.
 
-        Raises ``ValueError`` for other kinds of drafters and for what is missing or cannot be.
+        Raises ``ValueError`` for other kinds of drafters, and for missing or impossible values.
         """
         read = _speculators if SPECULATORS in facts else _on_top
         given, convention = read(facts, source)
@@ -179,8 +179,8 @@ def _layer_sizes(given: Facts) -> Any:
 
 
 def _on_top(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """z-lab's, SpecForge's, transformers', DeepSeek's and our own layout: what is given, and the
-    fields of :class:`DFlashConfig` that follow.
+    """Read z-lab's, SpecForge's, transformers', DeepSeek's and our own layout: the given values,
+    and the fields of :class:`DFlashConfig` that follow from the layout.
     """
     nested = facts.get("dflash_config") or {}
     given = {**facts, **nested, "window": "moving"}

@@ -84,7 +84,7 @@ DDIT_EMBEDDING = "vocab_embed.embedding"
 class FullAttention:
     """A causal transformers model read without its causal mask; see :class:`DiffusionLM`.
 
-    Raises ``ValueError`` for a mask that is no token of the model and for one that ends a text.
+    Raises ``ValueError`` for a mask that is not a token of the model, or that ends a text.
     """
 
     def __init__(self, model: Any, mask: int, end: int | None, shift: int) -> None:

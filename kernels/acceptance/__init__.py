@@ -149,8 +149,8 @@ def decide_fused(
 
 
 def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
-    """The arguments of ``accept`` that make it ``rule``; None for one that it does not know, as all
-    that others wrote: theirs may be ours with other decisions.
+    """The arguments with which ``accept`` is ``rule``; None for an unsupported rule. Third-party
+    rules are never supported: they may subclass ours and decide differently.
     """
     if maker_of(rule):
         return None

@@ -80,7 +80,7 @@ def _rest(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
 
 @triton.jit
 def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.constexpr):
-    """Store what is left of the target once ``token`` is rejected; returns its total."""
+    """Store the target's residual after ``token`` is rejected; returns its total."""
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""KV commit, one entry at a time: what the other implementations are tested against."""
+"""KV commit, one entry at a time: the reference for tests of the other implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The k-th largest of a row, ``torch.ops.specmm.kth_largest``: what a top-k filter compares with.
+"""The k-th largest of a row, ``torch.ops.specmm.kth_largest``: the threshold of a top-k filter.
 
 PyTorch's own ``topk`` searches and sorts the k largest on one multiprocessor, which for LlamaGen's
 2000 of 16,384 takes as long as twenty layers' products. Shape letters: V vocabulary.

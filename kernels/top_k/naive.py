@@ -1,4 +1,4 @@
-"""The k-th largest of a row by a full sort: what the other implementations are tested against."""
+"""The k-th largest of a row by a full sort: the reference for tests of other implementations."""
 
 from __future__ import annotations
 

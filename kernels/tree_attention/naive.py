@@ -1,5 +1,5 @@
-"""Tree attention, one query at a time in float64: what the other implementations are tested
-against.
+"""Tree attention, one query at a time in float64: the reference for tests of the other
+implementations.
 
 Shape letters: R rows, B rows of lengths (R a multiple of B; row r takes length r % B), H query
 heads, K key/value heads, T tree nodes, S slots, D head width, W = ceil(T / 64) words.

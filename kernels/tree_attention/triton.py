@@ -54,8 +54,8 @@ def _scores(q, k, scale, UPCAST: tl.constexpr):
 
 @triton.jit
 def _weigh(s, top, total):
-    """Online softmax: weights [M, N] of scores ``s``, what the past is multiplied with, the new
-    maximum and total.
+    """Online softmax: weights [M, N] of scores ``s``, the factor for earlier sums, the new maximum
+    and total.
     """
     new = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)

@@ -53,12 +53,12 @@ class Racer(Protocol):
         """Decode for so many ``seconds``, to the end of a round; raises what the pipeline does."""
 
     def close(self) -> None:
-        """Give up the rest."""
+        """Abandon the run."""
 
 
 def race(lanes: Sequence[Racer], most: float, at_a_time: float = SLICE) -> Iterator[None]:
-    """Run all ``lanes`` to their ends, so many seconds ``at_a_time``; yields when it is time to
-    look at them, at last at the end.
+    """Run all ``lanes`` to their ends, so many seconds ``at_a_time``; yields whenever they should
+    be displayed, and at the end.
 
     Raises ``ValueError`` when one takes longer than ``most`` seconds.
     """

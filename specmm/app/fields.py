@@ -34,8 +34,8 @@ CLOCK = (
 
 @dataclass
 class Tab:
-    """A tab's settings by the names they have in a link; ``renew`` gives updates for all but the
-    model, by a model's name and what a link says.
+    """A tab's settings by their names in a link; ``renew`` returns updates for all but the model,
+    from a model's name and the link's values.
     """
 
     name: str
@@ -106,13 +106,13 @@ def method_menus(known: Sequence[str], start: Start) -> tuple[gr.Dropdown, gr.Dr
 def renewed_menus(
     known: Sequence[str], start: Start, given: Mapping[str, str]
 ) -> tuple[gr.Dropdown, gr.Dropdown]:
-    """Updates of both, with what a link has ``given``."""
+    """Updates of both menus of methods, with the values ``given`` in a link."""
     first = gr.Dropdown(known, value=given.get("first", str(AR.name)))
     return first, gr.Dropdown(known, value=given.get("second", start.method))
 
 
 def parameter_boxes(own: Mapping[str, Any], given: Mapping[str, str] | None = None) -> list[Any]:
-    """Text boxes for what a model is run under, of which as many are seen as there are."""
+    """Text boxes for a model's parameters; the boxes that it does not need are hidden."""
     boxes = []
     for i in range(MOST_PARAMETERS):
         name = list(own)[i] if i < len(own) else ""
@@ -167,8 +167,8 @@ def told(
     side: Callable[[Any, str], list[Any]],
     called: Callable[[int], str],
 ) -> Generator[list[Any], None, list[Any]]:
-    """Updates of verdict, both sides and trace as a ``race`` goes on: what ``side`` gives of a lane
-    and its name; a token is ``called`` so. Returns the lanes.
+    """Updates of verdict, both sides and trace during a ``race``. ``side`` makes a side's parts of
+    a lane and its name; ``called`` gives a token's text. Returns the lanes.
     """
     lanes: list[Any] = []
     for lanes in race:

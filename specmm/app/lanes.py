@@ -31,7 +31,7 @@ _workers: WeakKeyDictionary[Any, queue.SimpleQueue[Callable[[], None]]] = WeakKe
 
 
 class Stopped(Exception):
-    """The user has left, or the lane has done what was wanted."""
+    """Ends a lane's run: the user has left, or no more of it is wanted."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class TextLane:
         self._rounds = iter(())  # drops the last reference to the run, which ends it
 
     def _clocked(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps``, each in a turn of its own; their seconds alone are the method's."""
+        """``steps``, each in a separate turn; the clock runs only during them."""
         while True:
             with turns_of(self.pipe.model).take(), watched(self.watch), self.clock.running():
                 progress = next(steps, None)

@@ -82,8 +82,8 @@ class AppModels:
         return kinds
 
     def get(self, kind: Kind, name: str) -> Any:
-        """The pipeline of a model; raises ``ValueError`` for one of another kind, one that is not
-        listed where only those are served, and one that cannot be loaded.
+        """The pipeline of a model. Raises ``ValueError`` for a model of another kind, an unlisted
+        one if only listed ones are served, and one that cannot be loaded.
         """
         if name not in self.names[kind]:
             listed = ", ".join(self.names[kind]) or "(there are none)"
@@ -179,9 +179,9 @@ def _has_weights(folder: Path) -> bool:
 
 
 def in_sentences(function: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-    """``function`` as a generator of what it returns or yields.
+    """Wrap ``function`` as a generator of the values it returns or yields.
 
-    A user's mistake is shown as its sentence, not as a traceback.
+    A user's mistake is shown as a sentence, not as a traceback.
     """
     import gradio as gr
 

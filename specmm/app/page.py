@@ -95,7 +95,7 @@ def restored(models: AppModels, tabs: list[Tab], given: Mapping[str, str]) -> li
 
 
 def theme() -> Any:
-    """Gradio's, in colours that can be read: 4.5 times as light as what they stand on."""
+    """Gradio's theme, in colours with a contrast of at least 4.5 to their background."""
     plain = gr.themes.Default(primary_hue="blue", secondary_hue="blue", **FONTS)
     return plain.set(
         button_primary_background_fill="*primary_700",

@@ -85,7 +85,7 @@ def raster(counts: Sequence[int], total: int) -> Cells:
 
 def _landed(lane: PictureLane) -> Cells:
     """Cells of a picture whose tokens come in any order, by the share of their chain's steps that
-    did not wait for a head call of their own.
+    needed no separate head call.
     """
     cells: Cells = [None] * lane.pipe.grid**2
     for told in lane.watch.calls:

@@ -161,7 +161,7 @@ def batch(
 
 
 def _check_asked(kind: str, draw: bool) -> None:
-    """Raise ``ValueError`` for pictures in what is no answer."""
+    """Raise ``ValueError`` for ``draw`` in a job without questions."""
     if draw and kind != "questions":
         raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
 

@@ -65,7 +65,7 @@ def _said(rule: object) -> str:
 
 
 def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
-    """By name what a method claims, and the first line of its documentation."""
+    """For each method by name, its claim and the first line of its docstring."""
     found = {}
     for name in kinds:
         method = kinds.get(name)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Settings:
-    """The options that both commands take, and what a call makes of them."""
+    """The options of both commands, and their translation to a call."""
 
     option: Options = ()  # type: ignore[assignment]  # a list: typer's
     drafter: Drafter = None
@@ -315,7 +315,7 @@ def _said(out: Any, name: str) -> str:
 
 
 def _show(record: dict[str, Any], out: Any, method: str) -> None:
-    """Print texts and where pictures are, and what they took."""
+    """Print texts, paths of pictures, and the run's statistics."""
     for text in (*record["outputs"], *record.get("pictures", ())):
         typer.echo(text)
     compiled = ", compiled" if record.get("ran_compiled") else ""
@@ -375,7 +375,7 @@ class Echo:
         self._write(self.stops.sure(self.ids))
 
     def end(self) -> None:
-        """Write what was held back, as it might have become a stop, and end the line."""
+        """Write text held back as a possible beginning of a stop string, and end the line."""
         self._write(self.stops.cut(self.ids))
         if self.ids and sys.stderr.isatty():  # a call that was refused has no line
             say("")

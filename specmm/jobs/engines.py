@@ -204,7 +204,7 @@ class _Pool:
         return self.counts
 
     def _take(self, call: Any) -> Any:
-        """Count what a call did; returns its actor, or a new one for an actor that died."""
+        """Count the results of a call; returns its actor, or a new one if that died."""
         import ray
 
         actor, batch = self.busy.pop(call)
@@ -222,7 +222,7 @@ class _Pool:
         return actor
 
     def _share_out(self, batch: list[Item], reason: str) -> None:
-        """Give what a dead actor left to others, halved until the item that kills is alone."""
+        """Queue a dead actor's remaining items, in halves until the item that kills is alone."""
         left = pending(self.job.folder, batch)
         self.counts.done += [i.id for i in batch if i not in left]
         if len(left) > 1:

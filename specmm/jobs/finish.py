@@ -30,9 +30,9 @@ HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed i
 def finish(
     folder: Path, spec: Spec, items: Sequence[Item], shard: int, parquet: bool = False
 ) -> dict[str, Any]:
-    """Write index, failures, archives and summary of what is done so far; returns the summary.
+    """Write index, failures, archives and summary of the job so far; returns the summary.
 
-    Raises ``OSError`` when the disk will not take them; running the job again makes them then.
+    Raises ``OSError`` if they cannot be written; running the job again then writes them.
     """
     with alone(folder):
         known = ledger(folder / JOURNALS)
@@ -69,7 +69,7 @@ def finish(
 
 
 def _index(done: Mapping[int, Record], spec: Spec, shard: int) -> Iterator[Record]:
-    """The rows of what is ``done``, one at a time: all of a million would be gigabytes."""
+    """The index's rows of items ``done``, one at a time: a million at once would be gigabytes."""
     for number, record in done.items():
         yield _indexed(spec, record, number, shard)
 

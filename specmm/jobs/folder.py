@@ -272,7 +272,7 @@ def ledger(journals: Path) -> dict[str, Record]:
 
 
 def _counts(record: Record, known: Record | None) -> bool:
-    """Whether ``record`` replaces what was ``known`` of its item."""
+    """Whether ``record`` replaces the ``known`` record of its item."""
     if known is None or known["state"] != "done":
         return True
     return bool(record["state"] == "done" and record.get("at", 0) > known.get("at", 0))

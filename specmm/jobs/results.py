@@ -57,14 +57,14 @@ def _hash(item: Item) -> str:
 
 
 def files_of(record: Record) -> list[Record]:
-    """The files of what is done, as its ``record`` describes them: the item's own first, then the
+    """The files of a finished item, as its ``record`` describes them: its own first, then the
     pictures of its answer.
     """
     return [record, *record.get("pictures", ())]
 
 
 def sums_of(record: Record) -> list[str | None]:
-    """The SHA-256 of its files; of what is not done none is known."""
+    """The SHA-256 of each file of a ``record``; None for an item that is not done."""
     return [file.get("sha256") for file in files_of(record)]
 
 
@@ -164,8 +164,8 @@ def _save(folder: Path, result: Result, kind: str, model: str, touched: set[Path
 
 
 def _write(folder: Path, place: str, data: bytes, touched: set[Path]) -> Record:
-    """Write ``data`` to ``place`` in ``folder``; the folders whose entries changed are noted in
-    ``touched``. Returns what a record says of the file.
+    """Write ``data`` to ``place`` in ``folder``, and add folders whose entries changed to
+    ``touched``. Returns the file's entry for a record.
     """
     file = folder / place
     if not file.parent.exists():

@@ -35,7 +35,7 @@ TURNS = 4  # batches' worth of items that a killed job may have to make again
 class Worker(Protocol):
     """Makes results of items; raises what the pipeline raises.
 
-    ``network`` is what its threads are chosen for, None where there is nothing to choose.
+    ``network``: the number of threads is chosen for it; None if there is nothing to choose.
     """
 
     network: nn.Module | None
@@ -200,8 +200,8 @@ class ImageWorker:
             return self.pipe(**given, **options, **self.spec.sampling)
 
     def _compiled(self, items: Sequence[Item], rows: int) -> Any:
-        """The same by programs of ``rows``; raises ``UserWarning`` where they cannot be built,
-        since what is drawn without them would differ.
+        """As ``_drawn``, by programs of ``rows``. Raises ``UserWarning`` if they cannot be built,
+        because pictures drawn without them would differ.
         """
         work = self._turn("auto", self.methods.of(items[0]), rows).work
         start = time.perf_counter()

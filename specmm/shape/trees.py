@@ -108,7 +108,7 @@ def delayed(trunk: int, branches: int, length: int, device: Device = "cpu") -> T
 
 @dataclass(frozen=True)
 class TreeKind:
-    """A family of shapes: what makes one from numbers, an example, and what it is."""
+    """A family of shapes: the function that makes one, an example, and a description."""
 
     make: Callable[..., TreeShape | Dynamic]
     spelling: str
@@ -261,11 +261,11 @@ def sample_siblings(probs: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Te
 
 
 def likeliest_and_one(dist: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """One token drawn outside the k - 1 likeliest of ``dist`` [B, P, V], then those: [B, P, k].
+    """Tokens [B, P, k]: one drawn outside the k - 1 likeliest of ``dist`` [B, P, V], then these.
 
-    The distributions [B, P, k, V] hold at rank 0 what is left of ``dist`` without the likeliest,
-    renormalised (uniform over the others if nothing is left). The other ranks' are not to be read:
-    those tokens are chosen (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0, 1).
+    The distributions [B, P, k, V] have at rank 0 ``dist`` without the likeliest tokens,
+    renormalised (uniform over the others if they have no mass). Other ranks must not be read: their
+    tokens are chosen (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0, 1).
     """
     _check_count(dist, k)
     likeliest = largest(dist, k - 1)[1]

@@ -218,8 +218,8 @@ class TextPipeline(Pipeline):
         return found
 
     def _raw(self, text: str) -> list[int]:
-        """Ids of ``text``, which gets no mark of its beginning where it brings that, as what a chat
-        template makes does.
+        """Ids of ``text``, without a second beginning-of-text token if it already has one, as the
+        output of a chat template may.
         """
         mark = self.tokenizer.bos_token
         marked = bool(mark) and text.startswith(str(mark))

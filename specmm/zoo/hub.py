@@ -163,7 +163,7 @@ def _gigabytes(size: int) -> str:
 
 
 def _take(name: str, found: Found, source: Source) -> Path:
-    """Fetch what is missing of ``found``, and check what came."""
+    """Download the missing files of ``found``, and check them."""
     names = [file.filename for file in found.files]
     missing = [file.filename for file in found.missing]
     try:
@@ -215,7 +215,7 @@ def _cached(wanted: Wanted, source: Source, reason: BaseException) -> Found:
 
 
 def _check_cached(name: str, found: Sequence[Found], source: Source) -> None:
-    """Raise ``ValueError`` for what the cache lacks and the hub cannot be asked for."""
+    """Raise ``ValueError`` for files that the cache lacks while the hub cannot be reached."""
     lacking = [one for one in found if one.absent]
     if lacking:
         first = lacking[0]
@@ -227,7 +227,7 @@ def _check_cached(name: str, found: Sequence[Found], source: Source) -> None:
 def _explained(
     name: str, wanted: Wanted, source: Source, error: BaseException, lacks: str = ""
 ) -> ValueError:
-    """``error`` of the hub as one line; ``lacks`` is what the cache has not."""
+    """``error`` of the hub as one line; ``lacks`` names the files absent from the cache."""
     from huggingface_hub import constants, errors
 
     repository = wanted.repository
@@ -255,7 +255,7 @@ def _explained(
 
 
 def told(size: int | None) -> str:
-    """A ``size`` that is about right, 0 where it is not known, after the name of what has it."""
+    """Text for an approximate ``size`` in bytes (0: unknown), to follow a name."""
     if size is None:
         return ""
     return f" (about {size / 1e9:.1f} GB)" if size else " (of unknown size)"

@@ -52,9 +52,9 @@ class Part:
 class Published:
     """A model: a whole ``repository``, or ``parts`` by their place in a folder of ours.
 
-    ``configs`` are sizes that the weights do not tell, by part; ``about`` is what the parameters of
-    a whole repository take, 0 where nothing tells; ``goes_with`` are drafters, targets or text
-    encoders by name.
+    ``configs`` are sizes that cannot be inferred from the weights, by part; ``about`` is the bytes
+    of a whole repository's parameters, 0 if unknown; ``goes_with`` names matching drafters, targets
+    or text encoders.
     """
 
     name: str
@@ -159,9 +159,9 @@ def entry_of_file(file: Path) -> Published | None:
 
 
 def linked_folder(entry: Published, files: Mapping[str, Path], into: Path | None = None) -> Path:
-    """A folder of ours whose weights are links to ``files``, by part, made unless it is there.
+    """A folder of ours whose weights are links to ``files``, by part; made unless it exists.
 
-    It lies in the cache, under a name that tells what it holds, or is ``into``.
+    It is ``into``, or a folder in the cache with a name derived from its content.
     """
     facts = {
         PIPELINE: {"_class_name": PIPELINES[entry.family], "family": entry.family},
