@@ -63,7 +63,7 @@ class NGram:
                 self.unseen += less
 
     def _interpolated(self, context: Gram, counts: dict[int, int]) -> SeenAfter:
-        """Of ``counts`` by token after ``context``, and of the shorter context."""
+        """Interpolate ``counts`` by token after ``context`` with the shorter context."""
         share = 1 / (sum(counts.values()) + len(counts))
         back = share * len(counts)
         shorter = self._log_probs(context[1:], list(counts), self._unigram_logs(counts))

@@ -81,7 +81,7 @@ def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | No
 
 
 def listed(classes: Classes) -> list[Any]:
-    """One class or several as a list, of whatever they are."""
+    """One class or several, of any type, as a list."""
     if isinstance(classes, Tensor | np.ndarray):
         found = classes.tolist()  # a number where there are no dimensions
         return found if isinstance(found, list) else [found]

@@ -233,7 +233,7 @@ class PicturePipeline(ABC, Generic[M]):
         return labels_of(self, wanted, given["num_images_per_prompt"])
 
     def generators(self, given: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
-        """One for each of ``count`` pictures."""
+        """A generator for each of ``count`` pictures."""
         return sample_generators(given["generator"], count, self.device)
 
     def turns(self, method: M, tell: Tell | None) -> int:
@@ -303,7 +303,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While a call draws the networks are where they run."""
+        """Context for a call, with the networks on the device where they run."""
         if self.called_on is None:
             yield
             return

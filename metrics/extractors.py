@@ -78,7 +78,7 @@ class Extractor:
     def stream(
         self, pictures: Pictures, *, batch: int = 32, progress: str | None = None
     ) -> Iterator[FeatureSet]:
-        """The same in blocks, in constant memory; ``progress``: the title of a progress bar."""
+        """Features in blocks, in constant memory; ``progress``: the title of a progress bar."""
         return self._stream(pictures, self.network, self.protocol, batch, progress)
 
     def logits(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:

@@ -22,7 +22,7 @@ ROWS = 8192  # samples turned into probabilities at a time
 
 @dataclass
 class ScoreStatistics:
-    """Of each split ``counts`` [S] int64, the sums of p ``total`` [S, C] and Σ p ln p [S]."""
+    """Each split's ``counts`` [S] int64, sums of p ``total`` [S, C], Σ p ln p ``certainty`` [S]."""
 
     counts: Tensor
     total: Tensor

@@ -103,7 +103,7 @@ def _centred(real: Features, made: Features, k: int) -> tuple[Tensor, Tensor, Pr
 
 @dataclass
 class Neighbours:
-    """Of each sample the distance [N] float64 to its nearest reference, and that one's index."""
+    """Each sample's distance [N] float64 to its nearest reference, and the reference's index."""
 
     distances: Tensor
     indices: Tensor

@@ -47,12 +47,12 @@ class Questions:
         videos: Videos = None,
         fps: float | None = None,
     ) -> Questions:
-        """Checked and opened.
+        """Check the arguments of a call and open its pictures and videos.
 
-        One question takes one picture, a list of them (or one array of them, [N, ...]), or None,
-        and videos alike (a list of pictures is one video, of ``fps`` frames a second); a list of
-        questions a list of those, one for each. Raises ``ValueError`` for an empty question and
-        numbers that do not match.
+        One question takes one picture, a list of pictures (or an array [N, ...]), or None, and
+        likewise videos (a list of pictures is one video, of ``fps`` frames a second). A list of
+        questions takes a list with such an entry for each. Raises ``ValueError`` for an empty
+        question and for numbers that do not match.
         """
         texts = texts_of("question", questions)
         if not texts or not all(text.strip() for text in texts):

@@ -372,7 +372,7 @@ def _check_target(
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Of ``a`` [v, C] from ``b`` [v, C] over the length of ``b``, ROWS at a time."""
+    """Distance of ``a`` [v, C] from ``b`` [v, C], relative to ``b``'s norm, ROWS at a time."""
     apart = length = 0.0
     for ours, theirs in zip(a.split(ROWS), b.detach().split(ROWS), strict=True):
         wanted = theirs.cpu().float()

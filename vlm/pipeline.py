@@ -327,7 +327,7 @@ class VQAPipeline(Pipeline):
         return InterleavedTarget(self.model, options.processor, self.name)
 
     def stops(self, options: Options) -> StopStrings:
-        """With the processor's placeholder for each picture drawn."""
+        """See :class:`Pipeline`; each picture drawn is shown as the processor's placeholder."""
         if not options.draw:
             return super().stops(dataclasses.replace(options, chat=True))  # prompts end in a mark
         placeholder = str(getattr(self.processor, "image_token", "<image>"))

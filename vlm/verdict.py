@@ -141,7 +141,7 @@ class Ruling:
     reasons: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without ``answer``; experts are numbered from 0."""
+        """The ruling for JSON, without ``answer``; experts are numbered from 0."""
         return {
             "answers": self.answers,
             "scores": self.scores.tolist(),

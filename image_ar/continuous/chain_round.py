@@ -228,7 +228,7 @@ def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Number
 
 
 def first_of(flags: Mask) -> Array:
-    """By row of ``flags`` [R, N], how many come before the first that is True [R]."""
+    """The number [R] of False before the first True in each row of ``flags`` [R, N]."""
     count = flags.shape[1]
     if isinstance(flags, Tensor):
         return torch.where(flags, arange(count, flags), count).amin(1)

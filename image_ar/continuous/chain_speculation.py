@@ -150,7 +150,7 @@ class ChainRun:
             x[at] = made
 
     def columns(self, k: Array) -> Columns:
-        """Of fewer points where all rows are near the end of their chains."""
+        """The columns of a window at ``k``; shorter if all rows are near their chains' ends."""
         return self.tables.at(k, min(self.window, max(2, self.steps - int(k.min()))))
 
     def answers(self, k: Array, x: Array) -> tuple[Array, Array]:

@@ -109,8 +109,8 @@ class Response(NamedTuple):
     implied: Array
 
     def after(self, gain: Array, steps: Array, clean: Array, excess: Array) -> Response:
-        """With ``clean`` [R, W, C] predictions at a window's points, Δ·Var(x0) = ``excess``, and
-        the ``steps`` between [R, W-1, C] of ``gain`` [R or 1, W-1, 1] (0: no step).
+        """The response updated by a window: ``clean`` [R, W, C] predictions, ``excess``
+        = Δ·Var(x0), and the ``steps`` between [R, W-1, C] of ``gain`` [R or 1, W-1, 1] (0: none).
         """
         after = clean[:, 1:]
         off = steps - after

@@ -266,7 +266,7 @@ class BoundHead:
         return F.linear(F.silu(times + self.cond), self.head.weight, self.head.bias)
 
     def _predict(self, x: Tensor, modulations: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ``x`` [..., C] under ``modulations`` [..., G, F]."""
+        """Guided predictions for ``x`` [..., C] under ``modulations`` [..., G, F]."""
         return guided(self.head.weights, x, modulations, self.scale)
 
 

@@ -282,7 +282,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         return decode_release(both, ReleaseRule(method.relax), window), RELEASE
 
     def claimed(self, target: MARSettings) -> Mapping[str, object]:
-        """With the dtype that the claimed distribution is computed in, where it rounds much."""
+        """The certificate's settings, with the dtype unless it is float32."""
         dtype = self.transformer.dtype
         rounded = {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
         return target.claimed | rounded

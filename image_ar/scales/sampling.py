@@ -160,7 +160,7 @@ def gumbel(uniforms: Tensor) -> Tensor:
 
 @dataclass
 class InverseCDF:
-    """One uniform a token, through the inverse of the cumulative distribution: the fastest way."""
+    """Draws each token by one uniform and the inverse cumulative distribution: the fastest way."""
 
     sampling: Sampling
     uniforms: UniformSource

@@ -78,7 +78,7 @@ class CoDePlan:
     seconds: ScaleSeconds
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """The plan for JSON."""
         return {
             "choice": self.n,
             "reason": self.reason,
@@ -87,7 +87,7 @@ class CoDePlan:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The plan as text, line by line."""
         rows = [
             f"n {f.n:2d}  {f.seconds:8.3f} s  {f.memory / 2**20:8.1f} MiB  {f.speedup:5.2f}x"
             for f in self.forecasts

@@ -198,7 +198,9 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def condition(self, cond: Tensor) -> BlockCondition:
-        """Of the class embedding [R, C], or of the shared adaLN's output [R, 1, 6, C]."""
+        """The block's condition from the class embedding [R, C], or from the shared adaLN's output
+        [R, 1, 6, C].
+        """
         if self.shared_aln:
             table = self.ada_gss + cond
         else:

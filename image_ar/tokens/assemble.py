@@ -73,8 +73,8 @@ class PictureParts:
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
 
     def take_given(self, kind: str) -> None:
-        """Whoever opened the model gave the drafter called ``kind``: of its acceptance nothing is
-        known, whatever was measured of the model's own.
+        """Note that the user passed in the drafter ``kind``, and discard acceptance measured for
+        the model's own.
         """
         self.given = kind
         if kind == "block":

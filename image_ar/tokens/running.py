@@ -43,7 +43,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
     static: ClassVar[type[Any]]  # the target for compiled steps and rounds
 
     def sampled(self, **options: Any) -> tuple[Guidance, Processor]:
-        """By ``options`` of sampling, and the model's settings where they are None."""
+        """Guidance and processor by ``options``; None stands for the model's setting."""
         chosen = with_options(self.settings, **options)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         return Guidance(chosen.cfg, chosen.cfg_interval), processor

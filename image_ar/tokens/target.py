@@ -96,7 +96,7 @@ class LlamaGenTarget:
 
     @property
     def line(self) -> int:
-        """The same: nothing ends a row."""
+        """Tokens a row, as ``columns``: no token ends a row."""
         return self.columns
 
     @property

@@ -32,7 +32,7 @@ def accept(
 
 
 def _down(parents: Sequence[int], hit: Sequence[bool]) -> list[int]:
-    """From the root on, the first child ``hit`` of the node reached so far."""
+    """The path from the root that always takes the first child that is ``hit``."""
     path = [0]
     for node in range(1, len(parents)):  # siblings by rank, and every node after its parent
         if parents[node] == path[-1] and hit[node]:
@@ -41,5 +41,5 @@ def _down(parents: Sequence[int], hit: Sequence[bool]) -> list[int]:
 
 
 def _up(parents: Sequence[int], last: int) -> list[int]:
-    """From the root to ``last``."""
+    """The path from the root to ``last``."""
     return [*_up(parents, parents[last]), last] if last > 0 else [0]

@@ -98,10 +98,10 @@ def walk(
     LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's path, kept and next token: siblings tested in turn from the root down.
+    """One row's path, kept and next token: siblings are tested in turn from the root down.
 
-    Ascending order is that order: a child of the node reached so far is tested; accepted, it
-    becomes the node reached; rejected, it changes the target that its later siblings face.
+    Nodes are visited in ascending order. A child of the node reached so far is tested: if accepted,
+    it becomes the node reached; if rejected, it changes the target for its later siblings.
     ``scale`` makes the total of the target ``now`` 1.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -193,11 +193,12 @@ def climb(
     LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's path, kept and next token: nodes tested in post-order.
+    """One row's path, kept and next token: nodes are tested in post-order.
 
-    Down to a node's first child, which enters with its chance r; a node whose children are gone is
-    tested by its uniform; rejected, it lowers its parent's distribution and raises the parent's r,
-    and the next sibling follows. Lowered distributions lie in scratch memory, one a level.
+    The walk goes down to a node's first child, which starts with its chance r. A node whose
+    children are all rejected is tested by its uniform. If rejected, it lowers its parent's
+    distribution and raises the parent's r, and the next sibling follows. Lowered distributions are
+    in scratch memory, one a level.
     """
     row = tl.program_id(0).to(tl.int64)
     parents = parents_ptr + row % shapes * nodes

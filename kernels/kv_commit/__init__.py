@@ -33,7 +33,7 @@ def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: 
 
 @kv_commit.register_fake
 def _(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """Nothing is returned."""
+    """Shape inference: the operator returns nothing."""
 
 
 def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
@@ -58,8 +58,8 @@ def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
 
 
 def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """By index operators: every row moves M entries, in place of those not kept its first again,
-    which where nothing is kept stays where it is.
+    """KV commit by index operators. Every row moves M entries: in place of rejected ones its first
+    again, which stays where it is if nothing is accepted.
     """
     order = torch.arange(path.shape[1], device=path.device)
     order = torch.where(order < kept[:, None], order, 0)  # [B, M]

@@ -31,7 +31,7 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
 
 @kth_largest.register_fake
 def _(x: Tensor, k: int) -> Tensor:
-    """Of the same dtype."""
+    """Shape inference: [..., 1] of the same dtype."""
     return x.new_empty(*x.shape[:-1], 1)
 
 

@@ -17,7 +17,8 @@ from specmm.choose.when_compiled import Turn, Work
 
 
 class RaceCompiling:
-    """Of a race of ``chosen`` methods, each on its own of ``pipes``, under sampling ``options``.
+    """Decides whether races of the ``chosen`` methods are compiled. Each has its own pipeline among
+    ``pipes``; ``options`` are for sampling.
 
     Raises ``ValueError`` for options out of range.
     """

@@ -81,7 +81,7 @@ def _wrong_value(error: Any) -> str:
 
 
 def _unknown_option(error: Any, group: Any) -> str:
-    """Of an option that a command has not, which one may be meant, or which commands of ``group``
+    """A hint for an option that a command lacks: a similar one, or the commands of ``group`` that
     have it.
     """
     name, context = getattr(error, "option_name", None), error.ctx

@@ -25,7 +25,7 @@ def starting() -> None:
 
 
 def started() -> None:
-    """From now on garbage is looked for as usual."""
+    """Restore the garbage collector's usual thresholds."""
     gc.set_threshold(*USUAL)
 
 

@@ -44,13 +44,13 @@ class Programs:
         return self.known.get(method) or self.job.limits.batch or USUAL
 
     def compiled(self, method: str) -> bool:
-        """Whether it was decided that ``method`` is."""
+        """Whether the job decided that ``method`` is compiled."""
         return bool(self._read().get(ROWS, {}).get(method))
 
     @contextmanager
     def one_number_of_threads(self, network: nn.Module | None) -> Iterator[None]:
-        """Within the block products take the threads that the job began with: those that were named
-        then, or the fastest for ``network``. Raises ``ValueError`` where others are named now.
+        """Context with the job's number of threads: the number named at its start, or the fastest
+        for ``network``. Raises ``ValueError`` if another number is named now.
         """
         if network is None:
             yield

@@ -31,7 +31,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The findings for JSON."""
         return dict(vars(self))
 
 
@@ -136,7 +136,7 @@ def _problem(record: Record, files: dict[str, Path], packed: dict[str, bytes]) -
 def _problem_of(
     record: Record, identity: str, files: dict[str, Path], packed: dict[str, bytes]
 ) -> str:
-    """The same of one file of the item called ``identity``."""
+    """The problem of one file of the item called ``identity``; see :func:`_problem`."""
     place = record["file"]
     data = packed.pop(Path(place).name, None)
     if file := files.pop(place, None):

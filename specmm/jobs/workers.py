@@ -312,7 +312,7 @@ def _with_share(facts: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
 def _facts(
     method: Any, out: Any, items: Sequence[Item], rows: int, seconds: float
 ) -> dict[str, Any]:
-    """For the index. Tokens and seconds are an item's share; tau and certificate its batch's."""
+    """Facts for the index: tokens and seconds an item, tau and certificate of its batch."""
     count = len(items)
     shares = {
         "tokens": round(out.stats.tokens / count),

@@ -90,7 +90,7 @@ class Published:
         return sum(sizes) if sizes and all(sizes) else self.about
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The entry for JSON."""
         files = {
             place: {key: value for key, value in vars(part).items() if value}
             for place, part in self.parts.items()

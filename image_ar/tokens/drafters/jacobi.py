@@ -95,7 +95,7 @@ class JacobiDrafter:
             self.root = torch.zeros_like(token)
 
     def start_row(self, row: int) -> None:
-        """Nothing to do: the next feedback tells."""
+        """Does nothing: the next feedback has all that is needed."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """Draw the window after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""

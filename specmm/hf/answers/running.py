@@ -186,9 +186,8 @@ class RoundText:
 
 @dataclass
 class Run:
-    """One batch being answered: ``stops`` end answers and read them, rows that end take the next
-    of the ``queue``, ``settings`` are those the certificate is about, ``play`` plays
-    the rounds.
+    """One batch being answered: ``stops`` end answers and decode them, rows that end take the next
+    of the ``queue``, ``settings`` are for the certificate, ``play`` runs a round.
     """
 
     method: str
@@ -287,7 +286,7 @@ class Run:
         return run_claim(self.rule, end, self.drafter).under(self.settings)
 
     def told(self, tokens: list[Tensor], end: Progress) -> dict[str, Any]:
-        """Of the run at its ``end`` what every output says."""
+        """The fields common to all outputs, for the run at its ``end``."""
         return dict(
             tokens=tokens,
             stats=end.stats,

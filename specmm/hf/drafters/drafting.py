@@ -139,7 +139,8 @@ class Verification(NamedTuple):
 
     @classmethod
     def of(cls, spec: RuleName, target: VLMTarget) -> Verification:
-        """By the rule that ``spec`` names or is; where the ``target`` is greedy nothing is drawn.
+        """Verification by the rule that ``spec`` names or is; for a greedy ``target`` nothing is
+        drawn.
 
         Raises ``ValueError`` for rules of image codes, and names that are not known.
         """

@@ -266,10 +266,9 @@ class FeatureDrafter:
 
 
 def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
-    """For each slot [B, L] the embedding [B, L, C] of the position after it, and whether that is a
-    picture's.
+    """Embeddings [B, L, C] of the position after each slot, and whether that is a picture's [B, L].
 
-    For the last slot of each row it is ``last`` [B, C], of the token after the prompt.
+    For each row's last slot it is ``last`` [B, C], the embedding of the token after the prompt.
     """
     order = torch.arange(context.embeddings.shape[1], device=last.device)
     ends = order == context.lengths[:, None] - 1  # [B, L]

@@ -99,7 +99,7 @@ class Inspection:
     misfits: tuple[str, ...] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The fields for JSON."""
         return dataclasses.asdict(self)
 
 

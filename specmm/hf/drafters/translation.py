@@ -38,7 +38,8 @@ class Translation:
 
     @classmethod
     def same(cls, drafter: int, target: int, padding: int | None = PADDING) -> Translation:
-        """Of one tokenizer, whose vocabularies differ by ``padding`` at most (None: by any number).
+        """The identity for a shared tokenizer, whose vocabularies differ by at most ``padding``
+        (None: by any number).
 
         Raises ``ValueError`` when they differ more.
         """

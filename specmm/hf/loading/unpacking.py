@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 @contextmanager
 def unpacking(name: str) -> Iterator[None]:
-    """Within it a file's metadata is read once, not again for the config, the weights, each
+    """Context in which a file's metadata is read once, not again for the config, the weights, each
     layer's names and the tokenizer, which takes most of the time; a progress bar shows ``name``.
     """
     gguf: Any = import_module("gguf")

@@ -54,16 +54,16 @@ class Call(NamedTuple):
     width: int
 
     def map(self, change: Callable[[Tensor], Tensor], width: int) -> Call:
-        """With every tensor of tokens changed to one of ``width`` tokens."""
+        """A copy with every tensor of tokens changed to one of ``width`` tokens."""
         args, kwargs = map_tokens(change, self.width, (self.args, self.kwargs))
         return Call(args, kwargs, width)
 
     def part(self, first: int, stop: int) -> Call:
-        """Only the tokens from ``first`` to ``stop``."""
+        """A copy with only the tokens from ``first`` to ``stop``."""
         return self.map(lambda x: x[:, first:stop], stop - first)
 
     def rows(self, which: Tensor) -> Call:
-        """Only the rows ``which``; tensors that all rows share stay."""
+        """A copy with only the rows ``which``; tensors shared by all rows do not change."""
         return self.map(lambda x: x if len(x) == 1 else x[which], self.width)
 
     def run(self, module: nn.Module) -> Any:
@@ -188,7 +188,7 @@ class Watch:
 
     @contextmanager
     def hooks(self, decoder: nn.Module) -> Iterator[None]:
-        """While ``decoder`` runs once."""
+        """Context for one run of ``decoder``, which is recorded."""
         handles: list[Any] = []
         for module in decoder.modules():
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))

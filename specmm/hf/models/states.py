@@ -66,13 +66,13 @@ class States:
         self.mixers: tuple[Mixer, ...] = ()  # all of them, from the first prompt on
         self.counts = [0] * rows  # K of each row
         self.nodes = 0  # N of the chain that waits for its commit; 0 if it needs none
-        self.calls: dict[nn.Module, Call] = {}  # of chunk mixers: tokens kept, then the chain's
+        self.calls: dict[nn.Module, Call] = {}  # of chunk mixers: accepted tokens, the chain's
         self.stages: dict[nn.Module, list[list[Tensor]]] = {}  # of step mixers: states by token
         self.outputs: list[Any] = []  # of the step mixer that is running
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
-        """While the first forward of a prompt runs: finds the mixers of a new decoder."""
+        """Context for a prompt's first forward, which finds the mixers of a new decoder."""
         known = facts(self.decoder)
         if MIXERS in known:
             self.mixers = known[MIXERS]
@@ -96,11 +96,11 @@ class States:
 
     @contextmanager
     def chain(self, nodes: int, past: TransformersCache) -> Iterator[None]:
-        """While a chain of ``nodes`` is scored with ``past``, a cache of these layers."""
+        """Context for scoring a chain of ``nodes`` with ``past``, a cache of these layers."""
         if max(self.counts) + nodes > MOST:
             self.settle()
         self.nodes = nodes if nodes > 1 or max(self.counts) else 0
-        if not self.nodes:  # one token, which is always kept: plain decoding's fast path
+        if not self.nodes:  # one token, which is always accepted: plain decoding's fast path
             yield
             return
         self._record(True)
@@ -115,8 +115,8 @@ class States:
 
     @contextmanager
     def _short_chunks(self) -> Iterator[None]:
-        """While few tokens run: PyTorch's versions of Mamba 2's kernels pad them to a chunk of up
-        to 256, whose work grows with its square. Which chunks a text is cut in changes nothing.
+        """Context for runs of few tokens: PyTorch's versions of Mamba 2's kernels pad them to a
+        chunk of up to 256, whose work grows with its square. Results do not depend on chunks.
         """
         modules = [mixer.module for mixer in self.mixers if mixer.way == "chunk"]
         sizes = {module: getattr(module, "chunk_size", 0) for module in modules}
@@ -184,7 +184,7 @@ class States:
         return places.view(*places.shape, *[1] * (like.ndim - 2)).expand_as(like)
 
     def _new_only(self, mixer: Mixer, output: Any) -> Any:
-        """Of ``output`` the chain's tokens."""
+        """The part of ``output`` for the chain's tokens."""
         most = max(self.counts)
         if not most:
             return None

@@ -42,8 +42,8 @@ Past: TypeAlias = tuple[TransformersCache, States | None]
 
 
 class ProbsProcessor(Protocol):
-    """From logits to distributions: :class:`specmm.core.processors.Processor`, or transformers'
-    own.
+    """Turns logits into distributions: :class:`specmm.core.processors.Processor`, or transformers'
+    processors.
     """
 
     @property
@@ -179,11 +179,11 @@ class VLMTarget:
         return self.family.logits(states)
 
     def read_layers(self, layers: Sequence[int], normed: bool = False) -> None:
-        """From now on drafters read the outputs of ``layers``, counted from 0, side by side
-        [R, N, F·C], and not the states that the head reads; the last layer's after the final norm
-        if they are to be ``normed``.
+        """Let drafters read the concatenated outputs [R, N, F·C] of ``layers``, counted from 0,
+        instead of the states that the head reads; the last layer's output after the final norm if
+        ``normed``.
 
-        No ``layers``: as before. Raises ``ValueError`` for some that the model does not have.
+        No ``layers``: the head's states. Raises ``ValueError`` for layers the model does not have.
         """
         self.aux = None
         if not layers:

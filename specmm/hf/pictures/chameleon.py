@@ -91,7 +91,7 @@ def _codebook(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 
 def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> list[int]:
-    """Of ``text`` as a turn, and of what begins a picture."""
+    """Ids of ``text`` as a turn, and of the tokens that begin a picture."""
     words = model.config.vocabulary_map
     begin = [words[BEGIN]]
     if _lined(model):

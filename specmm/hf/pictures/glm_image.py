@@ -76,9 +76,9 @@ def _places(grids: list[Grid]) -> Tensor:
 
 
 def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
-    """Of the chat template with ``text``, both grids' sizes and the token that begins pictures.
+    """Ids of the chat template with ``text``, both grids' sizes and the token that begins pictures.
 
-    Raises ``ValueError`` for a tokenizer that does not name what stands around sizes.
+    Raises ``ValueError`` for a tokenizer that does not name the tokens around sizes.
     """
     opens, closes = (getattr(tokenizer, f"grid_{end}_token", None) for end in ("bos", "eos"))
     if opens is None or closes is None:

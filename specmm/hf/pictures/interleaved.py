@@ -78,7 +78,7 @@ class Grammar:
         return cls(begin, end, layout.length, layout.allowed.masks[0].to(model.device))
 
     def of_words(self) -> Grammar:
-        """The same of answers in which no picture begins."""
+        """The grammar for answers in which no picture may begin."""
         found = copy.copy(self)
         found.masks = self.masks.clone()
         found.masks[IN_TEXT, self.begin] = False
@@ -99,14 +99,14 @@ class Grammar:
         return torch.where(tokens == self.begin, 0, found)
 
     def after_text(self, ids: Sequence[int]) -> int:
-        """The same after a prompt of ``ids``, which may hold whole pictures in any form."""
+        """Progress after a prompt of ``ids``, which may hold whole pictures in any form."""
         begins = [i for i, token in enumerate(ids) if token == self.begin]
         if not begins or self.end in ids[begins[-1] :]:
             return TEXT
         return min(len(ids) - begins[-1] - 1, self.length)
 
     def along(self, opened: Tensor, tree: DraftTree) -> Tensor:
-        """The same [B, N] after each node of ``tree``, whose root follows ``opened`` [B]."""
+        """Progress [B, N] after each node of ``tree``, whose root follows ``opened`` [B]."""
         root = self.after(opened, tree.tokens[:, 0])[:, None]
         parents = tree.shape.parents.clamp(min=0).expand_as(tree.tokens)
         found = root.expand_as(tree.tokens)
@@ -229,7 +229,7 @@ class PictureReader:
         self.decoder()
 
     def decoder(self) -> Decoder:
-        """From tokens to pixels, read once; raises ``ValueError`` where the folder has none."""
+        """The decoder from tokens to pixels, read once; ``ValueError`` if the folder has none."""
         if self._decoder is None:
             self._decoder = self.facts.decode(self.model, self.folder)
         return self._decoder

@@ -38,7 +38,8 @@ def _layout(model: Any, size: Size | None) -> Layout:
 
 
 def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
-    """Of the chat template with ``text``, where there is one, and the token that begins a picture.
+    """Ids of ``text`` in the chat template, if there is one, and of the token that begins a
+    picture.
 
     Raises ``ValueError`` for a tokenizer without such a token.
     """

@@ -183,8 +183,8 @@ class PictureTarget(VLMTarget):
         return self.allowed
 
     def read_layers(self, layers: Sequence[int], normed: bool = False) -> None:
-        """From now on drafters read, after the states that the head reads, the inputs of
-        ``layers`` [R, N, C·(1 + F)].
+        """Let drafters read the states that the head reads, followed by the inputs of ``layers``
+        [R, N, C·(1 + F)].
 
         Raises ``ValueError`` for layers that the model does not have, or the first.
         """

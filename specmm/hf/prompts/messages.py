@@ -37,7 +37,7 @@ class Chat:
 
     @classmethod
     def of(cls, messages: Any) -> Chat:
-        """The chat of ``messages``; raises ``ValueError`` for what is none."""
+        """The chat of ``messages``; raises ``ValueError`` for anything else."""
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError(
                 "messages must be a list of {'role': …, 'content': …}, or a list of such lists, "
@@ -118,7 +118,7 @@ def joined(content: Any) -> str:
 
 
 def chats_of(given: Any) -> list[Chat]:
-    """One chat, a list of messages, or several; raises ``ValueError`` for what is none."""
+    """The chats in ``given``, one list of messages or several; raises ``ValueError`` for others."""
     several = isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple)
     return [Chat.of(messages) for messages in (given if several else [given])]
 

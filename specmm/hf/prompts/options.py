@@ -204,7 +204,7 @@ class Options:
 
     @property
     def processor(self) -> Processor:
-        """From logits to distributions."""
+        """The processor from logits to distributions."""
         penalty = self.repetition_penalty
         return Processor(self.temperature, self.top_k, self.top_p, repetition_penalty=penalty)
 
@@ -225,7 +225,7 @@ class Options:
         return stop_texts(self.stop)
 
     def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
-        """One for each of ``count`` rows; raises ``ValueError`` for another number of seeds."""
+        """A generator for each of ``count`` rows; ``ValueError`` for another number of seeds."""
         if self.seed is not None and self.generator is not None:
             raise ValueError("give seed or generator, not both")
         many = isinstance(self.seed, Sequence) and not isinstance(self.seed, str)
@@ -290,7 +290,7 @@ def _is_seed(seed: object) -> bool:
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
-    """One text or several as several; raises ``ValueError`` for an empty one."""
+    """The stop strings as a tuple; raises ``ValueError`` for an empty one."""
     found = tuple(texts_of("stop", stop))
     if not all(found):
         raise ValueError(

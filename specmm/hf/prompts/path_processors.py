@@ -80,7 +80,7 @@ class PathProcessor:
         return self.drafts and self._memory
 
     def check_vocabulary(self, size: int) -> None:
-        """Nothing: transformers' processors limit their options to the vocabulary themselves."""
+        """Does nothing: transformers' processors check their options by the vocabulary."""
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
@@ -313,7 +313,7 @@ class Criteria:
         return None
 
     def _done(self, row: int, batch: Tensor) -> list[bool]:
-        """By row, whether one of a ``row``'s criteria ends a ``batch`` [B, L + T] of sequences."""
+        """Whether one of ``row``'s criteria ends each sequence of a ``batch`` [B, L + T]."""
         done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
         for criterion in self.criteria[row]:
             found = criterion(batch, None)

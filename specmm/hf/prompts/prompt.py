@@ -143,7 +143,7 @@ class VLMPrompt:
         return given.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
 
     def extended(self, tokens: Tensor) -> VLMPrompt:
-        """With one more of ``tokens`` [B] after each row, and room for one less."""
+        """A copy with one of ``tokens`` [B] after each row, and room for one token less."""
         inputs = dict(self.inputs)
         if inputs.get(POSITIONS) is not None:
             where = self.lengths.expand(3, -1)[..., None]
@@ -158,7 +158,7 @@ class VLMPrompt:
         return VLMPrompt(inputs, max(self.max_new_tokens - 1, 1), self.source)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> VLMPrompt:
-        """The same on ``device``, pixels in ``dtype``."""
+        """A copy on ``device``, pixels in ``dtype``."""
         inputs = on_device(self.inputs, device, dtype)
         other = None if self.unconditional is None else self.unconditional.to(device, dtype)
         return VLMPrompt(inputs, self.max_new_tokens, self.source, self.longest, other)
