@@ -72,7 +72,7 @@ class Feedback:
         return {name: value for name, value in found.items() if value is not None}
 
     def held(self, by: Mapping[str, Tensor]) -> Feedback:
-        """The same in other memory: that of the tensors ``by`` name."""
+        """The same feedback in other memory: the tensors that ``by`` has by name."""
         tree = self.drafted[0]
         shape = tree.shape
         if not shape.fixed:  # another object, since one keeps what is computed of it
@@ -168,9 +168,9 @@ def looks_ahead(rule: object) -> bool:
 
 
 def check_rule(drafter: Drafter, rule: Rule) -> None:
-    """Raise ``ValueError`` for a ``drafter`` whose drafts are ``coupled`` with those of the round
-    before and a ``rule`` that :func:`looks_ahead`: when it tests a draft tells about the draft.
-    A drafter of others, whose trees are checked, is told which siblings the ``rule`` needs.
+    """Raise ``ValueError`` if ``drafter`` couples its drafts with the last round's and ``rule``
+    :func:`looks_ahead`: then the order of tests would reveal the drafts. A third-party drafter,
+    whose trees are checked, is told which siblings the ``rule`` needs.
     """
     if getattr(drafter, "coupled", False) and looks_ahead(rule):
         raise ValueError(
@@ -247,7 +247,7 @@ class DeferredDrafter:
 
 
 def widened(feedback: Feedback, depth: int) -> Feedback:
-    """``feedback`` of a round with fewer levels of drafts, shaped like that of ``depth``."""
+    """``feedback`` of a round with fewer levels of drafts, padded to ``depth`` levels."""
     if feedback.result is None or feedback.tokens is None:
         return feedback
     more = (0, depth + 1 - feedback.tokens.shape[1])

@@ -46,9 +46,9 @@ class Guidance:
         return {"cfg": self.scale} | last
 
     def mix(self, logits: Tensor, positions: Tensor, prompt: Tensor | int) -> Tensor:
-        """Guided logits [B, N, V] of those of all branches [R, N, V].
+        """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches.
 
-        ``positions`` [1 or R, N] are those of the nodes, ``prompt`` ([B, 1] or one number) counts
+        ``positions`` [1 or R, N] are the nodes' positions, ``prompt`` ([B, 1] or one number) counts
         the tokens before the first that is drawn.
         """
         if self.branches == 1:

@@ -176,9 +176,9 @@ def rule_certificate(name: str, exact: bool, excess: float | None) -> Certificat
 
 
 def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificate | None:
-    """What several runs may claim together: the least, with the weighted mean of ``tv``.
+    """The weakest claim of several runs, with the weighted mean of ``tv``; None without any.
 
-    ``parts`` are certificates and weights. None if there are none.
+    ``parts`` are certificates and their weights.
     """
     if not parts:
         return None

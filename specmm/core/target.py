@@ -16,11 +16,11 @@ from specmm.verify.rule import VerifyResult
 
 @dataclass
 class TargetOutput:
-    """What a forward gives.
+    """The result of a forward.
 
-    ``probs`` [B, N, V] are processed: guidance, temperature and filters are applied. ``hidden``
-    [R, N, C] is what drafters read. ``extremes`` [2] are the least and the largest logit, finite
-    where all are (None: nobody checks).
+    ``probs`` [B, N, V] are processed: guidance, temperature and filters are applied. ``hidden`` [R,
+    N, C] are the states that drafters read. ``extremes`` [2] are the least and the largest logit,
+    finite if all logits are; None if nothing checks them.
     """
 
     probs: Tensor

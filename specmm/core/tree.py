@@ -163,8 +163,8 @@ class TreeShape:
 
     @computed_once
     def inner(self) -> Tensor:
-        """Nodes that may have children [P]: those of a shared shape that do, else all N; all, too,
-        where they would be counted in every round and the host had to wait for it.
+        """Nodes that may have children [P] of a tree of fixed shape. For other trees all N nodes,
+        because finding them would make the host wait for the GPU in every round.
         """
         waits = not self.fixed and self.parents.device.type != "cpu"
         if waits or not self.shared:

@@ -31,8 +31,8 @@ SUMS = 1e-3  # by which a recorded distribution may miss 1: bfloat16 has 8 bits
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What is to be drafted: trees of the shape ``tree``, of drafts that are drawn where
-    ``sampled``, with ``siblings`` drawn so, and chosen where not (point masses).
+    """A request to a drafter: trees of the shape ``tree``; if ``sampled``, drafts are drawn,
+    siblings as ``siblings`` says, otherwise chosen (point masses).
     """
 
     tree: TreeShape | Dynamic
@@ -73,8 +73,8 @@ def of_others(spec: object) -> bool:
 
 
 def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
-    """``method`` (None: plain decoding) with a ``drafter`` of others as its own, and no drafter to
-    load; or both as they are.
+    """``method`` (None: plain decoding) with the third-party ``drafter`` as its own, and None to
+    load; for any other ``drafter`` both unchanged.
     """
     if drafter is None or not of_others(drafter):
         return method, drafter

@@ -106,12 +106,12 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
 
 
 class Program:
-    """``function`` as PyTorch builds it when it is called, or finds it in its caches; in parts
-    where it cannot be one program. ``compiler`` is PyTorch's, of a whole function or of its parts.
+    """``function``, built by PyTorch at its first call or found in its caches; in parts if it
+    cannot be one program. ``compiler`` is PyTorch's, for a whole function or for its parts.
 
-    Where files of programs are damaged or the disk is full it is compiled in another folder, and
-    where that fails, too, run as it is: compiling saves time and must not end a run. Nothing has
-    run when compiling fails, so that a call can begin again.
+    If cached files are damaged or the disk is full, it is compiled in another folder; if that
+    fails, too, it runs uncompiled: compiling saves time and must not end a run. Nothing has run
+    when compiling fails, so that a call can start again.
     """
 
     def __init__(self, function: Callable[..., Any], compiler: Callable[[bool], Any]) -> None:

@@ -160,12 +160,12 @@ def _state(parts: Parts, progress: Progress) -> list[Slot]:
 
 
 class GraphRound:
-    """Plays rounds as :func:`specmm.core.decode.one_round` does, each as one graph, of which the
-    host launches one ahead.
+    """Plays rounds as :func:`specmm.core.decode.one_round` does, each as one CUDA graph, which the
+    host launches before it has read the last one's result.
 
-    The rounds after a prefill are played as they are until two are alike. Runs share the graph's
-    memory, a progress's tokens and counts, too: what is to outlast the next run must be copied.
-    What no graph can be made of is played as it is, with a warning unless it is to be ``quiet``.
+    The rounds after a prefill run without a graph until two are alike. Runs share the graph's
+    memory, including a progress's tokens and counts: copy what must outlast the next run. A round
+    that cannot be recorded runs without a graph, with a warning unless ``quiet``.
     """
 
     ahead = True

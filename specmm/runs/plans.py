@@ -45,9 +45,9 @@ def plan_model(
     tv: float | None = None,
     **wanted: Any,
 ) -> Planned:
-    """What is planned for ``model``, ``batch`` pictures at a time, ``wanted`` so (height, width);
-    for a ``drafter`` in a folder, or for one of one's own by name. With ``tv`` relaxed methods that
-    are off by at most so much are measured as well.
+    """The plan for ``model`` with ``batch`` pictures at a time of the size ``wanted`` (height,
+    width), by its own drafters, a ``drafter`` in a folder, or a registered one by name. With ``tv``
+    relaxed methods are measured, too, that deviate by at most so much.
 
     Raises ``ValueError`` for a model of continuous tokens, for which there is nothing to plan, and
     for ``tv`` where no relaxed method takes part.
@@ -114,7 +114,7 @@ class Asked:
 
 
 def _own(drafter: object, asked: Asked) -> Record:
-    """What trees of a ``drafter`` of one's own give: those that are best for its acceptance by
+    """Measurements of a third-party ``drafter`` with the trees that are best for its acceptance by
     level and rank, which is measured first, on a wide spine.
     """
     target = asked.target

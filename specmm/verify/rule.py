@@ -205,12 +205,12 @@ RuleName: TypeAlias = str | Any
 
 @dataclass(frozen=True)
 class RuleKind:
-    """An entry of :data:`RULES`: the rule's class as ``"module:name"``, or a rule of others, and
-    what drafts it needs.
+    """An entry of :data:`RULES`: the rule's class as ``"module:name"`` or a third-party class, and
+    the drafts that it needs.
 
-    ``siblings`` says how the siblings are drawn. None: drafts are the likeliest tokens, without
-    probabilities. ``relaxed`` rules relax greedy decoding, too; those of ``codes`` ask which codes
-    of a picture's tokenizer are alike. Classes of others may say these three of themselves.
+    ``siblings`` says how siblings are drawn; None: drafts are the likeliest tokens, without
+    probabilities. ``relaxed`` rules relax greedy decoding, too; rules of ``codes`` compare the
+    codes of a picture's tokenizer. Third-party classes may declare these three themselves.
     """
 
     place: Any
