@@ -181,7 +181,9 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def _biases(self, bias: Tensor) -> list[Tensor]:
-        """Each layer's mask [B, 1, K, S], narrowed from ``bias`` of an open block."""
+        """Each layer's mask [B, 1, K, S]: ``bias``, which hides no place of the block from another,
+        narrowed to the layer's reach.
+        """
         reaches = self.config.reaches or (Reach(),) * len(self.layers)
         size = self.cache.size
         made = {

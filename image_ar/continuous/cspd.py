@@ -208,7 +208,7 @@ class CSpDModel:
 
     def chains(self, z: Tensor, scale: float | Tensor, noise: Tensor) -> tuple[Tensor, ChainEnd]:
         """Tokens [R, C] of ``noise`` [S + 1, R, C] under ``z``, and the ends of their chains."""
-        trace: list[Tensor] = []
+        trace: list[Tensor] = []  # gets each step's logarithm of the deviation [R, C]
         bound = self.head.bind(HeadCondition(z, scale))
         tokens = finite(ancestral(bound, self.steps, noise, self.settings.temperature, trace))
         before = torch.stack(trace[:-1]).sum(0) if len(trace) > 1 else torch.zeros_like(tokens)

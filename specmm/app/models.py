@@ -124,7 +124,8 @@ class AppModels:
             return Start(ASKED[kind], str(methods.Auto.name))
         known = self.methods(kind, name)
         usual = family_of(local(name)).compared.split(",")
-        return Start(method=next((m for m in [*usual, *known[1:]] if m in known), known[0]))
+        others = known[1:]  # plain decoding, the first, is the other side of the race
+        return Start(method=next((m for m in [*usual, *others] if m in known), known[0]))
 
     def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
         """A model's parameters by name, with their default values."""

@@ -103,7 +103,7 @@ class Progress:
     rounds: int = 0
     # of the last round and the one before: the least and most tokens that a row lacks, and checks
     read: tuple[Late | None, Late | None] = (None, None)
-    known: int = 0  # rounds since a sample began in a row
+    since_start: int = 0  # rounds since a sample last began in a row
     trees: GivenTrees = field(default_factory=GivenTrees)  # of a rule that others call exact
     state: ClassVar[tuple[str, ...]] = ("tokens", "counts", "limits", "stop")
 
@@ -114,7 +114,7 @@ class Progress:
         self.tokens[row, 0] = token[0]
         self.counts[row] = 1
         self.limits[row] = self.length
-        self.known = 0
+        self.since_start = 0
         if self.stop is not None:
             self._end(*self.stop(self.tokens, before, self.counts))
 
@@ -156,7 +156,7 @@ class Progress:
         When ``ahead``, what the round before left says so, if it was more than the ``most`` tokens
         of a round; where a stop may end rows at any time, one round too many is played.
         """
-        if self.ahead and self.known > 1:
+        if self.ahead and self.since_start > 1:
             latest, before = self.read
             if before is not None and latest is not None:
                 left = before.read()[1]
@@ -164,13 +164,14 @@ class Progress:
         return (sure and self.stop is None) or bool((self.counts < self.limits).any())
 
     def end_round(self, checks: Tensor) -> None:
-        """Count a round with its ``checks``; send what rows lack on its way to the host.
+        """Count a round with its ``checks``. If ``ahead``, start copying the numbers of tokens that
+        rows still lack to the host.
 
         Raises ``ValueError`` for numbers that are not finite: of this round or, when ``ahead``, of
         the one before.
         """
         self.rounds += 1
-        self.known += 1
+        self.since_start += 1
         if not self.ahead:
             self._check(self.rounds, checks.tolist())
             return
@@ -194,7 +195,7 @@ class Progress:
     def may_have_ended(self) -> bool:
         """Whether a row has all its tokens; when ``ahead``, whether it had before this round."""
         before = self.read[1]
-        return not self.ahead or self.known < 2 or before is None or before.read()[0] <= 0
+        return not self.ahead or self.since_start < 2 or before is None or before.read()[0] <= 0
 
     def observe(self, result: VerifyResult, histogram: Tensor) -> None:
         """Count a round; ``histogram`` [B, D + 2] counts rounds by tokens committed."""

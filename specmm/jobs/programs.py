@@ -50,7 +50,8 @@ class Programs:
     @contextmanager
     def one_number_of_threads(self, network: nn.Module | None) -> Iterator[None]:
         """Context with the job's number of threads: the number named at its start, or the fastest
-        for ``network``. Raises ``ValueError`` if another number is named now.
+        for ``network``. Raises ``ValueError`` if ``--threads``
+        or :func:`specmm.threads` names another number now.
         """
         if network is None:
             yield

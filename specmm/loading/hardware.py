@@ -306,7 +306,10 @@ class PackedLinear(nn.Linear):
         return made
 
     def current(self, x: Tensor, gelu: bool) -> Tensor | None:
-        """An up-to-date prepacked copy of the weight; None if ``x`` is not multiplied by one."""
+        """An up-to-date prepacked copy of the weight; None if ``x`` is not multiplied by one.
+
+        Short float32 inputs use it only with a fused ``gelu``, which only its kernel has.
+        """
         weight = self.weight
         if not self.packs or not in_a_call() or x.dtype != weight.dtype:
             return None

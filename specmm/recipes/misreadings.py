@@ -132,7 +132,9 @@ def _windows(seen: Evidence) -> Iterator[tuple[int, str, str]]:
 
 
 def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
-    """How long its blocks are, what they see, and which of their places drafts what."""
+    """Other block lengths, other masks within a block, and places that draft their own token
+    instead of the next one, or the reverse.
+    """
     own = reading.reaches or (Reach(),) * len(reading.network.layers)
     causal = any(reach.causal for reach in own)
     for window, named, hint in _windows(seen):
@@ -144,7 +146,7 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
     yield named, "places see others of their block", {"reaches": other}
     size = reading.size
     for length in sorted({*BLOCKS, size - 1, size + 1, 2 * size, size // 2} - {size}):
-        if length > (not reading.anchor):
+        if length >= (1 if reading.anchor else 2):  # a place drafts its own token, or the next
             yield f"blocks of {length}", "it learnt blocks of that length", {"size": length}
     named = f"sample_from_anchor {not reading.anchor}".lower()
     whose = "the token after its own" if reading.anchor else "its own token"

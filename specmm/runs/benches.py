@@ -71,9 +71,9 @@ class Bench:
         return [{**row, **how} for row in rows]
 
     def _own(self) -> bool:
-        """Whether the drafter is one of others, which is measured with the method that it makes.
+        """Whether the drafter is a third-party one, which is measured with a method of its own.
 
-        Raises ``ValueError`` for one beside ``contenders``, none of which would ask it.
+        Raises ``ValueError`` if ``contenders`` are given, too: none of them would use it.
         """
         own = self.drafter is not None and of_others(self.drafter)
         if own and self.contenders is not None:

@@ -687,7 +687,9 @@ class Pipeline:
         inner = drafter.inner if isinstance(drafter, DeferredDrafter) else None
         sampled = queue is not None or not target.processor.greedy
         if sampled and isinstance(inner, BatchingDrafter):
-            drafter = inner  # or a sample's uniforms would depend on whether it is a row's first
+            # a deferred drafter skips a row's first round, so that a sample that takes over a
+            # row would use other uniforms than one that begins with it
+            drafter = inner
         matchers = matchers_of(target.processor)
         if parts and matchers and (target.processor.greedy or not looks_ahead(rule)):
             spelling = Spelling.of(matchers, self.tokenizer)

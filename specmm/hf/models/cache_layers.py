@@ -109,8 +109,8 @@ def as_transformers(
 ) -> TransformersCache:
     """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
 
-    ``sizes`` has None for layers that store no keys of a text; by default all store some. If some
-    do not, ``kinds`` are the layers of the model's own cache.
+    ``sizes`` has None for layers that store no keys of text tokens; by default all layers do. If
+    some do not, ``kinds`` are the layers of the model's own cache.
     """
     left = iter(memories)
     has = [size is not None for size in sizes] or [True] * len(memories)

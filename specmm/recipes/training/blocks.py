@@ -33,8 +33,9 @@ class Anchors:
 
     @classmethod
     def draw(cls, learnt: Tensor, count: int, block: int, size: int, seed: int) -> Anchors:
-        """Random places that leave room for ``block`` drafts, before tokens that are ``learnt``
-        [B, L] where a row has any; ``ValueError`` for rows too short.
+        """``count`` random places in each row as anchors of blocks of ``size`` positions. Each has
+        ``block`` tokens after it and, if the row has any, a ``learnt`` [B, L] token next. Raises
+        ``ValueError`` for rows too short.
         """
         length = learnt.shape[1]
         if length <= block:
