@@ -374,7 +374,10 @@ class Record:
         """Why :meth:`fastest` is, in words."""
         chosen = self.fastest()
         if not self.candidates:
-            return "there is no drafter" if self.calls else "the first call, and a short one"
+            if self.looked:
+                return "there is no drafter"
+            known = "calls are short, or plain decoding was the fastest in earlier processes"
+            return known if self.calls else "the first call, and a short one"
         if PLAIN.method in self.samples:
             measured = [one for one in self.samples if one != PLAIN.method]
             said = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)

@@ -93,11 +93,12 @@ def record_of(
     record = records[key]
     if not record.worthwhile(prompt.max_new_tokens, share):
         return record
-    if known := not record.samples and record.known().partition("(")[0]:
+    known = "" if record.samples else record.known().partition("(")[0]
+    if known in (*kinds, methods.AR.name):
         # the first call of a process reads one drafter; others wait until they may be tried
         kinds = [name for name in kinds if name == known]
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
-    elif not (record.complete or record.looked):
+    elif known or not (record.complete or record.looked):
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
         record.looked = True
     return record
