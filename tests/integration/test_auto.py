@@ -265,6 +265,8 @@ def test_what_a_plan_measured_is_taken_by_later_processes_in_their_first_call(
 
     pipe, first = told()
     assert "first call, and a short one" in first.method
+    pipe, _ = told()
+    assert {*pipe.drafters.given} >= {"block", "deer"}, "only plain decoding is known as yet"
     pipe.planned(asked, **options)
     [record] = pipe.records.values()
     taken = record.fastest()

@@ -94,7 +94,7 @@ def record_of(
     if not record.worthwhile(prompt.max_new_tokens, share):
         return record
     known = "" if record.samples else record.known().partition("(")[0]
-    if known in (*kinds, methods.AR.name):
+    if known in kinds or (known == methods.AR.name and record.complete):
         # the first call of a process reads one drafter; others wait until they may be tried
         kinds = [name for name in kinds if name == known]
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
