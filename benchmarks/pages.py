@@ -163,16 +163,15 @@ LOSS = {"FID / plain": "fid_ratio", "KID / plain": "kid_ratio", "TV a token": "t
 
 def gains_table(gains: Iterable[Gain], more: Mapping[str, str] = MappingProxyType({})) -> str:
     """A line for each of ``gains``, with ``more`` columns; those without a value are left out."""
-    head = ("what", "method", "certificate", "over plain decoding", "tokens a round")
-    columns = dict(zip(head, ("", "", "certificate", "speedup", "tau"), strict=True))
-    columns |= more
+    columns = {"certificate": "certificate", "over plain decoding": "speedup"}
+    columns |= {"tokens a round": "tau", **more}
     lines = []
     for gain in gains:
         cells = [_cell(key, gain.row.get(key)) for key in columns.values()]
         file = f"`{gain.file}.csv`, {read(gain.file)['environment']['date'][:10]}"
-        lines.append([gain.what, gain.setting, *cells[2:], file])
+        lines.append([gain.what, gain.setting, *cells, file])
     filled = [i for i in range(len(lines[0])) if any(line[i] for line in lines)]
-    names = [*columns, "measured"]
+    names = ["what", "method", *columns, "measured"]
     return markdown([names[i] for i in filled], [[line[i] for i in filled] for line in lines])
 
 

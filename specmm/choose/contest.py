@@ -150,7 +150,7 @@ class Record:
     failed: dict[Any, str] = field(default_factory=dict)  # why, of those whose trials did
     calls: int = 0
     now: Callable[[], float] = time.perf_counter  # see ``clock_of``
-    notes: Notes = field(default_factory=lambda: Notes(None, ""))
+    notes: Notes = field(default_factory=Notes)
     noted: dict[str, list[Sample]] = field(default_factory=dict)  # of earlier processes, by method
     changed: bool = False  # since it was noted
     looked: bool = False  # for all candidates there are, by a family that may look for some
@@ -179,17 +179,17 @@ class Record:
 
     def _recall(self) -> None:
         """Take over the noted samples of the candidates, which are known by now."""
-        for one in self.order:
+        for one in self.order if self.noted else ():
             if samples := self.noted.pop(methods.label(one.method), None):
                 self.samples.setdefault(one.method, samples)
 
     def _note(self) -> None:
         """Keep it for later processes."""
+        # what was not asked for in this process stays noted
+        found = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
         rows = {
-            methods.label(method): [
-                (x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples
-            ]
-            for method, samples in self.samples.items()
+            method: [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
+            for method, samples in found.items()
         }
         sums = self.calls, self.decoded, self.lasted, self.spent
         self.notes.write(

@@ -21,7 +21,7 @@ class Notes:
     they depend on; without a ``place`` none are kept.
     """
 
-    def __init__(self, place: Path | None, key: object) -> None:
+    def __init__(self, place: Path | None = None, key: object = "") -> None:
         name = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
         self.file = None if place is None else place / f"{name}.json"
 

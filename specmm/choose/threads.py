@@ -183,7 +183,7 @@ class Products:
     at: float = 0.0
     due: float = 0.0
     kept: bool = False
-    notes: Notes = field(default_factory=lambda: Notes(None, ""), repr=False)
+    notes: Notes = field(default_factory=Notes, repr=False)
 
     @classmethod
     def of(cls, network: nn.Module, rows: int) -> Products:

@@ -82,7 +82,7 @@ class Work:
     """
 
     seconds: Seconds = field(default_factory=Seconds)
-    notes: Notes = field(default_factory=lambda: Notes(None, ""))
+    notes: Notes = field(default_factory=Notes)
     missed: float = 0.0  # seconds that programs would have saved in this process
     ready: bool = False  # programs have run in this process
     able: bool = True  # there are programs for it

@@ -241,6 +241,11 @@ def test_the_next_process_runs_what_the_last_one_found_fastest_from_its_first_ca
     for _ in range(2):
         called(again, later, FAST)
     assert noted(machine).calls == 4, "calls are noted, too"
+    alone = machine.record(FAST).remember(Notes(tmp_path, "a"))
+    alone.choose(machine.begin, 33)
+    for _ in range(4):
+        called(alone, machine, FAST)
+    assert set(noted(machine).noted) == set(map(methods.label, record.samples)), "others stay"
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"at": 1}', "old", "empty"])
