@@ -6,7 +6,7 @@ Shape letters: N pictures, R pixels a side.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from specmm.extending.kinds import check_whole, shown, texts_of
-from specmm.extending.registry import unknown
+from specmm.extending.registry import OPTION, unknown
 
 Classes: TypeAlias = str | int | Sequence[str | int] | Tensor | npt.NDArray[np.integer[Any]]
 Callback: TypeAlias = Callable[[Any, int, int, dict[str, Any]], dict[str, Any]]
@@ -25,6 +25,15 @@ Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
 """Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
 
 OUTPUT_TYPES = ("pil", "np", "pt", "uint8", "latent")
+WITHOUT = {  # arguments of diffusers' pipelines, and why some models do without them
+    "num_inference_steps": "which takes a step a token, or a scale, and no number of them",
+    "negative_prompt": "whose guidance leads away from what it draws without a class or prompt",
+    "prompt_embeds": "which reads texts or classes alone",
+    "negative_prompt_embeds": "which reads texts or classes alone",
+    "latents": "which starts from a seed: give seed or generator",
+    "eta": "which takes no steps of a diffusion",
+    "guidance_rescale": "whose guidance has a scale alone: give guidance_scale",
+}
 TENSOR_INPUTS = ("tokens",)  # what callbacks may ask for
 
 
@@ -38,6 +47,24 @@ def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) ->
             "batch_size and num_images_per_prompt must be at least 1, "
             f"got {batch_size} and {num_images_per_prompt}"
         )
+
+
+def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments of other pipelines ``given`` to ``pipe`` that would change
+    its pictures, and ``TypeError`` for names that are neither theirs nor ``known`` here.
+    """
+    for name, value in given.items():
+        if name in ("height", "width"):
+            if value not in (None, pipe.side):
+                raise ValueError(
+                    f"{name} must be {pipe.side} for {pipe.name}, which draws one size, got "
+                    f"{shown(value)}"
+                )
+        elif name not in WITHOUT:
+            names = [one for one in (*known, *WITHOUT) if one not in ("self", "__class__")]
+            raise TypeError(str(unknown("argument", name, names, OPTION)))
+        elif value is not None:
+            raise ValueError(f"{name} must be None for {pipe.name}, {WITHOUT[name]}")
 
 
 def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> Tell | None:

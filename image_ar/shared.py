@@ -24,7 +24,7 @@ from specmm.choose.when_compiled import Compiled, Turn, Works
 from specmm.core.randomness import sample_generators
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.turns import turns_of
-from specmm.extending.kinds import either
+from specmm.extending.kinds import check_numbers, either
 from specmm.image_ar.calls import (
     TENSOR_INPUTS,
     Pictures,
@@ -32,6 +32,7 @@ from specmm.image_ar.calls import (
     check_call,
     labels_of,
     pictures_as,
+    refuse_elsewhere,
     told,
 )
 from specmm.image_ar.files import save_module, write_index, write_settings
@@ -121,6 +122,7 @@ class PicturePipeline(ABC, Generic[M]):
     saved: ClassVar[tuple[str, ...]] = ("transformer", "vae", "small")  # networks, and folders
     sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
     call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
+    steps_option: ClassVar[str | None] = None  # diffusers' num_inference_steps
     paints: bool = False  # a diffusion model makes pixels, and is what ``guidance_scale`` is about
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
@@ -147,11 +149,9 @@ class PicturePipeline(ABC, Generic[M]):
     def _called(self, given: dict[str, Any]) -> Any:
         batch_size, output_type = given["batch_size"], given["output_type"]
         check_call(output_type, batch_size, given["num_images_per_prompt"])
+        self._settle_names(given)
         inputs = given["callback_on_step_end_tensor_inputs"]
         tell = told(self, given["callback_on_step_end"], inputs)
-        if not self.paints:
-            given["cfg"] = either("cfg", given["cfg"], "guidance_scale", given["guidance_scale"])
-            given["guidance_scale"] = None
         sampling = {name: given[name] for name in self.sampling_options}
         target = self.measured(sampling, **{name: given[name] for name in self.call_options})
         chosen: M = self.method if given["method"] is None else given["method"]
@@ -191,6 +191,29 @@ class PicturePipeline(ABC, Generic[M]):
             compiled=turn.compiled,
         )
         return output if given["return_dict"] else output.to_tuple()
+
+    def _settle_names(self, given: dict[str, Any]) -> None:
+        """Give diffusers' arguments the names that they have here; ``elsewhere`` holds those that
+        this family does not list.
+
+        Raises ``ValueError`` for what has no meaning here, and ``TypeError`` for unknown names.
+        """
+        elsewhere: dict[str, Any] = given.pop("elsewhere")
+        steps = elsewhere.pop("num_inference_steps", None)
+        if steps is not None and self.steps_option is not None:
+            own = given[self.steps_option]
+            given[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
+            steps = None
+        refuse_elsewhere(self, given, {"num_inference_steps": steps, **elsewhere})
+        scale = None if self.paints else given["guidance_scale"]
+        if scale is not None:
+            check_numbers(guidance_scale=scale)
+            given["cfg"] = either("cfg", given["cfg"], "guidance_scale", self.cfg_of(scale))
+            given["guidance_scale"] = None
+
+    def cfg_of(self, guidance_scale: float) -> float:
+        """The ``cfg`` that guides as much as diffusers' ``guidance_scale``, of which 1 is off."""
+        return max(guidance_scale, 1.0)
 
     @abstractmethod
     def __call__(self, *args: Any, **options: Any) -> ImageOutput:
@@ -234,7 +257,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     def generators(self, given: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
         """A generator for each of ``count`` pictures."""
-        return sample_generators(given["generator"], count, self.device)
+        return sample_generators(count, self.device, given["generator"], given["seed"])
 
     def turns(self, method: M, tell: Tell | None) -> int:
         """Batches that one loop of ``method`` draws."""

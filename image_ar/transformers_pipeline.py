@@ -180,6 +180,8 @@ class TransformersImagePictures(TokenPictures):
         *,
         callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
         return_dict: bool = True,
+        seed: int | Sequence[int] | None = None,
+        **elsewhere: Any,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every prompt.
 
@@ -188,9 +190,9 @@ class TransformersImagePictures(TokenPictures):
         from ``negative_prompt`` (one text, or one for each prompt), or from the model's own
         unconditional prompt. ``height`` and ``width`` are pixels, both or none, for models that
         draw several sizes. ``num_inference_steps`` and ``guidance_scale`` go to the diffusion model
-        that paints pixels, if there is one; otherwise ``guidance_scale`` is ``cfg``. ``generator``
-        is one for all or one a picture; the random numbers of a picture depend only on its own
-        seed. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and rounds as
+        that paints pixels, if there is one; otherwise ``guidance_scale`` is ``cfg``. ``seed`` or
+        ``generator`` is one a picture, or the first one's: seeds of the others follow. The random
+        numbers of a picture depend only on its own seed. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and rounds as
         programs of ``torch.compile``, made at the first call of a method, its options, a size and a
         number of pictures at a time; "auto" does so once it pays
         (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an empty list of prompts,

@@ -109,6 +109,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     family = "mar"
     registry = methods.CONTINUOUS
     _optional_components: ClassVar[list[str]] = ["small"]
+    steps_option = "num_iter"
     sampling_options = ("cfg", "temperature", "num_iter", "head_steps", "cfg_schedule", "solver")
 
     def __init__(
@@ -194,18 +195,26 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         guidance_scale: float | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
         return_dict: bool = True,
+        seed: int | Sequence[int] | None = None,
+        **elsewhere: Any,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C].
 
         Tokens are in raster order. ``class_labels`` is another name of ``classes``, and
         ``guidance_scale`` of ``cfg``. Options default to the model's settings; ``head_steps`` that
         are a number are spaced as the settings' are, a string is ``NoiseSchedule.of``'s.
-        ``generator`` is one for all (each picture gets a seed from it) or one a picture; its
-        uniforms depend on its own seed only, not on the batch. Raises ``ValueError`` for an unknown
+        ``seed`` or ``generator`` is one a picture, or the first one's: seeds of the others follow.
+        A picture's numbers depend on its own seed only, not on the batch. What ``elsewhere`` may
+        hold are diffusers' arguments of other pipelines. Raises ``ValueError`` for an unknown
         class or method, for options out of range and for a method without the small model it needs.
         """
         output: ImageOutput = self.called(locals())
         return output
+
+    @property
+    def side(self) -> int:
+        """Pixels along a side of a picture."""
+        return int(self.transformer.config.img_size)
 
     def draw(self, batch: Batch[methods.ContinuousMethod]) -> Drawn:
         steps, claim = self._steps(batch)

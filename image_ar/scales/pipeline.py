@@ -47,7 +47,6 @@ from specmm.image_ar.scales.sampling import (
     Sampling,
     ScaleSampler,
     VARSettings,
-    release_generator,
 )
 from specmm.image_ar.scales.tuning import CoDePlan, needed, plan_code, specialised
 from specmm.image_ar.scales.var import VAR
@@ -216,14 +215,17 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         guidance_scale: float | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
         return_dict: bool = True,
+        seed: int | Sequence[int] | None = None,
+        **elsewhere: Any,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L].
 
-        ``class_labels`` is another name of ``classes``, and ``guidance_scale`` of ``cfg``. Options
-        default to the model's settings. ``generator`` is one for all (each picture gets a
-        seed from it) or one a picture; its uniforms depend on its own seed only, not on the batch
-        (neither does its rounding, in float32 on a CPU within
-        ``specmm.batch_invariant.batch_invariant()``, which takes a quarter to a half longer).
+        ``class_labels`` is another name of ``classes``. ``guidance_scale`` is ``cfg`` + 1. Options
+        default to the model's settings. ``seed`` or ``generator`` is one a picture, or the first
+        one's: seeds of the others follow. A picture's numbers depend on its own seed only, not on
+        the batch (neither does its rounding, in float32 on a CPU within
+        ``specmm.programs.batch_invariant.batch_invariant()``, which takes a quarter to a half
+        longer). What ``elsewhere`` may hold are diffusers' arguments of other pipelines.
         ``compiled`` runs scales of few rows (up to 320, batches of one or a few) as programs of
         ``torch.compile``: pocket/var draws one picture in four fifths of the time, after a quarter
         of a minute a scale at the first call for a batch size; "auto" does so once it pays
@@ -234,14 +236,22 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         output: ImageOutput = self.called(locals())
         return output
 
+    def cfg_of(self, guidance_scale: float) -> float:
+        return max(guidance_scale - 1, 0.0)
+
     def generators(
         self, given: Mapping[str, Any], method: methods.ScalesMethod, count: int
     ) -> list[torch.Generator]:
         """A generator for each picture, or the user's one generator for all, as in the release."""
         if not method.one_generator:
             return super().generators(given, method, count)
-        rest = (self.device, count, given["batch_size"])
-        return [release_generator(given["generator"], *rest)] * count
+        several = isinstance(given["generator"] or given["seed"], Sequence)
+        if several or count > given["batch_size"]:
+            raise ValueError(
+                "release draws one batch from one generator: give one and a batch_size of at least "
+                f"{count}, got batch_size {given['batch_size']}"
+            )
+        return super().generators(given, method, 1) * count
 
     def target(
         self,
@@ -275,6 +285,11 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     def claimed(self, target: Sampling) -> Mapping[str, object]:
         return target.settings
+
+    @property
+    def side(self) -> int:
+        """Pixels along a side of a picture."""
+        return int(self.transformer.config.patch_nums[-1] * self.vae.config.downsampling)
 
     def log_likelihood(self, classes: Sequence[str | int], tokens: Tensor) -> Tensor:
         """Mean log-probability (nats) a token [B] of ``tokens`` [B, L] of ``classes``."""

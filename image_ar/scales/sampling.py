@@ -8,7 +8,6 @@ batch, T tokens of a scale, V vocabulary, K scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -222,33 +221,6 @@ class ReleaseSampler:
         for k in range(scales):
             shape = batch * schedule.tokens(k), vocabulary
             torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
-
-
-def release_generator(
-    given: torch.Generator | Sequence[torch.Generator] | None,
-    device: torch.device,
-    pictures: int,
-    at_once: int,
-) -> torch.Generator:
-    """The ``given`` generator of a run, or a newly seeded one; its state is not advanced here.
-
-    Raises ``ValueError`` for several generators, for one not on ``device``, and if fewer than all
-    ``pictures`` are drawn ``at_once``.
-    """
-    if isinstance(given, Sequence) or pictures > at_once:
-        raise ValueError(
-            "release draws one batch from one generator: give one and a batch_size of at least "
-            f"{pictures}, got batch_size {at_once}"
-        )
-    if given is None:
-        given = torch.Generator(device)
-        given.seed()
-    if given.device.type != device.type:
-        raise ValueError(
-            f"release needs a generator on {device}, where the models are, "
-            f"got one on {given.device}"
-        )
-    return given
 
 
 def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:

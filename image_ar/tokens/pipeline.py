@@ -158,6 +158,11 @@ class LlamaGenPictures(TokenPictures):
         """Classes or prompts, as the transformer was trained."""
         return "classes" if self.transformer.config.model_type == "c2i" else "prompt"
 
+    @property
+    def side(self) -> int:
+        """Pixels along a side of a picture."""
+        return self.grid * self.vq.config.downsampling
+
     def steps(self, **wanted: Any) -> int:
         """Tokens of a picture."""
         return self.grid**2
@@ -190,14 +195,17 @@ class LlamaGenPictures(TokenPictures):
         guidance_scale: float | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] | None = None,
         return_dict: bool = True,
+        seed: int | Sequence[int] | None = None,
+        **elsewhere: Any,
     ) -> ImageOutput:
         """Draw ``num_images_per_prompt`` pictures of every class or prompt.
 
         ``drafter``, ``tree`` and ``rule`` replace the method's: names, or your own objects (see
         :func:`specmm.register`). ``class_labels`` is another name of ``classes``, and
         ``guidance_scale`` of ``cfg``. Other options default to the model's settings.
-        ``generator`` is one for all (each picture gets a seed from it) or one a picture; its
-        uniforms depend on its own seed only, not on the batch. ``compiled`` runs steps and rounds
+        ``seed`` or ``generator`` is one a picture, or the first one's: seeds of the others follow.
+        A picture's numbers depend on its own seed only, not on the batch. What ``elsewhere`` may
+        hold are diffusers' arguments of other pipelines. ``compiled`` runs steps and rounds
         as programs of ``torch.compile``, about twice as fast on a CPU after some tens of seconds at
         the first call for a method, its options and a batch size; "auto" does so once it pays
         (:mod:`specmm.choose.when_compiled`), after which near ties may be decided differently.

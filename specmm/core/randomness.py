@@ -9,8 +9,10 @@ Shape letters: B batch, L numbers drawn beforehand, V vocabulary.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Protocol
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor
 from specmm.extending.kinds import shown
 
 BLOCK = 4096  # numbers drawn from a generator at a time
+FRESH = 2**53  # seeds below it are drawn: JSON keeps them
 GPU_BLOCK = 65_536  # trees of siblings without replacement take as many numbers a round
 
 
@@ -130,30 +133,54 @@ def categorical(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample_generators(
-    given: torch.Generator | Sequence[torch.Generator] | None, count: int, device: torch.device
+    count: int,
+    device: torch.device,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+    seed: int | Sequence[int] | None = None,
 ) -> list[torch.Generator]:
-    """One generator a picture, on ``device``.
+    """A fresh generator on ``device`` for each of ``count`` samples; its ``initial_seed()`` alone
+    draws the sample again.
 
-    A sequence is used as it is; a generator on another kind of device seeds one that replaces it.
-    A single generator, or fresh entropy, seeds all of them.
+    There is a ``seed`` or ``generator`` for each, or one for the first: the others have the seeds
+    that follow. A generator stands for its seed, or for a number drawn from it if it was used
+    before; this uses it once, so that a second call draws others. Without them entropy is taken.
+    Raises ``ValueError`` for both, another number of them, and other things.
     """
-    several = given if isinstance(given, Sequence) else [] if given is None else [given]
-    for one in several:
-        if not isinstance(one, torch.Generator):
-            raise ValueError(
-                "generator must be a torch.Generator or a list of them, such as "
-                f"torch.Generator().manual_seed(3), got {shown(one)}"
-            )
-    if isinstance(given, Sequence):
+    if seed is not None and generator is not None:
+        raise ValueError("give seed or generator, not both")
+    name, given, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _whole)
+    if isinstance(given, Sequence) and not isinstance(given, str):
         if len(given) != count:
             raise ValueError(
-                f"generator must be one or one for each of the {count} samples, got {len(given)}"
+                f"{name} must be one or one for each of the {count} samples, got {len(given)}"
             )
-        return [g if g.device.type == device.type else _seeded(g, 1, device)[0] for g in given]
-    source = given or torch.Generator()
-    if given is None:
-        source.seed()
-    return _seeded(source, count, device)
+        seeds = [read(one) for one in given]
+    else:
+        first = secrets.randbelow(FRESH) if given is None else read(given)
+        seeds = [first + i for i in range(count)]
+    return [torch.Generator(device).manual_seed(each % 2**64) for each in seeds]
+
+
+def _whole(seed: object) -> int:
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise ValueError(f"seed must be a whole number or a list of them, got {shown(seed)}")
+    if not -(2**63) <= int(seed) < 2**64:
+        raise ValueError(f"seed must be from -2^63 to 2^64 - 1, got {seed}")
+    return int(seed)
+
+
+def _spent(generator: object) -> int:
+    """The seed that ``generator`` stands for; it moves on by one number."""
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(
+            "generator must be a torch.Generator or a list of them, such as "
+            f"torch.Generator().manual_seed(3), got {shown(generator)}"
+        )
+    seed = generator.initial_seed()
+    unused = torch.Generator(generator.device).manual_seed(seed).get_state()
+    used = not torch.equal(unused, generator.get_state())
+    drawn = int(torch.randint(FRESH, (), generator=generator, device=generator.device))
+    return drawn if used else seed
 
 
 def further(generator: torch.Generator) -> torch.Generator:
@@ -162,13 +189,8 @@ def further(generator: torch.Generator) -> torch.Generator:
     """
     copy = torch.Generator(generator.device)
     copy.set_state(generator.get_state())
-    return _seeded(copy, 1, generator.device)[0]
-
-
-def _seeded(source: torch.Generator, count: int, device: torch.device) -> list[torch.Generator]:
-    """``count`` generators on ``device``, their seeds drawn from ``source``."""
-    seeds = torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
-    return [torch.Generator(device).manual_seed(s) for s in seeds]
+    seed = int(torch.randint(2**62, (), generator=copy, device=copy.device))
+    return torch.Generator(copy.device).manual_seed(seed)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from specmm import methods, zoo
 from specmm.choose.contest import Measured
 from specmm.choose.threads import in_use, settled
 from specmm.choose.when_compiled import Compiled
-from specmm.core.randomness import sample_generators
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.watching import watched
 from specmm.extending.registry import OPTION, Registry, unknown
@@ -411,17 +410,14 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
         raise ValueError(
             f"{run.ran} draws one batch, give --batch-size {count}, got {run.batch_size}"
         )
-    source = torch.Generator().manual_seed(run.seed)
-    generators = [] if method.one_generator else sample_generators(source, count, pipe.device)
     try:
         with tqdm(total=count, unit="picture", disable=None, leave=False) as bar:
             for first in range(0, count, run.batch_size):
                 rows = range(first, min(first + run.batch_size, count))
-                own = source if method.one_generator else [generators[i] for i in rows]
                 seen = callback
                 if callback is None and not bar.disable:  # for nobody else a callback costs time
                     seen = moving(bar, len(rows), pipe.steps(**run.wanted))
-                _draw_batch(pipe, run, rows, method, own, seen)
+                _draw_batch(pipe, run, rows, method, seen)
                 bar.update(len(run.outputs) - bar.n)
     except KeyboardInterrupt:
         run.interrupted = True
@@ -461,9 +457,7 @@ def moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
     return moved
 
 
-def _draw_batch(
-    pipe: Images, run: PictureRun, rows: range, method: Any, generator: object, callback: object
-) -> None:
+def _draw_batch(pipe: Images, run: PictureRun, rows: range, method: Any, callback: object) -> None:
     start = time.perf_counter()
     inputs = [run.inputs[i] for i in rows]
     options: dict[str, Any] = {run.kind: inputs, **run.sampling, **run.wanted}
@@ -473,7 +467,7 @@ def _draw_batch(
         pipe.works.coming = left - left % run.rows  # a smaller last batch is not compiled
     with batch_invariant() if run.batch_invariant else nullcontext():
         out = pipe(
-            generator=generator,
+            seed=run.seed if method.one_generator else [run.seed + i for i in rows],
             method=method,
             batch_size=len(rows),
             callback_on_step_end=callback,

@@ -49,7 +49,7 @@ def test_from_pretrained_lists_its_parameters():
     [
         (dict(generator=3), "generator must be a torch.Generator or a list of them"),
         (dict(seed="3"), "seed must be a whole number or a list of them, got '3'"),
-        (dict(seed=[1.5]), "seed must be a whole number or a list of them, got a list"),
+        (dict(seed=[1.5]), "seed must be a whole number or a list of them, got 1.5"),
         (dict(method=object()), "method must be a name, such as ar, or a method"),
         (dict(temperature="hot"), "temperature must be a number, got 'hot'"),
         (dict(top_k=2.5), "top_k must be a whole number, got 2.5"),

@@ -58,16 +58,59 @@ def test_output_types(draw):
         draw(classes=[3], output_type="nq")
 
 
-def test_names_of_diffusers(draw):
-    ours = draw(classes=[3, 4], cfg=2.0, output_type="latent").tokens
+def test_names_of_diffusers(pipe, draw):
+    """Guidance of 1 is off in every family, as in diffusers: VAR's own ``cfg`` is one less."""
+    off = 0.0 if pipe.family == "var" else 1.0
+    ours = draw(classes=[3, 4], cfg=off + 1, output_type="latent").tokens
     theirs = draw(class_labels=[3, 4], guidance_scale=2.0, output_type="latent").tokens
     assert torch.equal(ours, theirs)
-    other = draw(class_labels=[3, 4], guidance_scale=1.0, output_type="latent").tokens
-    assert not torch.equal(ours, other), "a scale that is not used would go unnoticed"
+    for scale in (1.0, 0.5, 0):
+        other = draw(class_labels=[3, 4], guidance_scale=scale, output_type="latent")
+        assert not torch.equal(ours, other.tokens), "a scale that is not used would go unnoticed"
+        assert torch.equal(draw(classes=[3, 4], cfg=off, output_type="latent").tokens, other.tokens)
+        assert f"cfg {off:g}" in str(other.certificate)
     with pytest.raises(ValueError, match="give classes or class_labels, which mean the same"):
         draw(classes=[3], class_labels=[3])
     with pytest.raises(ValueError, match="give cfg or guidance_scale"):
         draw(classes=[3], cfg=2.0, guidance_scale=2.0)
+
+
+def test_one_picture_for_one_seed(pipe, draw):
+    given = dict(output_type="latent", generator=None, seed=None)
+    listed = draw(classes=[3, 4], **given | dict(seed=[5, 9])).tokens
+    for way in (
+        dict(seed=9),
+        dict(seed=[9]),
+        dict(generator=seeded(9)),
+        dict(generator=[seeded(9)]),
+    ):
+        alone = draw(classes=[4], **given | way).tokens[0]
+        assert torch.allclose(alone, listed[1], rtol=0, atol=1e-5)
+    assert torch.equal(draw(classes=[3, 4], **given | dict(seed=8)).tokens[1:], listed[1:])
+    with pytest.raises(ValueError, match="give seed or generator, not both"):
+        draw(classes=[3], seed=1)
+
+
+def test_arguments_of_other_pipelines(pipe, draw):
+    """What has a meaning is taken; what has none is one sentence."""
+    picture = draw(classes=[3], height=pipe.side, width=pipe.side, negative_prompt=None).images[0]
+    assert picture.size == (pipe.side, pipe.side)
+    if pipe.family == "mar":
+        steps = draw(classes=[3], num_iter=None, num_inference_steps=3)
+        assert "num_iter 3" in str(steps.certificate)
+    else:
+        with pytest.raises(
+            ValueError, match="num_inference_steps must be None for .* a step a tok"
+        ):
+            draw(classes=[3], num_inference_steps=20)
+    for name, value in dict(height=333, width=20, negative_prompt="blur", latents=1).items():
+        with pytest.raises(ValueError, match=f"{name} must be (None|{pipe.side}) for ") as told:
+            draw(classes=[3], **{name: value})
+        assert "\n" not in str(told.value)
+    with pytest.raises(
+        TypeError, match="unknown argument 'temprature'; did you mean 'temperature'"
+    ):
+        draw(classes=[3], temprature=1.0)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +267,10 @@ def test_diffusers_finds_the_class(tiny, tmp_path, monkeypatch, dtype):
 
 def test_help_lists_what_a_call_takes(pipe):
     parameters = inspect.signature(pipe.__call__).parameters.values()
-    assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+    assert [p.name for p in parameters if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)] in (
+        [],
+        ["elsewhere"],  # arguments of other pipelines, each with its own sentence
+    )
     assert {"class_labels", "guidance_scale", "return_dict"} <= {p.name for p in parameters}
 
 

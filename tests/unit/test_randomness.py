@@ -73,24 +73,54 @@ def test_the_largest_uniform_stays_inside_the_support():
     assert (categorical(probs, largest) < 600).all()
 
 
-def test_one_generator_a_picture() -> None:
-    first, again = (sample_generators(torch.Generator().manual_seed(0), 3, CPU) for _ in range(2))
-    draws = [torch.rand(4, generator=g) for g in first]
-    assert all(
-        torch.equal(d, torch.rand(4, generator=g)) for d, g in zip(draws, again, strict=True)
+def _seeds(count: int = 1, **given: object) -> list[int]:
+    return [one.initial_seed() for one in sample_generators(count, CPU, **given)]
+
+
+def _generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_one_sample_for_one_seed_whichever_way_it_is_given() -> None:
+    ways = (
+        dict(seed=3),
+        dict(seed=[3]),
+        dict(generator=_generator()),
+        dict(generator=[_generator()]),
     )
-    assert len({tuple(d.tolist()) for d in draws}) == 3
-    longer = sample_generators(torch.Generator().manual_seed(0), 5, CPU)
-    assert torch.equal(draws[2], torch.rand(4, generator=longer[2]))
+    assert [_seeds(**way) for way in ways] == [[3]] * 4
+    assert _seeds(3, seed=3) == _seeds(3, generator=_generator()) == [3, 4, 5]
+    assert _seeds(2, seed=[5, 3]) == _seeds(2, generator=[_generator(5), _generator()]) == [5, 3]
+    fresh = sample_generators(1, CPU, seed=3)[0]
+    assert torch.equal(torch.rand(4, generator=fresh), torch.rand(4, generator=_generator()))
 
 
-def test_generators_given_are_those_used() -> None:
-    given = [torch.Generator().manual_seed(i) for i in range(2)]
-    assert sample_generators(given, 2, CPU) == given
-    with pytest.raises(ValueError, match="each of the 3 samples, got 2"):
-        sample_generators(given, 3, CPU)
+def test_a_generator_that_was_used_draws_others() -> None:
+    ours, theirs = _generator(), _generator()
+    first, second, third = (_seeds(2, generator=ours) for _ in range(3))
+    assert first == [3, 4] and len({*first, *second, *third}) == 6
+    torch.rand(7, generator=theirs)
+    assert _seeds(generator=theirs) not in ([3], second[:1])
 
 
-def test_without_a_generator_runs_differ() -> None:
-    one, two = (sample_generators(None, 1, CPU)[0].initial_seed() for _ in range(2))
-    assert one != two
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(seed=[1, 2]), "seed must be one or one for each of the 3 samples, got 2"),
+        (dict(generator=[_generator()]), "generator must be one or one for each .* got 1"),
+        (dict(seed=1, generator=_generator()), "give seed or generator, not both"),
+        (dict(seed=2**64), "seed must be from -2.63 to 2.64 - 1"),
+        (dict(seed=True), "seed must be a whole number"),
+        (dict(seed=[1, 2, "3"]), "seed must be a whole number or a list of them, got '3'"),
+        (dict(generator=7), "generator must be a torch.Generator"),
+    ],
+)
+def test_wrong_seeds_are_one_line(given, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        sample_generators(3, CPU, **given)
+
+
+def test_without_a_seed_runs_differ_and_seeds_can_be_typed() -> None:
+    assert _seeds() != _seeds()
+    assert 0 <= _seeds()[0] < 2**53
+    assert _seeds(2, seed=2**64 - 1) == [2**64 - 1, 0]

@@ -135,7 +135,7 @@ def custom_generate(
             processor.drafts = chosen.drafts
             if chosen.drafts:
                 parts = assemble(chosen, target, drafter_of(model), tokenizer)
-            uniforms = Uniforms(sample_generators(generator, len(input_ids), target.device))
+            uniforms = Uniforms(sample_generators(len(input_ids), target.device, generator))
             steps = _steps(target, parts, prompt, uniforms, criteria)
             end = last_of(steps if record is None else record.called(chosen, steps), watcher)
             rule, drafts_with = (parts.rule, parts.drafter) if parts else (None, None)

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from specmm import methods
 from specmm.choose.when_compiled import Compiled, check_compiled
 from specmm.core.processors import Processor
 from specmm.core.randomness import sample_generators
-from specmm.extending.kinds import check_whole, shown, texts_of
+from specmm.extending.kinds import check_whole, texts_of
 from specmm.extending.registry import OPTION, Registry, unknown
 from specmm.hf.drafters.drafting import KINDS
 from specmm.hf.prompts.messages import chats_of
@@ -112,7 +111,8 @@ class Options:
     ``repetition_penalty`` 1 are off; pipelines take the penalty of the checkpoint's
     ``generation_config`` where none is given, as generate does.
 
-    ``seed`` or ``generator`` (one for all, or one a row) make sampling repeatable. ``method`` None
+    ``seed`` or ``generator`` (one a row, or the first row's: seeds of the others follow) make
+    sampling repeatable. ``method`` None
     is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
     prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
     many rows are answered at a time, and one that ends takes the next prompt, by methods that can
@@ -226,24 +226,7 @@ class Options:
 
     def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
         """A generator for each of ``count`` rows; ``ValueError`` for another number of seeds."""
-        if self.seed is not None and self.generator is not None:
-            raise ValueError("give seed or generator, not both")
-        many = isinstance(self.seed, Sequence) and not isinstance(self.seed, str)
-        seeds: Any = self.seed if many else [self.seed]
-        if not all(_is_seed(seed) for seed in seeds):
-            raise ValueError(
-                f"seed must be a whole number or a list of them, got {shown(self.seed)}"
-            )
-        if any(seed is not None and abs(seed) >= 2**63 for seed in seeds):
-            raise ValueError(f"seed must be below 2^63, got {shown(self.seed)}")
-        if isinstance(self.seed, Sequence):
-            if len(self.seed) != count:
-                raise ValueError(
-                    f"seed must be one or one for each of the {count} rows, got {len(self.seed)}"
-                )
-            return [torch.Generator(device).manual_seed(seed) for seed in self.seed]
-        seeded = None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
-        return sample_generators(seeded or self.generator, count, device)
+        return sample_generators(count, device, self.generator, self.seed)
 
 
 def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
@@ -283,10 +266,6 @@ def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("stop_strings"):
         taken["stop"] = settings["stop_strings"]
     return taken | found
-
-
-def _is_seed(seed: object) -> bool:
-    return seed is None or (isinstance(seed, Integral) and not isinstance(seed, bool))
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
