@@ -132,6 +132,7 @@ def open_pictures(
     Raises ``ValueError`` for ``options`` that the family does not take.
     """
     from specmm.image_ar import shared
+    from specmm.image_ar.records import MODELS
 
     family = family_of(name)
     pictures = getattr(import_module(family.module), family.pictures)
@@ -139,6 +140,8 @@ def open_pictures(
         raise ValueError(f"{option} does not serve models such as {name}; leave it out")
     pipeline = getattr(shared, kind)(pictures)
     opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
+    given = {"model": name, **{option: options.get(option) for option in MODELS[1:]}}
+    opened.source = {k: str(v) for k, v in given.items() if isinstance(v, str | Path)}
     return opened
 
 

@@ -35,8 +35,10 @@ from specmm.image_ar.calls import (
     refuse_elsewhere,
     told,
 )
-from specmm.image_ar.files import save_module, write_index, write_settings
+from specmm.image_ar.files import save_module, with_options, write_index, write_settings
+from specmm.image_ar.records import Recorder, write_pictures
 from specmm.loading.hardware import named_device
+from specmm.zoo.model_files import digest_of_models
 
 M = TypeVar("M", bound=methods.Declared)
 
@@ -44,7 +46,8 @@ M = TypeVar("M", bound=methods.Declared)
 @dataclass
 class ImageOutput(Mapping[str, Any]):
     """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
-    ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for.
+    ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for, and
+    ``records`` [B] from what each can be drawn again (:mod:`specmm.image_ar.records`).
 
     As diffusers' outputs they are had by name and by number, too.
     """
@@ -55,10 +58,19 @@ class ImageOutput(Mapping[str, Any]):
     certificate: Certificate
     method: str
     compiled: list[bool]
+    records: list[dict[str, Any]]
 
     def to_tuple(self) -> tuple[Any, ...]:
         """All of them."""
         return tuple(getattr(self, name) for name in self)
+
+    def save(self, *files: str | Path) -> None:
+        """Write the pictures (of ``output_type`` "pil") to a PNG, WebP or JPEG ``file`` each, with
+        their records: ``specmm generate --like FILE`` draws them again.
+
+        Raises ``ValueError`` for another number of files or another kind.
+        """
+        write_pictures(self.images, self.records, files)
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
@@ -135,6 +147,7 @@ class PicturePipeline(ABC, Generic[M]):
         self.settings = settings
         self.method: M = methods.make(self.registry, method)
         self.name = name
+        self.source = {"model": name}  # what was opened: see ``open_pictures``
         self.works = Works(family or self.family)  # measured seconds, compiled and not
 
     def called(self, given: dict[str, Any]) -> Any:
@@ -160,6 +173,8 @@ class PicturePipeline(ABC, Generic[M]):
         asked = self.asked(given, target)
         count = len(asked)
         generators = self.generators(given, chosen, count)
+        recorder = Recorder(self, given)
+        records: list[dict[str, Any]] = []
         rows = min(batch_size, count)
         turn = self.turn(given["compiled"], target, chosen, rows)
         decided, reason, record = self.settle(chosen, rows, target, count)
@@ -178,6 +193,9 @@ class PicturePipeline(ABC, Generic[M]):
                     pictures.append(self.pixels(drawn.latents))
                 drawn.latents = None  # free the memory before the next batch
                 parts.append(drawn)
+                claim = drawn.certificate.under(self.claimed(target))
+                programs = turn.compiled[part]
+                records += recorder.records(part, own, decided, batch_size, programs, claim)
                 bar.update(first + len(own) - bar.n)
         certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
         assert certificate is not None, "there is at least one picture"
@@ -189,6 +207,7 @@ class PicturePipeline(ABC, Generic[M]):
             certificate=certificate.under(self.claimed(target)),
             method=self.ran_as(chosen, decided, reason),
             compiled=turn.compiled,
+            records=records,
         )
         return output if given["return_dict"] else output.to_tuple()
 
@@ -296,6 +315,11 @@ class PicturePipeline(ABC, Generic[M]):
         write_settings(self.settings, folder)
         write_index(type(self).__name__.replace("Pictures", "Pipeline"), self.family, folder)
 
+    @functools.cached_property
+    def files(self) -> str:
+        """A digest of the files that the pipeline was opened from, "" if there are none."""
+        return digest_of_models(self.source.values())
+
     @property
     def device(self) -> torch.device:
         """The transformer's device."""
@@ -365,6 +389,11 @@ class PicturePipeline(ABC, Generic[M]):
         for name in ("prompt",) if prompt else wanted:
             raise ValueError(f"{name} must be None for models that draw classes, all of one size")
         return self.target(**sampling)
+
+    def options_of(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """All options of ``sampling_options``, the model's own where ``sampling`` has none."""
+        settings = with_options(self.settings, **sampling)
+        return {name: getattr(settings, name) for name in self.sampling_options}
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
         """The decisions whether ``batch`` pictures at a time are drawn by ``method`` on ``target``

@@ -192,12 +192,12 @@ class TransformersImagePictures(TokenPictures):
         draw several sizes. ``num_inference_steps`` and ``guidance_scale`` go to the diffusion model
         that paints pixels, if there is one; otherwise ``guidance_scale`` is ``cfg``. ``seed`` or
         ``generator`` is one a picture, or the first one's: seeds of the others follow. The random
-        numbers of a picture depend only on its own seed. ``output_type`` "latent" gives tokens alone. ``compiled`` runs steps and rounds as
-        programs of ``torch.compile``, made at the first call of a method, its options, a size and a
-        number of pictures at a time; "auto" does so once it pays
-        (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an empty list of prompts,
-        an unknown method, options out of range, a size that the model does not draw, pixels if the
-        folder has no decoder, and for anything that cannot be compiled.
+        numbers of a picture depend only on its own seed. ``output_type`` "latent" gives tokens
+        alone. ``compiled`` runs steps and rounds as programs of ``torch.compile``, made at the
+        first call of a method, its options, a size and a number of pictures at a time; "auto" does
+        so once it pays (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an empty
+        list of prompts, an unknown method, options out of range, a size that the model does not
+        draw, pixels if the folder has no decoder, and for anything that cannot be compiled.
         """
         output: ImageOutput = self.called(locals())
         return output

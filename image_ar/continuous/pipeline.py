@@ -320,6 +320,10 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         """Tokens of a picture."""
         return int(self.transformer.config.seq_len)
 
+    def options_of(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        steps = self.settings.spaced(sampling.get("head_steps"))
+        return super().options_of({**sampling, "head_steps": steps})
+
     def target(
         self,
         cfg: float | None = None,

@@ -16,13 +16,13 @@ from specmm.cli.options import (
     Dtype,
     Height,
     Json,
-    Model,
     Options,
     Seed,
     Threads,
     Width,
     compiled_as,
     given,
+    refuse,
 )
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.cli.starting import started, starting
@@ -46,7 +46,13 @@ MethodName = Annotated[
 
 
 def generate(
-    model: Model,
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder, a pocket model (see specmm zoo) or a hub id. With --like the file's."
+        ),
+    ] = None,
     classes: Class = [],  # noqa: B006  typer copies it
     prompt: Prompt = [],  # noqa: B006
     negative_prompt: Annotated[
@@ -85,6 +91,9 @@ def generate(
     text_encoder: Annotated[
         Path | None, typer.Option(help="Folder of the T5 encoder, for --prompt.")
     ] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Draw the picture in this file again, from what it records.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")
     ] = None,
@@ -92,6 +101,10 @@ def generate(
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
     starting()
+    if like is not None:
+        return _again(context, like, model, out or Path("out") / "again", as_json)
+    if model is None:
+        raise ValueError("generate needs a MODEL (specmm zoo lists the shipped ones), or --like")
     from specmm.choose.threads import settled
     from specmm.extending.outside import with_own
     from specmm.runs import run as runs
@@ -138,6 +151,28 @@ def generate(
         )
 
 
+def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_json: bool) -> None:
+    """Draw the picture in ``like`` again; the exit status is 1 if it is another.
+
+    Raises ``ValueError`` for options that would change it.
+    """
+    from specmm.runs.again import draw_like
+
+    for name in context.params.keys() - {"model", "like", "out", "as_json"}:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = {"option": "o", "compile_all": "compile"}.get(name, name)
+            refuse("pictures that are drawn --like one", **{option: True})
+    with stdout_reserved():
+        found = draw_like(like, writable(out), model, say)
+    if as_json:
+        emit(found.as_dict())
+    else:
+        typer.echo(str(found))
+    if not found.equal:
+        raise typer.Exit(1)
+
+
 def _summary(run: PictureRun) -> str:
     """A run for people."""
     stats = run.stats
@@ -150,7 +185,8 @@ def _summary(run: PictureRun) -> str:
     counts = f"{stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}"
     lines.append(f"{counts}, host overhead {stats.host_overhead:.0%}")
     if run.compiled:
-        lines.append(f"compiled     {sum(run.compiled_pictures)} of {len(run.outputs)} pictures")
+        programs = sum(record["compiled"] for record in run.records)
+        lines.append(f"compiled     {programs} of {len(run.outputs)} pictures")
     lines.append(f"certificate  {run.certificate or 'none'}")
     lines.append(f"saved in     {run.out}")
     return "\n".join(lines)

@@ -23,12 +23,12 @@ from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
-from specmm.jobs.model_files import files_of_models
 from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
 from specmm.loading.extras import install
+from specmm.zoo.model_files import files_of_models
 
 CHUNK = 32  # items an actor is given at a time, which it makes in batches
 

@@ -22,12 +22,12 @@ from typing import Any
 from specmm.choose.when_compiled import Compiled, check_compiled
 from specmm.extending.registry import unknown
 from specmm.jobs.items import Item
-from specmm.jobs.model_files import check_files
 from specmm.loading.checkpoints import read_json
 from specmm.loading.files import sync_folder, write_whole
+from specmm.zoo.model_files import check_files
 
 JOB = "job.json"
-FILES = "files"  # in it, beside the spec: the models', see model_files.py
+FILES = "files"  # in it, beside the spec: the models', see specmm.zoo.model_files
 PROGRAMS = "programs.json"  # see programs.py
 RESULTS = "results"
 JOURNALS = "journal"
@@ -113,8 +113,8 @@ def alone(folder: Path) -> Iterator[None]:
 def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) -> None:
     """Make the output ``folder``, or check that the results in it are of the same job.
 
-    ``files``: digests of its models' files, by :mod:`.model_files`. Raises ``ValueError`` naming
-    the differences.
+    ``files``: digests of its models' files, by :mod:`specmm.zoo.model_files`. Raises ``ValueError``
+    naming the differences.
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -88,9 +88,14 @@ def convolution(x: Tensor, *given: Any, **options: Any) -> Tensor:
     return torch.cat([part.contiguous() for part in parts])
 
 
-def _concerned(x: Tensor) -> bool:
-    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether numbers of this ``dtype`` on this ``device`` are batch-invariant within a block."""
+    on_cpu = dtype == torch.float32 and device.type == "cpu"
     return on_cpu and torch.backends.mkldnn.is_available()
+
+
+def _concerned(x: Tensor) -> bool:
+    return serves(x.dtype, x.device)
 
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise

@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from specmm.choose.threads import settled
+from specmm.image_ar.records import write_pictures
 from specmm.loading.files import slug, write_whole
 from specmm.methods import IMAGE_TOKENS
 from specmm.runs.race import Lane, race, summaries
@@ -82,7 +83,7 @@ def compare(
         saved = files[lane.method.name]
         (name,) = rounds[len(saved)]
         file = folder / f"{slug(lane.method.name)}-{len(saved):02d}-{slug(str(name))}.png"
-        save_picture(lane.images[-1], file)
+        write_pictures(lane.images[-1:], lane.records[-1:], [file])
         saved.append(str(file))
         show(f"{lane.seconds[-1]:6.2f} s  {lane.method.name}: {file}", lane.images[-1])
 

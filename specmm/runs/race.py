@@ -35,8 +35,8 @@ Call = Callable[[Any, Any, int], Any]
 
 @dataclass
 class Lane:
-    """One method and what its runs gave: seconds and tokens of each, stats of all, pictures, and
-    whether they were ``compiled``, all of them.
+    """One method and what its runs gave: seconds and tokens of each, stats of all, pictures with
+    their records, and whether they were ``compiled``, all of them.
     """
 
     method: Any
@@ -46,6 +46,7 @@ class Lane:
     seconds: list[float] = field(default_factory=list)
     certificates: list[tuple[Certificate, int]] = field(default_factory=list)
     images: list[Image.Image] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[Any] = field(default_factory=list)
 
     @property
@@ -153,6 +154,7 @@ def _once(call: Call, lane: Lane, asked: Any, seed: int) -> None:
     lane.stats.add(out.stats)
     lane.certificates.append((out.certificate, sum(row.numel() for row in out.tokens)))
     lane.images += getattr(out, "images", [])
+    lane.records += getattr(out, "records", [])
     lane.tokens.append(out.tokens)
 
 

@@ -30,6 +30,7 @@ from specmm.core.watching import watched
 from specmm.extending.registry import OPTION, Registry, unknown
 from specmm.hf.pictures.picture_models import draws_pictures, processes
 from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
+from specmm.image_ar.records import MODELS, write_pictures
 from specmm.loading.checkpoints import read_json
 from specmm.loading.files import slug, write_whole
 from specmm.loading.hardware import Place as Place
@@ -46,6 +47,8 @@ Kind = Literal["images", "questions", "text"]
 
 
 HERE = Place()
+# what a run's pictures have in common, in its record beside what was asked for
+SAME = (*MODELS, "files", "processor", "versions", "batch_invariant")
 
 
 def place_of(network: nn.Module) -> dict[str, Any]:
@@ -114,10 +117,12 @@ def open_model(
     method: Any = "ar",
     drafter: str | None = None,
     text_encoder: str | Path | None = None,
+    small: str | Path | None = None,
 ) -> Any:
     """The pipeline of ``model``, a folder, pocket name or hub id, without a progress bar.
 
-    ``drafter`` is a folder, ``text_encoder`` for images of LlamaGen's prompts. Raises
+    ``drafter`` is a folder, ``text_encoder`` for images of LlamaGen's prompts, ``small``
+    of a MAR or a VAR. Raises
     ``ValueError`` for a model that cannot be found or read, and one that takes no drafter.
     """
     family = family_of(model) if kind == "images" else None
@@ -133,7 +138,11 @@ def open_model(
         if drafter is not None and not family.takes_drafter:
             raise ValueError(f"{model} reads the drafters in its own folder; leave --drafter out")
         given = dict(
-            device=place.device, dtype=place.dtype, drafter=drafter, text_encoder=text_encoder
+            device=place.device,
+            dtype=place.dtype,
+            drafter=drafter,
+            small=small,
+            text_encoder=text_encoder,
         )
         options = {name: value for name, value in given.items() if value is not None}
         pipe = open_pictures(model, method, options, "alone")
@@ -204,9 +213,9 @@ def _value(key: str, text: str, kind: Any) -> object:
             raise unknown(key, text, get_args(kind))
         return text
     if kind is bool:
-        if text not in ("true", "false"):
+        if text.lower() not in ("true", "false"):
             raise ValueError(f"{key} must be true or false, got {text!r}")
-        return text == "true"
+        return text.lower() == "true"
     if kind in (int, float):
         try:
             return kind(text)
@@ -215,6 +224,8 @@ def _value(key: str, text: str, kind: Any) -> object:
             raise ValueError(f"{key} must be {wanted}, got {text!r}") from None
     if int in get_args(kind) and text.isdigit():
         return int(text)
+    if text == "None" and type(None) in get_args(kind):
+        return None
     return tree_of(text)
 
 
@@ -284,7 +295,7 @@ class PictureRun:
     ``inputs`` (one a picture) are of one ``kind``, "classes" or "prompt"; ``ran`` is the method
     with everything decided that it leaves to this machine, ``reason`` why so. ``certificates`` come
     with the number of tokens each is about. ``compiled`` is what was asked for,
-    ``compiled_pictures`` says of each of ``outputs`` whether programs were run for it.
+    ``records`` say of each of ``outputs`` what it was drawn from.
     """
 
     model: str
@@ -299,7 +310,7 @@ class PictureRun:
     batch_invariant: bool = False
     wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
     outputs: list[str] = field(default_factory=list)
-    compiled_pictures: list[bool] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)  # from which they are drawn again
     planning_seconds: float = 0.0  # what the method was decided in, before the first picture
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
@@ -322,6 +333,7 @@ class PictureRun:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         certificate = self.certificate
+        first = self.records[0] if self.records else {}
         return {
             "model": self.model,
             "method": self.method.name,
@@ -337,7 +349,9 @@ class PictureRun:
             "certificate": certificate.as_dict() if certificate else None,
             "sampling": self.sampling,
             "compiled": self.compiled,
-            "compiled_pictures": self.compiled_pictures,
+            "compiled_pictures": [record["compiled"] for record in self.records],
+            "seeds": [record["seed"] for record in self.records],
+            **{name: first[name] for name in SAME if name in first},
             **self.wanted,
             self.kind: self.inputs,
             "outputs": self.outputs,
@@ -356,7 +370,6 @@ def check(pipe: Images, run: PictureRun) -> None:
     Sampling options that were not given are set to the model's.
     """
     from specmm.image_ar.calls import class_ids
-    from specmm.image_ar.files import with_options
 
     if pipe.takes == "prompt" and run.kind == "classes":
         raise ValueError(f"{run.model} draws from prompts, give --prompt in place of --class")
@@ -376,8 +389,7 @@ def check(pipe: Images, run: PictureRun) -> None:
             "give --dtype float32 and leave --compiled out"
         )
     check_sampling(pipe, run.model, run.sampling)
-    settings = with_options(pipe.settings, **run.sampling)
-    run.sampling = {name: getattr(settings, name) for name in pipe.sampling_options}
+    run.sampling = pipe.options_of(run.sampling)
     if run.kind == "classes":
         class_ids(run.inputs, pipe.settings.classes, pipe.transformer.config.num_classes)
 
@@ -476,11 +488,11 @@ def _draw_batch(pipe: Images, run: PictureRun, rows: range, method: Any, callbac
     run.seconds += time.perf_counter() - start
     run.stats = total([out.stats, run.stats] if run.outputs else [out.stats])
     run.certificates.append((out.certificate, out.tokens.numel()))
-    for i, text, image, quick in zip(rows, inputs, out.images, out.compiled, strict=True):
+    for i, text, image, record in zip(rows, inputs, out.images, out.records, strict=True):
         file = run.out / f"{i:04d}-{slug(text)}.png"
-        save_picture(image, file)
+        write_pictures([image], [record], [file])
         run.outputs.append(str(file))
-        run.compiled_pictures.append(quick)
+        run.records.append(record)
 
 
 def save_picture(image: Image.Image, file: Path) -> None:

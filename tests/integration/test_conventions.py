@@ -100,11 +100,11 @@ def test_arguments_of_other_pipelines(pipe, draw):
         assert "num_iter 3" in str(steps.certificate)
     else:
         with pytest.raises(
-            ValueError, match="num_inference_steps must be None for .* a step a tok"
+            ValueError, match=r"num_inference_steps must be None for .* a step a tok"
         ):
             draw(classes=[3], num_inference_steps=20)
     for name, value in dict(height=333, width=20, negative_prompt="blur", latents=1).items():
-        with pytest.raises(ValueError, match=f"{name} must be (None|{pipe.side}) for ") as told:
+        with pytest.raises(ValueError, match=rf"{name} must be (None|{pipe.side}) for ") as told:
             draw(classes=[3], **{name: value})
         assert "\n" not in str(told.value)
     with pytest.raises(

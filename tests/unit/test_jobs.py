@@ -28,12 +28,12 @@ from specmm.jobs import run
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import JOURNALS, Job, Journal, Spec, ledger, pack, prepare, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
-from specmm.jobs.model_files import PARTS, PIECE, digest, files_of_models
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import name_of, place_of
 from specmm.jobs.run import Bar, BatchSizer, out_of_memory
 from specmm.verify import Recursive, Traversal
 from specmm.vlm.pictures import open_image
+from specmm.zoo.model_files import PARTS, PIECE, digest, files_of_models
 
 QUICK = settings(max_examples=60, deadline=None)
 TEXT = st.text(max_size=20)

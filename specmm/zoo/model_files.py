@@ -1,4 +1,4 @@
-"""Digests of a job's model files, so that a resumed job is certain to use the same models.
+"""Digests of models' files, so that what is resumed or drawn again uses the same models.
 
 A model's name is not enough: its folder may have been trained further or converted again. A digest
 covers a file's size and ``PARTS`` pieces spread over it, since reading 100 GB would take minutes.
@@ -31,6 +31,12 @@ def files_of_models(names: Iterable[str]) -> dict[str, str]:
         for file in sorted(folder.rglob("*"))
         if file.suffix in KINDS and file.name != CARD and file.is_file()
     }
+
+
+def digest_of_models(names: Iterable[str]) -> str:
+    """One digest of all that :func:`files_of_models` gives, "" if that is nothing."""
+    found = sorted(digest for _, digest in files_of_models(names).items())
+    return hashlib.sha256("".join(found).encode()).hexdigest()[:16] if found else ""
 
 
 def _folders(name: str) -> Iterator[Path]:

@@ -1,0 +1,239 @@
+"""What a picture was drawn from, as a record in its file: enough to draw it again, bit for bit on
+the same machine.
+
+Rounding depends on the pictures that are drawn together, so a record names them, too, unless they
+were drawn within ``batch_invariant()``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from specmm import __version__
+from specmm.choose.threads import in_use, settled
+from specmm.extending.kinds import shown, texts_of
+from specmm.extending.registry import unknown
+from specmm.image_ar.calls import class_ids, listed, negatives_of
+from specmm.loading.files import write_whole
+from specmm.methods import label
+from specmm.programs.batch_invariant import any_invariant, batch_invariant, serves
+
+if TYPE_CHECKING:
+    from specmm.core.stats import Certificate
+    from specmm.image_ar.shared import PicturePipeline
+
+Record = dict[str, Any]
+KEY = "specmm"  # of a PNG's text
+DESCRIPTION = 0x010E  # EXIF ImageDescription, of other kinds of files
+SUM = "sum"  # by which an edited record is told
+FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
+MODELS = ("model", "drafter", "small", "text_encoder")  # by name
+OWN = ("class", "prompt", "negative_prompt", "seed")  # of a picture among others
+
+
+# ---- records of a call
+
+
+class Recorder:
+    """Makes the records of a call of ``pipe`` with the arguments ``given``."""
+
+    def __init__(self, pipe: PicturePipeline[Any], given: Mapping[str, Any]) -> None:
+        self.pipe = pipe
+        self.wanted = _wanted(pipe, given)
+        options = pipe.options_of({name: given[name] for name in pipe.sampling_options})
+        options |= {name: given[name] for name in pipe.call_options if name not in OWN}
+        self.maker = {
+            **pipe.source,
+            "files": pipe.files,
+            "options": {name: value for name, value in options.items() if value is not None},
+            "dtype": str(pipe.dtype).removeprefix("torch."),
+            "device": str(pipe.device),
+            "threads": in_use().count,
+            "processor": processor(pipe.device),
+            "versions": versions(),
+            "batch_invariant": any_invariant(),
+        }
+
+    def records(
+        self,
+        part: slice,
+        generators: Sequence[torch.Generator],
+        method: Any,
+        rows: int,
+        compiled: Sequence[bool],
+        certificate: Certificate,
+    ) -> list[Record]:
+        """The record of each picture of a ``part`` that was drawn together, ``rows`` at a time."""
+        pairs = zip(self.wanted[part], generators, strict=True)
+        asked = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
+        pipe = self.pipe
+        invariant = self.maker["batch_invariant"] and pipe.batch_invariant
+        invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
+        # the total variation is measured on the whole batch
+        claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
+        found = []
+        for place, (one, quick) in enumerate(zip(asked, compiled, strict=True)):
+            among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
+            if invariant:  # of programs their number of rows counts
+                among = {"rows": rows} if quick else {}
+            made = {"method": label(method), "compiled": quick, **self.maker}
+            found.append({**one, **made, "certificate": claim, **among})
+        return found
+
+
+def _wanted(pipe: PicturePipeline[Any], given: Mapping[str, Any]) -> list[Record]:
+    """The class or prompt of each picture of a call with the arguments ``given``."""
+    found: list[Record]
+    if pipe.takes == "prompt":
+        texts = texts_of("prompt", given["prompt"])
+        negatives = negatives_of(given.get("negative_prompt"), len(texts))
+        found = [
+            {"prompt": text} | ({} if negative is None else {"negative_prompt": negative})
+            for text, negative in zip(texts, negatives, strict=True)
+        ]
+    else:
+        asked = given["class_labels"] if given["classes"] is None else given["classes"]
+        names = pipe.settings.classes
+        ids = class_ids(listed(asked), names, pipe.transformer.config.num_classes)
+        found = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
+    return [dict(one) for one in found for _ in range(given["num_images_per_prompt"])]
+
+
+def versions() -> dict[str, str]:
+    """The versions that a picture's numbers depend on."""
+    return {"specmm": __version__} | {name: version(name) for name in ("torch", "transformers")}
+
+
+def processor(device: torch.device) -> str:
+    """The kind of processor, by which products are rounded."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+# ---- files
+
+
+def sealed(record: Record) -> str:
+    """``record`` as text, with a sum by which a later change of it is told."""
+    return json.dumps({**record, SUM: _sum(record)}, ensure_ascii=True)
+
+
+def _sum(record: Record) -> str:
+    content = {k: v for k, v in record.items() if k != SUM}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def picture_file(image: Image.Image, kind: str, record: Record) -> bytes:
+    """The bytes of ``image`` in format ``kind``, with its ``record``."""
+    packed = io.BytesIO()
+    if kind == "png":
+        info = PngInfo()
+        info.add_text(KEY, sealed(record))
+        image.save(packed, format=FORMATS[kind], pnginfo=info)
+        return packed.getvalue()
+    exif = Image.Exif()
+    exif[DESCRIPTION] = sealed(record)
+    quality: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True}
+    image.save(packed, format=FORMATS[kind], exif=exif, **quality)
+    return packed.getvalue()
+
+
+def write_pictures(
+    pictures: Sequence[Image.Image], records: Sequence[Record], files: Sequence[str | Path]
+) -> None:
+    """Write each of the ``pictures`` with its record to one of ``files``.
+
+    Raises ``ValueError`` for another number of files, another kind, and what is no picture.
+    """
+    if len(files) != len(records):
+        raise ValueError(f"files must be one for each of {len(records)} pictures, got {len(files)}")
+    for picture, record, file in zip(pictures, records, map(Path, files), strict=True):
+        if not isinstance(picture, Image.Image):
+            raise ValueError(f"output_type must be 'pil' to save pictures, got {shown(picture)}")
+        kind = {"jpg": "jpeg"}.get(suffix := file.suffix.lower().removeprefix("."), suffix)
+        if kind not in FORMATS:
+            raise unknown("kind of picture", kind or file.name, FORMATS)
+        write_whole(file, picture_file(picture, kind, record))
+
+
+def read_record(file: Path | IO[bytes]) -> Record:
+    """The record in a picture's ``file``, {} if there is none."""
+    with Image.open(file) as image:
+        text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
+    found: Record = json.loads(text)
+    return found
+
+
+# ---- drawn again
+
+
+def checked_record(file: Path) -> Record:
+    """The record of a picture, for drawing it again.
+
+    Raises ``ValueError`` for a file without one, one that was edited, and what is no picture.
+    """
+    try:
+        record = read_record(file)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"{file} must be a picture that specmm saved, got: {error}") from None
+    if not isinstance(record, dict) or not {"model", "method", "seed", SUM} <= record.keys():
+        raise ValueError(f"{file} must be a picture that specmm saved, got one without a record")
+    if record[SUM] != _sum(record):
+        raise ValueError(
+            f"the record in {file} was edited since: it does not say what the picture was drawn "
+            "from; give its seed, class and options to specmm generate yourself"
+        )
+    return record
+
+
+def differences(record: Record, pipe: PicturePipeline[Any]) -> list[str]:
+    """What is another here than it was for ``record``, as sentences; its bits may be, too."""
+    then = {**record["versions"], "the processor": record["processor"]}
+    here = {**versions(), "the processor": processor(pipe.device)}
+    found = [
+        f"{name} was {then.get(name)} and is {now}"
+        for name, now in here.items()
+        if then.get(name) != now
+    ]
+    if record["files"] != pipe.files:
+        found.append(f"the files of {record['model']} are others than they were")
+    return found
+
+
+def draw_again(record: Record, pipe: PicturePipeline[Any]) -> Image.Image:
+    """The picture of ``record`` by ``pipe``, opened in its dtype on its device."""
+    from specmm.runs.run import parse_methods
+
+    one = {name: record[name] for name in OWN if name in record}
+    asked = record.get("batch") or [one] * (record.get("rows", 1) if record["compiled"] else 1)
+    kind = "class" if "class" in record else "prompt"
+    given: dict[str, Any] = {pipe.takes: [one[kind] for one in asked]}
+    if any("negative_prompt" in one for one in asked):
+        given["negative_prompt"] = [one.get("negative_prompt", "") for one in asked]
+    method = parse_methods(pipe.registry, record["method"])[0]
+    seeds = [one["seed"] for one in asked]
+    invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
+    with settled(pipe.transformer, record["threads"]), invariant:
+        out = pipe(
+            **given,
+            **record["options"],
+            seed=seeds[0] if method.one_generator else seeds,
+            method=method,
+            batch_size=record.get("rows", 1),
+            compiled=record["compiled"],
+        )
+    image: Image.Image = out.images[record.get("place", 0)]
+    return image
