@@ -44,7 +44,8 @@ def sets(**settings: object) -> list[str]:
 
 
 def pictures(folder: Path) -> list[bytes]:
-    return [f.read_bytes() for f in sorted(folder.glob("*.png"))]
+    """Pixels: records also tell what pictures were drawn beside."""
+    return [Image.open(f).tobytes() for f in sorted(folder.glob("*.png"))]
 
 
 # ---- what it prints
@@ -108,8 +109,7 @@ def test_the_command_draws_what_python_draws(tiny, tmp_path):
     names = [slug(Path(p).name) for p in found["outputs"]]
     assert names == [f"{i:04d}-time.png" for i in range(3)]
     for i, image in enumerate(out.images):
-        image.save(tmp_path / f"python{i}.png")
-        assert (tmp_path / f"python{i}.png").read_bytes() == (tmp_path / names[i]).read_bytes()
+        assert image.tobytes() == Image.open(tmp_path / names[i]).tobytes()
 
 
 def test_ctrl_c_leaves_the_finished_pictures(tiny, tmp_path, monkeypatch):
@@ -144,15 +144,15 @@ def test_ctrl_c_before_the_first_batch(tiny, tmp_path, monkeypatch):
 
 
 def test_a_full_disk(tiny, tmp_path, monkeypatch):
-    save, saved = drawing.save_picture, []
+    save, saved = drawing.write_pictures, []
 
-    def full(image: Any, file: Path) -> None:
-        saved.append(file)
+    def full(images: Any, records: Any, files: list[Path]) -> None:
+        saved.extend(files)
         if len(saved) == 3:
             raise OSError(errno.ENOSPC, "No space left on device")
-        save(image, file)
+        save(images, records, files)
 
-    monkeypatch.setattr(drawing, "save_picture", full)
+    monkeypatch.setattr(drawing, "write_pictures", full)
     line = refused(
         "generate", tiny, "--class", "heart", "-n", 4, "--batch-size", 2, "--out", tmp_path
     )

@@ -130,13 +130,13 @@ def test_one_class_of_any_kind():
 
 def test_a_tuple_instead_of_an_output(draw):
     output = draw(classes=[3], output_type="latent")
-    images, tokens, stats, certificate, method, compiled = draw(
+    images, tokens, stats, certificate, method, compiled, records = draw(
         classes=[3], output_type="latent", return_dict=False
     )
     assert torch.equal(images, output.tokens) and torch.equal(tokens, output.tokens)
     assert (certificate, method) == (output.certificate, output.method)
     assert compiled == output.compiled == [False]
-    assert stats.tokens == output.stats.tokens
+    assert stats.tokens == output.stats.tokens and records == output.records
 
 
 def test_one_generator_a_picture(draw):

@@ -224,7 +224,7 @@ def test_samples_follow_the_models_own_distribution(pipe, kind, method):
 
 def test_pictures_are_those_of_the_models_own_decoder(pipe, kind):
     seed = torch.Generator().manual_seed(0)
-    seeds = [further(one) for one in sample_generators(seed, 2, pipe.device)]
+    seeds = [further(one) for one in sample_generators(2, pipe.device, seed)]
     given = STEPS if pipe.facts.paints else {}
     options = dict(method="sjd", generator=torch.Generator().manual_seed(0), output_type="uint8")
     out = pipe(PROMPTS, **sized(kind), **given, **options)
