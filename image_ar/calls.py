@@ -61,8 +61,7 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
                     f"{shown(value)}"
                 )
         elif name not in WITHOUT:
-            names = [one for one in (*known, *WITHOUT) if one not in ("self", "__class__")]
-            raise TypeError(str(unknown("argument", name, names, OPTION)))
+            raise TypeError(str(unknown("argument", name, (*known, *WITHOUT), OPTION)))
         elif value is not None:
             raise ValueError(f"{name} must be None for {pipe.name}, {WITHOUT[name]}")
 

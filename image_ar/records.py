@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
+from torch import nn
 
 from specmm import __version__
 from specmm.choose.threads import in_use, settled
@@ -54,17 +55,8 @@ class Recorder:
         self.wanted = _wanted(pipe, given)
         options = pipe.options_of({name: given[name] for name in pipe.sampling_options})
         options |= {name: given[name] for name in pipe.call_options if name not in OWN}
-        self.maker = {
-            **pipe.source,
-            "files": pipe.files,
-            "options": {name: value for name, value in options.items() if value is not None},
-            "dtype": str(pipe.dtype).removeprefix("torch."),
-            "device": str(pipe.device),
-            "threads": in_use().count,
-            "processor": processor(pipe.device),
-            "versions": versions(),
-            "batch_invariant": any_invariant(),
-        }
+        options = {name: value for name, value in options.items() if value is not None}
+        self.maker = made_by(pipe.source, pipe.files, options, pipe.transformer)
 
     def records(
         self,
@@ -111,6 +103,24 @@ def _wanted(pipe: PicturePipeline[Any], given: Mapping[str, Any]) -> list[Record
     return [dict(one) for one in found for _ in range(given["num_images_per_prompt"])]
 
 
+def made_by(source: Record, files: str, options: Record, network: nn.Module) -> Record:
+    """What results have in common: models by name and their files' digest, ``options`` of the call,
+    and everything that numbers of ``network`` depend on here and now.
+    """
+    weight = next(network.parameters())
+    return {
+        **source,
+        "files": files,
+        "options": options,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": str(weight.device),
+        "threads": in_use().count,
+        "processor": processor(weight.device),
+        "versions": versions(),
+        "batch_invariant": any_invariant(),
+    }
+
+
 def versions() -> dict[str, str]:
     """The versions that a picture's numbers depend on."""
     return {"specmm": __version__} | {name: version(name) for name in ("torch", "transformers")}
@@ -121,6 +131,12 @@ def processor(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def maker_in(record: Record) -> Record:
+    """The part of a ``record`` that other pictures have in common."""
+    own = (*OWN, "method", "compiled", "certificate", "rows", "place", "batch", "inputs")
+    return {name: value for name, value in record.items() if name not in own}
 
 
 # ---- files

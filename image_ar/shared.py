@@ -162,7 +162,9 @@ class PicturePipeline(ABC, Generic[M]):
     def _called(self, given: dict[str, Any]) -> Any:
         batch_size, output_type = given["batch_size"], given["output_type"]
         check_call(output_type, batch_size, given["num_images_per_prompt"])
-        self._settle_names(given)
+        names = (*self.sampling_options, *self.call_options, "guidance_scale")
+        typed = {name: given[name] for name in names} | given.pop("elsewhere")
+        given |= dict.fromkeys(names) | self.settle_names(typed)
         inputs = given["callback_on_step_end_tensor_inputs"]
         tell = told(self, given["callback_on_step_end"], inputs)
         sampling = {name: given[name] for name in self.sampling_options}
@@ -211,24 +213,25 @@ class PicturePipeline(ABC, Generic[M]):
         )
         return output if given["return_dict"] else output.to_tuple()
 
-    def _settle_names(self, given: dict[str, Any]) -> None:
-        """Give diffusers' arguments the names that they have here; ``elsewhere`` holds those that
-        this family does not list.
+    def settle_names(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The ``options`` of a call that are not None, by the names they have in this family, whose
+        others diffusers' users type.
 
         Raises ``ValueError`` for what has no meaning here, and ``TypeError`` for unknown names.
         """
-        elsewhere: dict[str, Any] = given.pop("elsewhere")
-        steps = elsewhere.pop("num_inference_steps", None)
-        if steps is not None and self.steps_option is not None:
-            own = given[self.steps_option]
-            given[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
-            steps = None
-        refuse_elsewhere(self, given, {"num_inference_steps": steps, **elsewhere})
-        scale = None if self.paints else given["guidance_scale"]
+        known = (*self.sampling_options, *self.call_options)
+        found = dict(options)
+        scale = None if self.paints else found.pop("guidance_scale", None)
         if scale is not None:
             check_numbers(guidance_scale=scale)
-            given["cfg"] = either("cfg", given["cfg"], "guidance_scale", self.cfg_of(scale))
-            given["guidance_scale"] = None
+            cfg = self.cfg_of(scale)
+            found["cfg"] = either("cfg", found.get("cfg"), "guidance_scale", cfg)
+        if self.steps_option is not None:
+            steps = found.pop("num_inference_steps", None)
+            own = found.get(self.steps_option)
+            found[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
+        refuse_elsewhere(self, known, {k: v for k, v in found.items() if k not in known})
+        return {k: v for k, v in found.items() if k in known and v is not None}
 
     def cfg_of(self, guidance_scale: float) -> float:
         """The ``cfg`` that guides as much as diffusers' ``guidance_scale``, of which 1 is off."""
@@ -371,6 +374,10 @@ class PicturePipeline(ABC, Generic[M]):
     def grid(self) -> int:
         """Tokens along a side of a picture that is drawn token by token, else 0."""
         return int(getattr(self.transformer.config, "grid", 0))
+
+    def length_of(self, prompt: str) -> int:
+        """Tokens of a ``prompt``; 0 where the batch does not depend on it."""
+        return 0
 
     def steps(self, **wanted: Any) -> int:
         """The number of tokens or scales that a callback gets for a whole picture of the size

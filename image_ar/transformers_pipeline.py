@@ -326,6 +326,9 @@ class TransformersImagePictures(TokenPictures):
         check_whole(height=height, width=width)
         return self.facts.layout(self.transformer, (height, width))
 
+    def length_of(self, prompt: str) -> int:
+        return len(self._ids(prompt, self.target().layout))
+
     def _ids(self, text: str, layout: Layout) -> list[int]:
         return self.facts.ids(self.transformer, self.tokenizer, text, layout)
 

@@ -141,7 +141,7 @@ def _side(label: str) -> list[Any]:
             height="min(220px, 34vw)",
             **given,
         )
-        file = gr.DownloadButton("PNG with its description", size="sm", interactive=False)
+        file = gr.DownloadButton("PNG with its record", size="sm", interactive=False)
     return [picture, about, grid, file]
 
 
@@ -186,5 +186,5 @@ def _seen(lane: PictureLane, name: str, model: str, asked: str, seed: int) -> li
         total = len(lane.pipe.transformer.config.patch_nums)
     file = gr.skip()
     if lane.out is not None:
-        file = gr.DownloadButton(value=saved(lane.out, model, asked, seed), interactive=True)
+        file = gr.DownloadButton(value=saved(lane.out, asked, seed), interactive=True)
     return [preview(lane), line(lane, name, total), tokens_of(lane), file]

@@ -21,8 +21,6 @@ from specmm.image_ar.continuous.masked_decode import ChainStats
 from specmm.image_ar.scales.collaborative import LARGE
 from specmm.image_ar.scales.next_scale import FeatureMap
 from specmm.image_ar.scales.sampling import ScaleTokens
-from specmm.jobs.items import Item
-from specmm.jobs.results import Result, encode
 from specmm.loading.files import slug
 
 CELL = 16  # pixels of a token
@@ -178,20 +176,17 @@ def counted(lane: PictureLane | TextLane) -> str:
     return f"{stats.tokens} tokens in {stats.rounds} rounds, τ {stats.tau:.2f}"
 
 
-def saved(out: Any, model: str, name: str, seed: int) -> str:
-    """The path of the picture of ``out``, a PNG with its description inside, in a new folder.
+def saved(out: Any, name: str, seed: int) -> str:
+    """The path of the picture of ``out``, a PNG with its record inside, in a new folder.
 
     The page copies it; older ones are removed, or an app that runs for long would fill the disk.
     """
-    facts = {"method": out.method, "certificate": out.certificate.as_dict()}
-    item = Item(f"{name}-{seed}", "class", name, seed)
-    data = encode(Result(item, facts, image=out.images[0]), "png", model)["png"]
     folder = Path(own_folder("pictures").name)
     for old in folder.iterdir():
         if time.time() - old.stat().st_mtime > KEPT:
             shutil.rmtree(old, ignore_errors=True)
     file = Path(tempfile.mkdtemp(dir=folder)) / f"{slug(name)}-{seed}.png"
-    file.write_bytes(data)
+    out.save(file)
     return str(file)
 
 

@@ -21,11 +21,20 @@ import torch
 
 from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Journal, failure, ledger, occupied, prepare, remove_parts
+from specmm.jobs.folder import (
+    Job,
+    Journal,
+    Ledger,
+    failure,
+    ledger,
+    occupied,
+    prepare,
+    remove_parts,
+)
 from specmm.jobs.items import Item
 from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
-from specmm.jobs.verify import damage, unpack_torn
+from specmm.jobs.verify import damage, exchanged, unpack_torn
 from specmm.jobs.workers import Worker, open_worker
 from specmm.loading.extras import install
 from specmm.zoo.model_files import files_of_models
@@ -59,8 +68,14 @@ def run_job(
             remove_parts(job.folder)
         if repair:
             unpack_torn(job.folder)
-        before = ledger(job.journals) if repair else {}
+        before = ledger(job.journals) if repair else Ledger()
         damaged = damage(job.folder) if repair else {}
+        for item in mine:
+            if item.id in damaged and (problem := exchanged(item, before[item.id])):
+                raise ValueError(
+                    f"item {item.id!r} cannot be made again: {problem}; put the file back, or give "
+                    "the item a new id"
+                )
         left = pending(job.folder, mine, retry_failed, damaged)
         begin = time.perf_counter()
         with Bar(len(mine), len(mine) - len(left), metrics) as bar:

@@ -17,14 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specmm.jobs.folder import ARCHIVES, JOURNALS, Record, Spec, alone, ledger
+from specmm.image_ar.records import Record
+from specmm.jobs.folder import ARCHIVES, JOURNALS, MAKER, Spec, alone, ledger
 from specmm.jobs.items import Item
-from specmm.jobs.programs import threads_of
+from specmm.jobs.programs import place_of_job
 from specmm.jobs.results import files_of
 from specmm.loading.files import sync_folder, write_whole
 
 log = logging.getLogger(__name__)
-HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index
+HIDDEN = ("state", "at", "item", "bytes", MAKER)  # of a journal's record, not needed in an index
 
 
 def finish(
@@ -41,7 +42,7 @@ def finish(
         failed = [row for row in rows.values() if row["state"] == "failed"]
         if spec.layout == "tar":
             archive(folder, items, known, shard)
-        index = partial(_index, done, spec, shard)
+        index = partial(_index, done, known.makers, spec, shard)
         _write_lines(folder / "index.jsonl", index())
         _write_lines(folder / "failed.jsonl", failed)
         if parquet:
@@ -60,7 +61,7 @@ def finish(
             "sampling": spec.sampling,
             "compiled": spec.compiled,
             "compiled_items": sum(row.get("compiled", False) for row in done.values()),
-            "threads": threads_of(folder),
+            **place_of_job(folder),
         }
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)
@@ -68,10 +69,13 @@ def finish(
     return summary
 
 
-def _index(done: Mapping[int, Record], spec: Spec, shard: int) -> Iterator[Record]:
+def _index(
+    done: Mapping[int, Record], makers: Mapping[str, Record], spec: Spec, shard: int
+) -> Iterator[Record]:
     """The index's rows of items ``done``, one at a time: a million at once would be gigabytes."""
     for number, record in done.items():
-        yield _indexed(spec, record, number, shard)
+        maker = makers.get(record.get(MAKER, ""), {})
+        yield {**_indexed(spec, record, number, shard), **maker}
 
 
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:

@@ -9,6 +9,7 @@ appends to its own journal and reads all of them.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import zlib
@@ -21,6 +22,7 @@ from typing import Any
 
 from specmm.choose.when_compiled import Compiled, check_compiled
 from specmm.extending.registry import unknown
+from specmm.image_ar.records import FORMATS, Record
 from specmm.jobs.items import Item
 from specmm.loading.checkpoints import read_json
 from specmm.loading.files import sync_folder, write_whole
@@ -33,8 +35,7 @@ RESULTS = "results"
 JOURNALS = "journal"
 ARCHIVES = "archives"
 LAYOUTS = ("folders", "tar")
-FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
-Record = dict[str, Any]
+MAKER = "maker"  # in a result's record: what it has in common with others, told once a process
 
 # ---- what the job is
 
@@ -214,6 +215,7 @@ class Journal:
 
     def __init__(self, journals: Path, name: str) -> None:
         file = journals / f"{name}.log"
+        self.told: set[str] = set()  # makers
         self.handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _lock(self.handle, fcntl.LOCK_EX, journals)
         self.size = _whole(file.read_bytes())
@@ -224,7 +226,17 @@ class Journal:
 
         Raises ``OSError`` having added none of them.
         """
-        data = b"".join(map(pack, records))
+        makers = {}
+        short = []
+        for record in records:
+            if MAKER in record:
+                text = json.dumps(record[MAKER], sort_keys=True)
+                name = hashlib.sha256(text.encode()).hexdigest()[:12]
+                makers[name] = record[MAKER]
+                record = {**record, MAKER: name}
+            short.append(record)
+        new = [{MAKER: name, "is": makers[name]} for name in makers.keys() - self.told]
+        data = b"".join(map(pack, [*new, *short]))
         try:
             written = 0
             while written < len(data):  # a nearly full disk takes a part first
@@ -234,6 +246,7 @@ class Journal:
             os.ftruncate(self.handle, self.size)
             raise
         self.size += len(data)
+        self.told |= makers.keys()
 
     def close(self) -> None:
         """Let another process have it."""
@@ -259,13 +272,23 @@ def read_journals(journals: Path) -> Iterator[Record]:
                     yield record
 
 
-def ledger(journals: Path) -> dict[str, Record]:
+class Ledger(dict[str, Record]):
+    """Records by their items' ids, and the ``makers`` that they name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makers: dict[str, Record] = {}
+
+
+def ledger(journals: Path) -> Ledger:
     """The record that counts of every item, by id: "done" over "failed", the latest of several.
 
     A repaired result has two. Journals are read in no order of time, so a record holds the time.
     """
-    found: dict[str, Record] = {}
+    found = Ledger()
     for record in read_journals(journals):
+        if "is" in record:
+            found.makers[record[MAKER]] = record["is"]
         if "id" in record and _counts(record, found.get(record["id"])):
             found[record["id"]] = record
     return found

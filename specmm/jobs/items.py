@@ -17,16 +17,25 @@ from typing import Any, Literal
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.loading.extras import install
+from specmm.zoo.model_files import digest
 
-FIELDS = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw")
+OWN = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw", "n")
+OPTIONS = (  # of a call; each model takes some of them
+    *("cfg", "guidance_scale", "cfg_interval", "cfg_schedule", "negative_prompt"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("num_iter", "head_steps", "solver", "more_smooth", "num_inference_steps"),
+    *("height", "width", "max_new_tokens", "stop"),
+)
+MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
 Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its fields
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a million are half a gigabyte less by slots
 class Item:
-    """One thing to make: ``text`` is the class, prompt or question.
+    """One thing to make: ``text`` is the class, prompt or question, ``options`` are those of a
+    call, which go before the job's.
 
     ``images`` and ``videos`` are the question's as the job file in ``folder`` names them. ``draw``
     says whether its answer may hold pictures, None as the job says.
@@ -41,6 +50,7 @@ class Item:
     folder: str = ""
     videos: tuple[str, ...] = ()
     draw: bool | None = None
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def digest(self) -> str:
@@ -63,6 +73,12 @@ class Item:
         return [str(Path(self.folder) / name) for name in self.videos]
 
 
+def digests_of(item: Item) -> list[str]:
+    """Digests of the files that ``item`` shows; "" for an address and for a file that is gone."""
+    files = [Path(name) for name in (*item.pictures, *item.films)]
+    return [digest(file) if file.is_file() else "" for file in files]
+
+
 def seed_of(identity: str, base: int) -> int:
     """The seed in [0, 2**62) of the item called ``identity`` in a job of seed ``base``."""
     return int.from_bytes(hashlib.sha256(f"{base}\0{identity}".encode()).digest()[:8], "big") >> 2
@@ -80,21 +96,27 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
     if not path.is_file():
         raise ValueError(f"JOBS must be a file, got {path}, which is not there")
     found: dict[str, Item] = {}
-    for where, row in reader(path):
-        item = parse(where, row, base, path.parent)
-        if item.id in found:
-            raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
-        found[item.id] = item
+    for number, (where, row) in enumerate(reader(path)):
+        for item in parse(where, {"id": f"{number:06d}"} | _said(row), base, path.parent):
+            if item.id in found:
+                raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
+            found[item.id] = item
     if not found:
         raise ValueError(f"{path} must hold at least one item, got none")
     return list(found.values())
 
 
-def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
-    """The item of a ``row``; raises ``ValueError`` beginning with ``where``."""
-    row = {k: v for k, v in row.items() if v is not None and v != ""}
-    for name in row.keys() - set(FIELDS):
-        raise ValueError(f"{where}: {unknown('field', name, FIELDS)}")
+def _said(row: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a ``row`` that hold anything."""
+    return {k: v for k, v in row.items() if v is not None and v != ""}
+
+
+def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> list[Item]:
+    """The item of a ``row``, or the ``n`` of it, whose ids end in /0, /1 and so on; raises
+    ``ValueError`` beginning with ``where``.
+    """
+    for name in row.keys() - {*OWN, *OPTIONS}:
+        raise ValueError(f"{where}: {unknown('field', name, (*OWN, *OPTIONS))}")
     identity = _text(where, row, "id")
     kinds = [k for k in ("class", "prompt", "question") if k in row]
     if len(kinds) != 1:
@@ -103,7 +125,6 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     for name in ("image", "video", "draw"):
         if name in row and kinds != ["question"]:
             raise ValueError(f"{where}: {name} must come with a question, got a {kinds[0]}")
-    seed = _seed(where, row["seed"]) if "seed" in row else seed_of(identity, base)
     method = _text(where, row, "method") if "method" in row else None
     kind: Any = kinds[0]
     text = _text(where, row, kind)
@@ -111,7 +132,36 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> Item:
     videos = _paths(where, row, "video")
     place = str(folder) if images or videos else ""
     draw = _flag(where, row, "draw")
-    return Item(identity, kind, text, seed, images, method, place, videos, draw)
+    options = tuple((name, _option(row[name])) for name in OPTIONS if name in row)
+    count = _count(where, row.get("n", 1))
+    ids = [identity] if count == 1 else [f"{identity}/{i}" for i in range(count)]
+    first = _seed(where, row["seed"]) if "seed" in row else None
+    seeds = [seed_of(one, base) if first is None else first + i for i, one in enumerate(ids)]
+    return [
+        Item(one, kind, text, seed, images, method, place, videos, draw, options)
+        for one, seed in zip(ids, seeds, strict=True)
+    ]
+
+
+def _count(where: str, value: Any) -> int:
+    """The number of items that a line asks for."""
+    text = str(value).strip()
+    if type(value) in (int, str) and text.isdecimal() and 1 <= int(text) <= MOST_OF_ONE:
+        return int(text)
+    raise ValueError(f"{where}: n must be from 1 to {MOST_OF_ONE}, got {shown(value)}")
+
+
+def _option(value: Any) -> Any:
+    """An option's ``value``; a CSV's is text, and is what it would be in JSON where it is that."""
+    if isinstance(value, list):
+        return tuple(map(_option, value))
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return value
+    return found if isinstance(found, int | float) else value
 
 
 def _text(where: str, row: dict[str, Any], name: str) -> str:

@@ -21,13 +21,15 @@ from torch import nn
 
 from specmm.choose.threads import settled
 from specmm.choose.when_compiled import Compiled
+from specmm.image_ar.records import made_by
 from specmm.jobs.folder import PROGRAMS, Job, alone
 from specmm.jobs.items import Item
 from specmm.loading.checkpoints import read_json
 from specmm.loading.files import sync_folder, write_whole
 
 USUAL = 4  # rows of a program, where the job does not say how many items are made at a time
-THREADS, ROWS = "threads", "rows"  # what programs.json holds
+THREADS, PLACE, ROWS = "threads", "place", "rows"  # what programs.json holds
+SAME = ("dtype", "device", "processor", "versions")  # of a place, throughout a job
 
 
 @dataclass
@@ -56,10 +58,27 @@ class Programs:
         if network is None:
             yield
             return
+        place = self._same_place(network)
         with alone(self.job.folder), settled(network, self._read().get(THREADS)) as choice:
-            self._write({THREADS: choice.count})
+            self._write({THREADS: choice.count, PLACE: place})
         with settled(network, choice.count):
             yield
+
+    def _same_place(self, network: nn.Module) -> dict[str, Any]:
+        """What results depend on of this machine, which is the same for a whole job.
+
+        Raises ``ValueError`` where it is another than the job was begun with.
+        """
+        here = {name: found for name, found in made_by({}, "", {}, network).items() if name in SAME}
+        here["device"] = here["device"].partition(":")[0]  # processes have a GPU each
+        began = self._read().get(PLACE, here)
+        changed = [f"{k} {began[k]}, got {here[k]}" for k in SAME if began[k] != here[k]]
+        if changed:
+            raise ValueError(
+                f"{self.job.folder} was begun with {'; '.join(changed)}: results of both would "
+                "mix; go on there, or choose another --out"
+            )
+        return here
 
     def rows(self, method: str, pays: Callable[[], bool]) -> int:
         """Rows of the programs of ``method``, 0 where it is not compiled.
@@ -89,9 +108,10 @@ class Programs:
         return _decided(self.job.folder)
 
 
-def threads_of(folder: Path) -> int | None:
-    """The threads of the job in ``folder``, None before it began."""
-    return _decided(folder).get(THREADS)
+def place_of_job(folder: Path) -> dict[str, Any]:
+    """Threads, dtype, device and versions of the job in ``folder``, as far as it began."""
+    found = _decided(folder)
+    return {THREADS: found.get(THREADS), **found.get(PLACE, {})}
 
 
 def _decided(folder: Path) -> dict[str, Any]:

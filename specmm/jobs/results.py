@@ -7,24 +7,22 @@ items over 256 folders. Beside an answer's ``….json`` lie its pictures, ``….
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
-from specmm.jobs.folder import FORMATS, RESULTS, Record
+from specmm.image_ar.records import Record, maker_in, picture_file
+from specmm.jobs.folder import MAKER, RESULTS
 from specmm.jobs.items import Item
 from specmm.loading.files import slug, sync_folder, write_whole
 
-DESCRIPTION = 0x010E  # EXIF ImageDescription
 WRITERS = 16  # files on their way to the disk at a time: it takes many in the time of one
 
 
@@ -32,11 +30,13 @@ WRITERS = 16  # files on their way to the disk at a time: it takes many in the t
 class Result:
     """The result of an item, an ``image`` or an ``answer``, and ``facts`` for the index.
 
-    ``pictures``: the pictures in the answer; None for a model that does not draw any.
+    ``record``: what an image was drawn from (:mod:`specmm.image_ar.records`), or what an answer was
+    made by. ``pictures``: the pictures in the answer; None for a model that does not draw any.
     """
 
     item: Item
     facts: dict[str, Any]
+    record: Record = field(default_factory=dict)
     image: Image.Image | None = None
     answer: str | None = None
     pictures: Sequence[Image.Image] | None = None
@@ -68,12 +68,12 @@ def sums_of(record: Record) -> list[str | None]:
     return [file.get("sha256") for file in files_of(record)]
 
 
-def encode(result: Result, kind: str, model: str) -> dict[str, bytes]:
+def encode(result: Result, kind: str) -> dict[str, bytes]:
     """The item's files by suffix: a picture of format ``kind``, or JSON and the answer's pictures.
 
     All hold a description, of what stays the same when the item is made again in another batch.
     """
-    about = _about(result, model)
+    about = _about(result)
     if result.image is not None:
         return {kind: picture_file(result.image, kind, about)}
     files = {}
@@ -86,66 +86,36 @@ def encode(result: Result, kind: str, model: str) -> dict[str, bytes]:
     return {"json": (json.dumps(about, ensure_ascii=False) + "\n").encode(), **files}
 
 
-def _about(result: Result, model: str) -> dict[str, Any]:
+def _about(result: Result) -> dict[str, Any]:
     """The description of a ``result``."""
-    item = result.item
-    facts = result.facts
-    return {
-        "id": item.id,
-        item.kind: item.text,
-        "seed": item.seed,
-        "model": model,
-        "method": facts["method"],
-        **({"compiled": True} if facts.get("compiled") else {}),
-        # without the total variation, which is measured on the whole batch
-        "certificate": {k: v for k, v in facts["certificate"].items() if k != "tv"},
-    }
+    item, facts = result.item, result.facts
+    # without the total variation, which is measured on the whole batch
+    claim = {k: v for k, v in facts["certificate"].items() if k != "tv"}
+    own = {"id": item.id, item.kind: item.text, "seed": item.seed, "method": facts["method"]}
+    return own | {"certificate": claim} | result.record
 
 
-def picture_file(image: Image.Image, kind: str, about: dict[str, Any]) -> bytes:
-    """The bytes of ``image`` in format ``kind``, with a description of it."""
-    text = json.dumps(about, ensure_ascii=True)
-    packed = io.BytesIO()
-    if kind == "png":
-        info = PngInfo()
-        info.add_text("specmm", text)
-        image.save(packed, format=FORMATS[kind], pnginfo=info)
-        return packed.getvalue()
-    exif = Image.Exif()
-    exif[DESCRIPTION] = text
-    quality: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True}
-    image.save(packed, format=FORMATS[kind], exif=exif, **quality)
-    return packed.getvalue()
-
-
-def description(file: Path | IO[bytes]) -> dict[str, Any]:
-    """The description that ``encode`` wrote into a picture's ``file``, or {} if there is none."""
-    with Image.open(file) as image:
-        text = image.info.get("specmm") or image.getexif().get(DESCRIPTION) or "{}"
-    found: dict[str, Any] = json.loads(text)
-    return found
-
-
-def save(folder: Path, results: Iterable[Result], kind: str, model: str) -> list[Record]:
+def save(folder: Path, results: Iterable[Result], kind: str) -> list[Record]:
     """Write the files of ``results`` below ``folder``, pictures in format ``kind``.
 
-    Returns their records for the journal once all files are on the disk. Raises ``OSError`` when
+    Returns their records for the journal once all files are on the disk, each with its maker, what
+    it has in common with others. Raises ``OSError`` when
     the disk will not take them.
     """
     touched: set[Path] = set()
     with ThreadPoolExecutor(WRITERS) as pool:
-        one = partial(_save, folder, kind=kind, model=model, touched=touched)
+        one = partial(_save, folder, kind=kind, touched=touched)
         records = list(pool.map(one, results))
         list(pool.map(sync_folder, touched))
     return records
 
 
-def _save(folder: Path, result: Result, kind: str, model: str, touched: set[Path]) -> Record:
+def _save(folder: Path, result: Result, kind: str, touched: set[Path]) -> Record:
     """Write the files of a ``result``; returns its record. See ``_write`` for ``touched``."""
     item = result.item
     own, *others = [
         _write(folder, place_of(item, suffix), data, touched)
-        for suffix, data in encode(result, kind, model).items()
+        for suffix, data in encode(result, kind).items()
     ]
     made = {
         "id": item.id,
@@ -160,7 +130,8 @@ def _save(folder: Path, result: Result, kind: str, model: str, touched: set[Path
     if result.pictures is not None:
         answer["pictures"] = others
         _remove_from(folder, item, len(others) + 1, kind)
-    return {**made, **answer, **result.facts}
+    rest = {k: v for k, v in result.record.items() if k in ("compiled", "inputs")}
+    return {**made, **answer, **result.facts, **rest, MAKER: maker_in(result.record)}
 
 
 def _write(folder: Path, place: str, data: bytes, touched: set[Path]) -> Record:

@@ -218,7 +218,7 @@ class _Runner:
         seconds = time.perf_counter() - start
         with self._full_disk_explained():
             spec = self.job.spec
-            records = save(self.job.folder, results, spec.format, spec.model)
+            records = save(self.job.folder, results, spec.format)
             self.journal.append(records)
         self.counts.done += [item.id for item in batch]
         self.sizer.observe(len(batch), seconds)

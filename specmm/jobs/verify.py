@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specmm.image_ar.records import Record, read_record
 from specmm.jobs.finish import members
-from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Record, alone, ledger
-from specmm.jobs.items import Item
-from specmm.jobs.results import description, files_of
+from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, alone, ledger
+from specmm.jobs.items import Item, digests_of
+from specmm.jobs.results import files_of
 from specmm.loading.files import write_whole
 
 
@@ -53,6 +54,7 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
         problem = _problem(record, files, packed)
         if not problem and record["item"] != item.digest:
             problem = "was made from other fields than the job file has now"
+        problem = problem or exchanged(item, record)
         found.problems += [f"{item.id}: {problem}"] if problem else []
     found.problems += [f"{identity}: is not in the job file" for identity in known]
     for name in (*files, *packed):
@@ -60,6 +62,17 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
         what = "was never finished; the next run removes it" if part else "belongs to no item"
         found.problems.append(f"{name}: {what}")
     return found
+
+
+def exchanged(item: Item, record: Record) -> str:
+    """What became of a picture or video that the result of ``item`` was made from; "" if it is as
+    it was.
+    """
+    names = (*item.images, *item.videos)
+    for name, was, now in zip(names, record.get("inputs", ()), digests_of(item), strict=False):
+        if was and was != now:
+            return f"its {name} is gone" if not now else f"its {name} is another file than it was"
+    return ""
 
 
 def damage(folder: Path) -> dict[str, str]:
@@ -147,5 +160,5 @@ def _problem_of(
         return f"{place} holds other bytes than were written"
     if place.endswith(".json"):
         return ""
-    named = description(io.BytesIO(data)).get("id")
+    named = read_record(io.BytesIO(data)).get("id")
     return "" if named == identity else f"{place} says it is {named!r}"

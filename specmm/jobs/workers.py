@@ -20,14 +20,16 @@ from specmm.choose.when_compiled import Compiled, Turn
 from specmm.extending.registry import Registry
 from specmm.hf.models.families import Family
 from specmm.hf.prompts.options import Options
+from specmm.image_ar.records import made_by
 from specmm.jobs.folder import Job, Spec
-from specmm.jobs.items import Item
+from specmm.jobs.items import Item, digests_of
 from specmm.jobs.programs import Programs, check_compiled_items, padded
 from specmm.jobs.results import Result
 from specmm.methods import label
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.programs.compiled import UNCOMPILED
 from specmm.runs.run import Kind, Place, check_sampling, draws, methods_of, open_model, parse_method
+from specmm.zoo.model_files import digest_of_models
 
 TURNS = 4  # batches' worth of items that a killed job may have to make again
 
@@ -142,15 +144,31 @@ class ImageWorker:
         if self.spec.compiled is True or programs.compiled(own):
             self._turn(True, self.methods.own, programs.rows_to_be(own))
 
-    def _turn(self, compiled: Compiled, method: Any, rows: int) -> Turn[Any]:
-        target = self.pipe.target(**self.spec.sampling)
+    def _turn(
+        self, compiled: Compiled, method: Any, rows: int, item: Item | None = None
+    ) -> Turn[Any]:
+        target = self.pipe.target(**self._sampling(item))
         found: Turn[Any] = self.pipe.turn(compiled, target, method, rows)
         return found
+
+    def _options(self, item: Item | None) -> dict[str, Any]:
+        """The job's options of a call, and the ``item``'s own in their place."""
+        own = {} if item is None else dict(item.options)
+        other = {"cfg": "guidance_scale", "guidance_scale": "cfg"}  # two names of one
+        same = {other[name] for name in own if name in other}
+        return {k: v for k, v in self.spec.sampling.items() if k not in same} | own
+
+    def _sampling(self, item: Item | None) -> dict[str, Any]:
+        """The options that the target is made of."""
+        options = self.pipe.settle_names(self._options(item))
+        return {k: v for k, v in options.items() if k in self.pipe.sampling_options}
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`; otherwise one unknown class would fail a whole batch."""
         from specmm.image_ar.calls import class_ids
 
+        if item.options:
+            self._check_options(item)
         method = self.methods.of(item)
         _check_timed(method, self.pipe.timed(method))
         taken = "class" if self.pipe.takes == "classes" else "prompt"
@@ -163,7 +181,18 @@ class ImageWorker:
             class_ids([item.text], self.pipe.settings.classes, count)
 
     def key(self, item: Item) -> Hashable:
-        return item.kind, item.method
+        # a prompt's padding depends on the longest of its batch, and rounding on the padding
+        length = 0 if self.pipe.batch_invariant else self.pipe.length_of(item.text)
+        return item.kind, item.method, item.options, length
+
+    def _check_options(self, item: Item) -> None:
+        """Raise ``ValueError`` for options of an ``item`` that this model does not take."""
+        try:
+            options = self.pipe.settle_names(self._options(item))
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        call = {k: v for k, v in options.items() if k in self.pipe.call_options}
+        self.pipe.measured(self._sampling(item), **call)
 
     def turns(self, item: Item) -> int:
         method = self.methods.of(item)
@@ -185,10 +214,9 @@ class ImageWorker:
             out = self._drawn(made, rows or len(items))
         seconds = (time.perf_counter() - start) * len(made) / len(items)  # copies are not for free
         facts = _facts(method, out, made, rows, seconds)
-        facts |= {"compiled": True} if built else {}
-        images = out.images[: len(items)]
+        drawn = list(zip(items, out.images, out.records, strict=False))  # without copies
         return [
-            Result(item, {**facts}, image=image) for item, image in zip(items, images, strict=True)
+            Result(item, dict(facts), record=record, image=image) for item, image, record in drawn
         ]
 
     def _drawn(self, items: Sequence[Item], rows: int, **options: Any) -> Any:
@@ -197,13 +225,13 @@ class ImageWorker:
         generators = [torch.Generator(self.pipe.device).manual_seed(item.seed) for item in items]
         options |= dict(generator=generators, method=self.methods.of(items[0]), batch_size=rows)
         with batch_invariant():
-            return self.pipe(**given, **options, **self.spec.sampling)
+            return self.pipe(**given, **options, **self._options(items[0]))
 
     def _compiled(self, items: Sequence[Item], rows: int) -> Any:
         """As ``_drawn``, by programs of ``rows``. Raises ``UserWarning`` if they cannot be built,
         because pictures drawn without them would differ.
         """
-        work = self._turn("auto", self.methods.of(items[0]), rows).work
+        work = self._turn("auto", self.methods.of(items[0]), rows, items[0]).work
         start = time.perf_counter()
         with warnings.catch_warnings():
             warnings.filterwarnings("error", UNCOMPILED)
@@ -221,7 +249,7 @@ class ImageWorker:
         def pays() -> bool:
             if self.spec.compiled is True:
                 return True
-            turn = self._turn("auto", method, rows)
+            turn = self._turn("auto", method, rows, item)
             if turn.work is not None and turn.work.seconds.plain is None:
                 self._drawn([item] * rows, rows, compiled="auto")  # timed, not kept
             return turn.pays(self.left.get(item.method, 1))
@@ -242,6 +270,9 @@ class AnswerWorker:
         self.questions = questions
         self.methods = _Methods(methods_of(kind, spec.model), spec)
         self.options = Options.of(dict(spec.sampling))
+        names = {"model": spec.model, "drafter": spec.drafter}
+        self.source = {name: value for name, value in names.items() if value is not None}
+        self.files = digest_of_models(self.source.values())
         place = Place.named(device, spec.dtype)
         self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
         self.network = self.pipe.model
@@ -256,6 +287,8 @@ class AnswerWorker:
                 f"a job's method must answer by itself, got {method.name}; "
                 f"choose from: {', '.join(known)}"
             )
+        if item.options:
+            Options.of(self.spec.sampling | dict(item.options))
         self._check_drawing(method, self._draws(item))
 
     def _draws(self, item: Item) -> bool:
@@ -267,7 +300,8 @@ class AnswerWorker:
             self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:
-        return item.method, len(item.images), len(item.videos), self._draws(item)
+        shown = len(item.images), len(item.videos)
+        return item.method, *shown, self._draws(item), item.options
 
     def turns(self, item: Item) -> int:
         # positions or pictures that depend on the batch leave no room for waiting items
@@ -280,17 +314,19 @@ class AnswerWorker:
         method = self.methods.of(items[0])
         shown = ([i.pictures for i in items],) if self.questions else ()
         options: dict[str, Any] = dict(method=method)
-        if self.spec.sampling.get("temperature"):
+        sampling = self.spec.sampling | dict(items[0].options)
+        if sampling.get("temperature"):
             options["seed"] = [item.seed for item in items]
         if any(item.videos for item in items):
             options["videos"] = [item.films for item in items]
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0
-        options |= self.spec.sampling
+        options |= sampling
         drawn = self._draws(items[0])
         if drawn != self.options.draw:
             options["draw"] = drawn
         with batch_invariant():
             out = self.pipe(*shown, [i.text for i in items], **options)
+            maker = made_by(self.source, self.files, sampling, self.network)
         facts = _facts(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
         pictures = out.pictures if drawn else [None] * len(items)
@@ -299,7 +335,13 @@ class AnswerWorker:
         ]
         made = zip(items, answers, shares, pictures, strict=True)
         return [
-            Result(item, _with_share(facts, share), answer=answer, pictures=shown)
+            Result(
+                item,
+                _with_share(facts, share),
+                {**maker, "inputs": digests_of(item)},
+                answer=answer,
+                pictures=shown,
+            )
             for item, answer, share, shown in made
         ]
 

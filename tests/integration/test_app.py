@@ -70,7 +70,7 @@ def raced(page: Any) -> Any:
 
 @pytest.mark.slow
 def test_two_methods_race_and_a_reload(page, tmp_path):
-    from specmm.jobs.results import description
+    from specmm.image_ar.records import read_record
 
     click(page, "Race")
     page.reload()  # in the middle
@@ -80,9 +80,9 @@ def test_two_methods_race_and_a_reload(page, tmp_path):
     assert page.get_by_text("Certificate: exact").count() == 2
     assert page.get_by_label("Share").count() == 0  # which would send the picture away
     with page.expect_download() as download:
-        page.get_by_role("button", name="PNG with its description").last.click()
+        page.get_by_role("button", name="PNG with its record").last.click()
     download.value.save_as(tmp_path / "saved.png")
-    assert description(tmp_path / "saved.png")["method"] == "speculative"
+    assert read_record(tmp_path / "saved.png")["method"] == "speculative"
 
 
 @pytest.mark.slow

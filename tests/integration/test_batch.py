@@ -26,6 +26,7 @@ import torch
 from PIL import Image
 
 from benchmarks.soak.kills import campaign, items_of
+from specmm.image_ar.records import read_record
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
@@ -33,7 +34,7 @@ from specmm.jobs.engines import run_job, run_local, run_rank, share
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, Limits, Spec, occupied, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
-from specmm.jobs.results import Result, description, save
+from specmm.jobs.results import Result, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
@@ -123,7 +124,7 @@ def test_a_job_from_end_to_end(tiny, tmp_path):
     index = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
     assert [row["id"] for row in index] == [f"set/{i}" for i in range(5)]
     assert set(index[0]) >= {"seed", "method", "certificate", "stats", "file", "class"}
-    told = description(out / index[0]["file"])
+    told = read_record(out / index[0]["file"])
     assert told["id"] == "set/0" and told["seed"] == index[0]["seed"]
     assert told["certificate"]["kind"] == "exact"
     from pyarrow import parquet
@@ -151,9 +152,9 @@ def test_python_draws_the_same_picture(worker, make, tmp_path):
 def test_formats_carry_their_description(worker, tmp_path, kind, suffix):
     (item,) = read_items(jobs(tmp_path, 1))
     (tmp_path / "results").mkdir()
-    (record,) = save(tmp_path, worker.run([item]), kind, "tiny")
+    (record,) = save(tmp_path, worker.run([item]), kind)
     assert record["file"].endswith(suffix)
-    assert description(tmp_path / record["file"])["id"] == "set/0"
+    assert read_record(tmp_path / record["file"])["id"] == "set/0"
 
 
 @pytest.mark.parametrize("layout", ["folders", "tar", "torn tar"])
@@ -422,7 +423,7 @@ def test_files_of_a_batch_are_on_their_way_to_the_disk_together(tmp_path, monkey
     ]
     (tmp_path / "results").mkdir()
     start = time.perf_counter()
-    records = save(tmp_path, found, "png", "any")
+    records = save(tmp_path, found, "png")
     assert time.perf_counter() - start < 16 * slow
     assert [record["id"] for record in records] == [result.item.id for result in found]
     for record in records:

@@ -15,6 +15,7 @@ import torch
 import specmm
 from specmm import methods
 from specmm.choose import when_compiled
+from specmm.image_ar.records import read_record
 from specmm.image_ar.tokens import running as tokens_running
 from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs.engines import run_local
@@ -22,7 +23,6 @@ from specmm.jobs.finish import finish
 from specmm.jobs.folder import PROGRAMS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.programs import Programs
-from specmm.jobs.results import description
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.workers import ImageWorker
 from specmm.programs.batch_invariant import batch_invariant
@@ -87,7 +87,7 @@ def check_equal(made: Any, method: str) -> None:
     made(items[::-1], "larger", True, method, 8)
     assert results(made.place / "larger") == whole
     assert decided(made.place / "parts") == {method: 3} and made.rows.count(3) == len(made.rows)
-    told = [description(f) for f in (made.place / "whole" / "results").rglob("*.png")]
+    told = [read_record(f) for f in (made.place / "whole" / "results").rglob("*.png")]
     assert all(each["compiled"] for each in told)
     index = (made.place / "whole" / "index.jsonl").read_text().splitlines()
     assert all(json.loads(line)["compiled"] for line in index)
@@ -123,7 +123,7 @@ def test_pictures_of_mar_do_not_depend_on_their_batch(tmp_path, traced):
     items = [Item(str(i), "class", name, i) for i, name in enumerate(names)]
     first, other = (worker.run(some[:2]) + worker.run(some[2:]) for some in (items, items[::-1]))
     for one, two in zip(first, other[::-1], strict=True):
-        assert one.facts["compiled"] and one.image.tobytes() == two.image.tobytes()
+        assert one.record["compiled"] and one.image.tobytes() == two.image.tobytes()
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from PIL import Image
 
 import specmm
 from benchmarks.soak.kills import campaign
+from specmm.image_ar.records import read_record
 from specmm.jobs.folder import Spec
 from specmm.jobs.items import read_items
-from specmm.jobs.results import description, files_of, save
+from specmm.jobs.results import files_of, save
 from specmm.jobs.workers import AnswerWorker
 from specmm.programs.batch_invariant import batch_invariant
 from tests.integration.test_batch import refused, run
@@ -92,7 +93,7 @@ def test_a_job_with_pictures_from_end_to_end(folder, pipe, method, tmp_path):
         for number, (picture, found) in enumerate(zip(shown, row.get("pictures", ()), strict=True)):
             with Image.open(out / found["file"]) as image:
                 assert image.tobytes() == picture.tobytes()
-            told = description(out / found["file"])
+            told = read_record(out / found["file"])
             assert (told["id"], told["picture"]) == (item.id, number + 1)
             assert told["seed"] == item.seed and told["question"] == item.text
         drawn += len(shown)
@@ -154,9 +155,9 @@ def test_an_answer_with_fewer_pictures_leaves_none_behind(folder, pipe, tmp_path
     (result,) = AnswerWorker(warm(folder), questions=True, pipe=pipe).run([item])
     (tmp_path / "results").mkdir()
     result.pictures = [noisy((16, 16), 60)] * 3
-    save(tmp_path, [result], "webp", "tiny")
+    save(tmp_path, [result], "webp")
     result.pictures = result.pictures[:1]
-    (record,) = save(tmp_path, [result], "webp", "tiny")
+    (record,) = save(tmp_path, [result], "webp")
     left = {f.name for f in (tmp_path / "results").rglob("*.*")}
     assert left == {Path(each["file"]).name for each in files_of(record)} and len(left) == 2
 

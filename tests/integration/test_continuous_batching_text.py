@@ -61,7 +61,7 @@ def test_mistakes(text_pipe):
         text_pipe(PROMPTS, batch_size=-1)
     with pytest.raises(ValueError, match="batch_size must be 0 for a stream"):
         list(text_pipe.stream(PROMPTS, batch_size=2))
-    with pytest.raises(ValueError, match="one for each of the 7 rows, got 2"):
+    with pytest.raises(ValueError, match="one for each of the 7 samples, got 2"):
         text_pipe(PROMPTS, batch_size=2, seed=[1, 2])
     with pytest.raises(ValueError, match="a streamer takes one answer at a time, got 7"):
         text_pipe(PROMPTS, batch_size=1, streamer=TextIteratorStreamer(text_pipe.tokenizer))

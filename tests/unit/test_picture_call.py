@@ -34,7 +34,7 @@ class GreyPictures(PicturePipeline[methods.ContinuousMethod]):
     def __call__(self, classes=None, num_images_per_prompt=1, generator=None, method=None, cfg=None,
                  batch_size=8, output_type="uint8", callback_on_step_end=None, compiled=False, *,
                  class_labels=None, guidance_scale=None, callback_on_step_end_tensor_inputs=None,
-                 return_dict=True):  # fmt: skip
+                 return_dict=True, seed=None, **elsewhere):  # fmt: skip
         return self.called(locals())
 
     def target(self, cfg=None):
