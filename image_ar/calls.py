@@ -61,7 +61,7 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
                     f"{shown(value)}"
                 )
         elif name not in WITHOUT:
-            raise TypeError(str(unknown("argument", name, (*known, *WITHOUT), OPTION)))
+            raise TypeError(str(unknown("argument", name, known, OPTION)))
         elif value is not None:
             raise ValueError(f"{name} must be None for {pipe.name}, {WITHOUT[name]}")
 

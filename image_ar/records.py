@@ -205,8 +205,12 @@ def checked_record(file: Path) -> Record:
         record = read_record(file)
     except (OSError, ValueError, SyntaxError) as error:
         raise ValueError(f"{file} must be a picture that specmm saved, got: {error}") from None
-    if not isinstance(record, dict) or not {"model", "method", "seed", SUM} <= record.keys():
+    if not isinstance(record, dict) or SUM not in record:
         raise ValueError(f"{file} must be a picture that specmm saved, got one without a record")
+    if not record.keys() & {"class", "prompt"}:
+        raise ValueError(
+            f"{file} must be a picture of a class or prompt, got an answer's: ask again"
+        )
     if record[SUM] != _sum(record):
         raise ValueError(
             f"the record in {file} was edited since: it does not say what the picture was drawn "

@@ -95,6 +95,13 @@ def columns_of(rows: Array) -> Columns:
     return Columns(*(rows[:, :, i] for i in range(rows.shape[2])))
 
 
+def _total(x: Array) -> Array:
+    """The sums [R] of ``x`` [R, W, C], of which zeros at the end change no bit: the other rows of a
+    batch decide how wide its windows are.
+    """
+    return library(x).cumsum(x.sum(-1), axis=1)[:, -1]
+
+
 class Response(NamedTuple):
     """How far predictions of x0 followed the steps of their windows, relative to the movement that
     the predicted variances imply; by row, newer windows counting more.
@@ -116,8 +123,8 @@ class Response(NamedTuple):
         off = steps - after
         pull = gain * off
         return Response(
-            FORGET * self.seen + (pull * (after - clean[:, :-1])).sum((1, 2)),
-            FORGET * self.implied + (pull * off * excess[:, :-1]).sum((1, 2)),
+            FORGET * self.seen + _total(pull * (after - clean[:, :-1])),
+            FORGET * self.implied + _total(pull * off * excess[:, :-1]),
         )
 
     def shares(self) -> Array:

@@ -97,7 +97,7 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
         raise ValueError(f"JOBS must be a file, got {path}, which is not there")
     found: dict[str, Item] = {}
     for number, (where, row) in enumerate(reader(path)):
-        for item in parse(where, {"id": f"{number:06d}"} | _said(row), base, path.parent):
+        for item in parse(where, row, base, path.parent, f"{number:06d}"):
             if item.id in found:
                 raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
             found[item.id] = item
@@ -106,15 +106,11 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
     return list(found.values())
 
 
-def _said(row: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a ``row`` that hold anything."""
-    return {k: v for k, v in row.items() if v is not None and v != ""}
-
-
-def parse(where: str, row: dict[str, Any], base: int, folder: Path) -> list[Item]:
-    """The item of a ``row``, or the ``n`` of it, whose ids end in /0, /1 and so on; raises
-    ``ValueError`` beginning with ``where``.
+def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = "") -> list[Item]:
+    """The item of a ``row``, called ``name`` without an id, or the ``n`` of it, whose ids end in
+    /0, /1 and so on; raises ``ValueError`` beginning with ``where``.
     """
+    row = {"id": name} | {k: v for k, v in row.items() if v is not None and v != ""}
     for name in row.keys() - {*OWN, *OPTIONS}:
         raise ValueError(f"{where}: {unknown('field', name, (*OWN, *OPTIONS))}")
     identity = _text(where, row, "id")

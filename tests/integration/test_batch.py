@@ -26,7 +26,9 @@ import torch
 from PIL import Image
 
 from benchmarks.soak.kills import campaign, items_of
-from specmm.image_ar.records import read_record
+from specmm.image_ar import records
+from specmm.image_ar.records import checked_record, draw_again, picture_file, read_record
+from specmm.image_ar.tokens import pipeline as llamagen
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
@@ -38,6 +40,7 @@ from specmm.jobs.results import Result, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import AnswerWorker, ImageWorker
+from specmm.loading import hardware
 from specmm.loading.extras import install
 from tests.commands import as_json, refused, run, succeed
 
@@ -136,6 +139,73 @@ def test_a_job_from_end_to_end(tiny, tmp_path):
     assert (again["done"], again["done_now"]) == (5, 0) and results(out) == before
     checked = succeed("batch", file, "--out", out, "--verify")
     assert "5 of 6 items done, 1 set aside, 0 left" in checked.stdout
+
+
+def test_a_line_goes_before_the_job(worker, make, tmp_path):
+    """A sweep in one job: each picture is what its line draws alone; what a model does not take is
+    set aside.
+    """
+    sweep = [
+        dict(guidance_scale=scale, temperature=heat, seed=seed)
+        for scale in (1.0, 2.0)
+        for heat in (0.5, 1.0)
+        for seed in (1, 2)
+    ]
+    wrong = [dict(num_iter=3), dict(height=999), dict(cfg=-1), dict(cfg=2.0, guidance_scale=2.0)]
+    rows = [{"class": "time", **options} for options in (*sweep, *wrong)]
+    (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    counts = make(read_items(tmp_path / "jobs.jsonl"))
+    assert len(counts.done) == 8 and len(counts.failed) == 4
+    said = (tmp_path / "out/failed.jsonl").read_text()
+    for sentence in ("unknown argument 'num_iter'", "height must be", "cfg must be", "give cfg or"):
+        assert sentence in said
+    index = [json.loads(line) for line in (tmp_path / "out/index.jsonl").read_text().splitlines()]
+    drawn = set()
+    for row, options in zip(index, sweep, strict=True):
+        alone = worker.pipe(classes=["time"], method="speculative", **options).images[0].tobytes()
+        with Image.open(tmp_path / "out" / row["file"]) as found:
+            assert found.tobytes() == alone
+        assert row["options"]["cfg"] == options["guidance_scale"]
+        assert row["options"]["temperature"] == options["temperature"]
+        drawn.add(alone)
+    assert len(drawn) == 8
+
+
+def test_what_the_index_records_draws_it_again(worker, make, tmp_path):
+    """Whatever it was drawn beside: bytes of the file are the same."""
+    items = read_items(jobs(tmp_path, 5))
+    make(items, name="out", batch=4)
+    make(items, name="one", batch=1)
+    assert results(tmp_path / "out") == results(tmp_path / "one")
+    names = ("model", "files", "dtype", "device", "threads", "versions", "batch_invariant")
+    for line in (tmp_path / "out/index.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        record = checked_record(tmp_path / "out" / row["file"])
+        assert {name: row[name] for name in names} == {name: record[name] for name in names}
+        assert (row["seed"], row["class"]) == (record["seed"], record["class"])
+        again = draw_again(record, worker.pipe)
+        data = (tmp_path / "out" / row["file"]).read_bytes()
+        assert picture_file(again, "png", record) == data
+
+
+def test_a_job_keeps_its_dtype_and_versions(tiny, tmp_path, monkeypatch):
+    file = jobs(tmp_path, 2)
+    given = ["batch", file, "--model", tiny, "--out", tmp_path / "out"]
+    succeed(*given)
+    file.write_text(file.read_text() + '{"id": "more", "class": "heart"}\n')
+    made = results(tmp_path / "out")
+    monkeypatch.setattr(hardware, "choose_dtype", lambda *_, **__: torch.bfloat16)
+    monkeypatch.setattr(llamagen, "choose_dtype", lambda *_, **__: torch.bfloat16)
+    line = refused(*given)
+    assert "was begun with dtype float32, got bfloat16: results of both would mix" in line
+    assert results(tmp_path / "out") == made
+    monkeypatch.undo()
+    monkeypatch.setattr(records, "versions", lambda: {"torch": "1.13"})
+    assert "was begun with versions {" in refused(*given)
+    monkeypatch.undo()
+    succeed(*given)
+    told = json.loads((tmp_path / "out/run.json").read_text())
+    assert told["dtype"] == "float32" and told["device"] == "cpu" and told["done"] == 3
 
 
 def test_python_draws_the_same_picture(worker, make, tmp_path):
@@ -530,3 +600,31 @@ def test_answers_are_bit_equal_and_read_by_eval(tmp_path):
         "eval", "vqa", tmp_path / "4/index.jsonl", "--answers", truth, "--metric", "exact", "--json"
     )
     assert json.loads(scored.stdout)["value"] == 1
+
+
+@pytest.mark.slow
+def test_a_picture_that_was_exchanged_since_is_told(tmp_path):
+    """It is not repaired into another answer, after which every file would be called whole."""
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (96, 96), "red").save(tmp_path / name)
+    rows = [{"image": name, "question": "What is it?"} for name in ("a.png", "b.png")]
+    file, out = tmp_path / "jobs.jsonl", tmp_path / "out"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["batch", file, "--model", "pocket/llava", "--max-new-tokens", 4, "--out", out]
+    succeed(*given)
+    assert run("batch", file, "--out", out, "--verify").exit_code == 0
+    before = results(out)
+    Image.new("RGB", (96, 96), "blue").save(tmp_path / "b.png")
+    checked = run("batch", file, "--out", out, "--verify")
+    assert (
+        checked.exit_code == 1 and "000001: its b.png is another file than it was" in checked.output
+    )
+    (answer,) = (out / "results").rglob("000001-*.json")
+    answer.unlink()
+    line = refused(*given, "--repair")
+    assert "item '000001' cannot be made again: its b.png is another file than it was" in line
+    Image.new("RGB", (96, 96), "red").save(tmp_path / "b.png")
+    assert (
+        "1 damaged or missing results made again, bit for bit" in succeed(*given, "--repair").stdout
+    )
+    assert results(out) == before

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from specmm.image_ar.pipeline import open_pictures
 from specmm.jobs.folder import Spec
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.workers import ImageWorker
+from specmm.programs.batch_invariant import batch_invariant
 
 NAMES = ("heart", "face-smiling", "heart", "time", "country-flag")
 CASES = [
@@ -41,3 +43,17 @@ def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, thre
     for some in (slice(0, 3), slice(1, 2), slice(4, 8)):
         assert pixels(worker, items[some]) == whole[some]
     assert len(set(whole)) > len(whole) // 2
+
+
+def test_windows_do_not_depend_on_the_rows_beside_them() -> None:
+    """MAR's windows are shorter where all rows are near their chains' ends: in tokens, of which
+    pixels hide the last digits.
+    """
+    pipe = open_pictures("pocket/mar", "cspd", {"dtype": torch.float32}, "alone")
+    pipe.set_progress_bar_config(disable=True)
+    given = dict(num_iter=6, head_steps="ddim40", output_type="latent")
+    torch.set_num_threads(1)
+    with batch_invariant():
+        whole = pipe(classes=[0, 1, 2, 3], seed=5, batch_size=4, **given).tokens
+        alone = [pipe(classes=[i], seed=5 + i, **given).tokens for i in range(4)]
+    assert torch.equal(torch.cat(alone), whole)

@@ -1,6 +1,7 @@
 """Journals, items and batch sizes: any bytes, any rows, any order."""
 
 import base64
+import csv
 import io
 import itertools
 import json
@@ -160,6 +161,32 @@ def test_mistakes_in_job_files(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         read_items(tmp_path / name)
+
+
+def test_lines_take_what_a_call_takes(tmp_path):
+    """Options go into an item's digest, a CSV's as JSON's; ids are made where none is given."""
+    rows = [
+        {"class": "heart", "guidance_scale": 1.5, "n": 2},
+        {"class": "time", "temperature": 0.5, "top_k": 7, "seed": 12, "n": 2},
+        {"id": 7, "class": "time", "solver": "ddim"},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    items = read_items(tmp_path / "a.jsonl")
+    assert items == read_items(tmp_path / "a.csv")
+    assert [i.id for i in items] == ["000000/0", "000000/1", "000001/0", "000001/1", "7"]
+    assert items[0].seed == seed_of("000000/0", 0) and [i.seed for i in items[2:4]] == [12, 13]
+    assert items[0].options == (("guidance_scale", 1.5),)
+    assert items[2].options == (("temperature", 0.5), ("top_k", 7))
+    assert items[4].options == (("solver", "ddim"),)
+    assert replace(items[4], options=()).digest != items[4].digest
+    for wrong, said in (({"n": 0}, "n must be from 1 to"), ({"nn": 1}, "unknown field 'nn'")):
+        with pytest.raises(ValueError, match=f"row 1: {said}"):
+            parse("row 1", {"class": "heart"} | wrong, 0, Path())
 
 
 def test_lines_say_whether_they_draw(tmp_path):
