@@ -186,7 +186,7 @@ def test_lines_take_what_a_call_takes(tmp_path):
     assert replace(items[4], options=()).digest != items[4].digest
     for wrong, said in (({"n": 0}, "n must be from 1 to"), ({"nn": 1}, "unknown field 'nn'")):
         with pytest.raises(ValueError, match=f"row 1: {said}"):
-            parse("row 1", {"class": "heart"} | wrong, 0, Path())
+            parse("row 1", {"class": "heart"} | wrong, 0, Path(), "a")
 
 
 def test_lines_say_whether_they_draw(tmp_path):
