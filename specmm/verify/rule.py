@@ -271,7 +271,6 @@ OURS: Mapping[str, RuleKind] = {
         "traversal verification: leaves first, accepts the most tokens",
     ),
     "block": RuleKind("bottom_up:Block", "distinct", "block verification: accepts a chain jointly"),
-    "k-seq": RuleKind("kseq:KSeq", "independent", "SpecTr's, siblings drawn independently"),
     "greedy-multi-draft": RuleKind(
         "exact:GreedyMultiDraft", "likeliest and one", "the likeliest tokens and one that is drawn"
     ),
