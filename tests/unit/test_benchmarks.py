@@ -145,6 +145,12 @@ def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
     assert other.folder != found.folder
 
 
+def test_the_nearest_training_picture_is_by_all_pixels():
+    grey = np.stack([np.full((4, 4, 3), value, np.uint8) for value in (0, 51, 255)])
+    assert quality.nearest(grey, grey).tolist() == [0, 0, 0]
+    assert quality.nearest(grey[:1], grey[1:]).tolist() == pytest.approx([0.2])
+
+
 def test_quality_stops_in_time_and_goes_on_later(options, emoji):
     network = Thumbnails()
     options.minutes = 0.0
