@@ -46,15 +46,6 @@ def test_a_session_is_compiled_once_that_pays_for_both(models, monkeypatch):
     assert len(built) == 2 and all(work.tried == 2 for [work] in sides)
 
 
-def test_one_that_cannot_be_compiled_keeps_the_other_from_it(models, monkeypatch):
-    """Or the race would not be of methods."""
-    monkeypatch.setattr(when_compiled, "BUILD", 0.0)
-    for _ in range(2):
-        assert not any("compiled" in line for line in raced(models, "ar", "zipar"))
-    plain, other = (side[0] for side in works(models))
-    assert plain.missed > 0 and not plain.ready and not other.able
-
-
 @pytest.mark.slow
 def test_what_the_page_changes_is_other_work(models, monkeypatch):
     raced(models, "ar", "sjd")
