@@ -32,7 +32,6 @@ PIPELINES = {  # by what a target does: its pipeline, and a call that it answers
 OTHERS = (
     "projector_type",
     "draft_vocab_size",
-    "picture_slots",
     "block_size",
     "markov_rank",
     "recurrent_size",
