@@ -170,14 +170,13 @@ class Verdict(Declared):
 class DiffuSpec(Declared):
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, searched for a causal path.
 
-    Drafts are point masses. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
-    ``most`` by ``step`` and ``rate``. A position has the likeliest tokens that carry the mass
+    Drafts are point masses. A block has from ``least`` to ``most`` drafts, by ``step`` and
+    ``rate``. A position has the likeliest tokens that carry the mass
     ``tau``, at most ``candidates``; ``weight`` is the block's against the n-gram proxy.
     """
 
     name: ClassVar[str] = "diffuspec"
     here: ClassVar[str] = "0.77x plain decoding at best"
-    adaptive: bool = True
     least: int = 3
     most: int = 12
     step: float = 4.0
