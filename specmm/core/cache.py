@@ -336,7 +336,3 @@ class Cache:
             self.hidden_prefix = hidden.new_zeros(self.size.rows, self.size.capacity)
         if self.hidden_prefix is not None:
             self.hidden_prefix[rows, :slots] = False if hidden is None else hidden
-
-    def crop(self, lengths: Tensor) -> None:
-        """Forget all tokens from ``lengths`` [B] on."""
-        self.lengths.clamp_(max=lengths)

@@ -9,7 +9,7 @@ from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recurs
 from specmm.verify.grouped import Grouped
 from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
 from specmm.verify.relaxed import Typical
-from specmm.verify.rule import Decisions, Rule, VerifyResult, endings, expected_tokens
+from specmm.verify.rule import Decisions, Rule, VerifyResult, endings
 
 __all__ = [
     "Block",
@@ -26,6 +26,5 @@ __all__ = [
     "Typical",
     "VerifyResult",
     "endings",
-    "expected_tokens",
     "neighbour_table",
 ]

@@ -194,11 +194,6 @@ def _endings_from_the_root(shape: TreeShape, accept: Tensor) -> Tensor:
     return reached * torch.where(child_of, refuse, 1.0).prod(-1)
 
 
-def expected_tokens(shape: TreeShape, decisions: Decisions) -> Tensor:
-    """The expected number of tokens committed [B], the next token included, given the drafts."""
-    return (endings(shape, decisions) * (shape.depths + 1)).sum(1)
-
-
 RuleName: TypeAlias = str | Any
 """A rule by name, as ``typical(epsilon=0.2)``, or one of others: an object or its class."""
 

@@ -23,9 +23,9 @@ from specmm.verify import (
     Traversal,
     VerifyResult,
     endings,
-    expected_tokens,
 )
 from specmm.verify.exhaustive import Draws, draws, emitted_probs, node_probs, sequence_probs
+from tests.sampling import expected_tokens
 
 ROWS = 20_000
 TREE, CHAIN = [-1, 0, 0, 1, 1, 2], [-1, 0, 1]

@@ -23,7 +23,6 @@ from specmm.verify import (
     Recursive,
     Traversal,
     bottom_up,
-    expected_tokens,
 )
 from specmm.verify.exhaustive import (
     draws,
@@ -32,6 +31,7 @@ from specmm.verify.exhaustive import (
     sequence_probs,
     total_variation,
 )
+from tests.sampling import expected_tokens
 
 CHAIN, FORK, TWO, BUSHY = [-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 0, 1, 1, 2], [-1, 0, 0, 0, 1, 1, 2]
 UNEVEN = [-1, 0, 1, 1, 0, 4, 3]

@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.single import ot_bound
 from specmm.core.tree import TreeShape
-from specmm.verify import GreedyMultiDraft, Recursive, expected_tokens
+from specmm.verify import GreedyMultiDraft, Recursive
 from specmm.verify.exhaustive import draws, node_probs
+from tests.sampling import expected_tokens
 
 
 def probs(seed: int, vocab: int) -> torch.Tensor:
