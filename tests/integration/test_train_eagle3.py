@@ -37,7 +37,7 @@ def seen(head, length=LENGTH):
         context = torch.randn(1, length, len(head.config.layers) * width)
         mask = torch.ones(1, length, dtype=torch.bool)
         hidden, tokens = torch.randn(1, length, width), torch.zeros_like(mask, dtype=torch.long)
-        return Seen(torch.randn(1, length, width), context, hidden, mask, tokens)
+        return Seen(torch.randn(1, length, width), context, hidden, mask, tokens, ~mask)
 
 
 def rolled(head, given, steps):
