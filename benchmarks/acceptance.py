@@ -43,7 +43,6 @@ from specmm.shape.trees import spine
 from specmm.verify import (
     Block,
     GreedyMultiDraft,
-    KSeq,
     Lantern,
     LanternPP,
     PointMass,
@@ -149,7 +148,6 @@ def contests(table: Tensor | None) -> list[Contest]:
         Contest(
             "recursive, with replacement", "independent", Recursive(), IndependentDrafter, "ar"
         ),
-        Contest("k-seq", "independent", KSeq(), IndependentDrafter, "ar"),
         Contest("traversal", "sampled", Traversal(), BlockDrafter, "ar"),
     ]
     return exact + (relaxed(table) if table is not None else [])

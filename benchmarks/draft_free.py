@@ -1,7 +1,7 @@
 """SJD's windows and guesses, coupled and drawn afresh, against plain decoding, in turn by picture.
 
 ``python -m benchmarks.draft_free`` writes ``draft_free_speed``; ``python -m benchmarks.run quality
---methods "ar, lantern++, gsd, zipar"`` measures the quality of methods without a drafter.
+--methods "ar, lantern++, gsd"`` measures the quality of methods without a drafter.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from scipy.stats import t as student
+from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.common import (
@@ -37,7 +38,6 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 from specmm.metrics.kernel import KernelResult, kernel_distance
-from specmm.metrics.neighbours import nearest_neighbours, pixels
 
 GROUPS = 8  # of samples, each left out once
 ERRORS = float(student.ppf(0.975, GROUPS - 1))  # standard errors of a 95% interval
@@ -144,7 +144,7 @@ class Real:
     @cached_property
     def test_distance(self) -> float:
         """Median pixel distance of a held-out picture to the nearest training picture."""
-        return float(nearest_neighbours(pixels(self.test), pixels(self.train)).distances.median())
+        return float(nearest(self.test, self.train).median())
 
     def distances(self, found: SampleSet, count: int) -> tuple[float, KernelResult]:
         """FID and KID of the first ``count`` samples against the training pictures, cached."""
@@ -249,8 +249,17 @@ def fid_interval(
     return float(ratio * np.exp(-ERRORS * error)), float(ratio * np.exp(ERRORS * error))
 
 
+def nearest(pictures: np.ndarray, known: np.ndarray) -> Tensor:
+    """The root mean square [N] of the differences of pixels in [0, 1] to the nearest of ``known``.
+
+    Both are uint8, [N, R, R, 3] and [M, R, R, 3].
+    """
+    x, y = (torch.as_tensor(some).flatten(1).float() / 255 for some in (pictures, known))
+    return torch.cat([torch.cdist(rows, y).amin(1) for rows in x.split(1024)]) / y.shape[1] ** 0.5
+
+
 def _memorised(images: np.ndarray, real: Real) -> Row:
-    distances = nearest_neighbours(pixels(images), pixels(real.train)).distances
+    distances = nearest(images, real.train)
     return {
         "nearest_train": float(distances.median()),
         "nearest_train_of_test": real.test_distance,

@@ -110,7 +110,7 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
         chosen += [methods.Eagle3(sampled=True, tree=tree) for tree in GROWN]
         chosen += dynamic(methods.Eagle3, temperature)
     if drafts(pipe, methods.DiffuSpec()):
-        chosen += [methods.DiffuSpec(), methods.DiffuSpec(adaptive=False), methods.SpecDiff()]
+        chosen += [methods.DiffuSpec(), methods.DiffuSpec(least=12), methods.SpecDiff()]
     chosen += [methods.PromptLookup()]
     chosen += [methods.TextDraft()] if drafts(pipe, methods.TextDraft()) else []
     found = [Runner("transformers generate", theirs(pipe, temperature))]

@@ -78,7 +78,7 @@ class Data:
         mask[:, -1] = False
         with torch.no_grad():
             following = self.target.embed(tokens.roll(-1, 1))
-        return Seen(following, self.context[rows], self.hidden[rows], mask, tokens)
+        return Seen(following, self.context[rows], self.hidden[rows], mask, tokens, tokens < 0)
 
     def packed(self, step: int) -> dict[str, Any]:
         """The same batch as theirs learns it: one row of all, shifted by a token."""

@@ -53,7 +53,6 @@ CONTENDERS: tuple[methods.Method, ...] = (
     methods.Speculative(tree=(3, 1, 1)),
     methods.LanternPP(),
     methods.GSD(),
-    methods.ZipAR(window=4),
 )
 
 

@@ -121,7 +121,7 @@ def make_diffuspec(
         _diffusion_source(found, target, tokenizer),
         found.proxy,
         Search(method.tau, method.candidates, method.weight),
-        method.least if method.adaptive else method.most,
+        method.least,
         method.most,
         method.step,
         method.rate,

@@ -9,8 +9,6 @@ forward, C width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,43 +19,6 @@ from specmm.diffusion_drafters.sources import NextLogits, end_token, shared_toke
 from specmm.hf.drafters.translation import Translation
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
-
-
-class CachedModel:
-    """A drafter's ``model`` with a cache. Tokens see those before them."""
-
-    def __init__(self, model: Any, mask: int) -> None:
-        self.small = VLMTarget(model, Processor(), "drafter")
-        self.mask = mask
-        # Masks of forwards whose rows all committed the same number of tokens.
-        self.attention: dict[tuple[int, int], Tensor] = {}
-
-    def read(self, tokens: Tensor, kept: Tensor, masks: int) -> Tensor:
-        """States [B, N, C] of ``tokens`` [B, M], the first ``kept`` [B] of which stay in the cache,
-        and of ``masks`` after those.
-        """
-        cache = self.small.cache
-        rows, count = tokens.shape
-        order = torch.arange(count + masks, device=tokens.device)
-        ids = torch.cat([tokens, tokens.new_full((rows, masks), self.mask)], dim=1)
-        depths = torch.where(order < count, order, order - count + kept[:, None])  # [B, N]
-        cache.aim(cache.size.capacity, cache.slots)
-        bias = cache.tree_bias(self._ancestors(count, masks, kept))
-        states = self.small.states(ids, cache.lengths[:, None] + depths, bias)
-        cache.keep(order[:count].expand(rows, -1), kept)
-        return states
-
-    def _ancestors(self, count: int, masks: int, kept: Tensor) -> Tensor:
-        """Attention mask [1 or B, N, N]: masks attend to the accepted tokens and to each other."""
-        alike = bool((kept == count).all())
-        if not alike or (count, masks) not in self.attention:
-            order = torch.arange(count + masks, device=kept.device)
-            fresh = (order < kept[:, None]) | (order >= count)  # [B, N]
-            seen = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
-            if not alike:
-                return seen
-            self.attention[count, masks] = seen[:1]
-        return self.attention[count, masks]
 
 
 def scoring_states(states: Tensor, kept: Tensor, count: int, block: int) -> Tensor:
@@ -90,33 +51,33 @@ def drafter_prompt(prompt: VLMPrompt, translation: Translation) -> VLMPrompt:
 
 
 class CausalSource:
-    """Blocks of a DEER drafter for ``target``; ``translation`` as in :class:`DiffusionSource`."""
+    """Blocks of a DEER drafter for ``target``, whose tokens see those before them."""
 
     longest: int | None
     next_logits: NextLogits | None = None
 
-    def __init__(
-        self, model: DEERModel, target: VLMTarget, translation: Translation | None = None
-    ) -> None:
+    def __init__(self, model: DEERModel, target: VLMTarget) -> None:
         self.model = model
         self.target = target
         self.longest = model.block
-        self.translation = shared_tokens(translation, model.vocabulary, model.mask, target)
+        self.translation = shared_tokens(None, model.vocabulary, model.mask, target)
         self.end = end_token(self.translation, model.end)
         self.vocabulary = DrafterVocabulary(target.family.vocabulary)
-        self.cached = CachedModel(model.model, model.mask)
+        self.small = VLMTarget(model.model, Processor(), "drafter")
+        # Masks of forwards whose rows all committed the same number of tokens.
+        self.attention: dict[tuple[int, int], Tensor] = {}
         # As in training: some targets scale or cap their logits.
-        self.head = target.head if model.shared else self.cached.small.head
+        self.head = target.head if model.shared else self.small.head
 
     def begin(self, feedback: Feedback, most: int) -> None:
         """See :class:`BlockSource`. Raises ``ValueError`` for more than the drafter's positions."""
         check_room(self.target.prompt, most, self.model.room)
         prompt = drafter_prompt(self.target.prompt, self.translation)
-        self.cached.small.prefill(prompt, 2 * most + 1)
+        self.small.prefill(prompt, 2 * most + 1)
 
     def start_row(self, row: int) -> None:
         prompt = drafter_prompt(self.target.started.prompt, self.translation)
-        self.cached.small.start_row(row, prompt)
+        self.small.start_row(row, prompt)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """Logits [B, K, V]; see :class:`BlockSource`."""
@@ -125,6 +86,33 @@ class CausalSource:
         if feedback.result is not None and feedback.tokens is not None:
             kept = feedback.result.kept
             tokens = feedback.tokens[:, : int(kept.max().clamp(min=1))]
-        states = self.cached.read(self.translation.to_drafter(tokens), kept, block - 1)
+        states = self.read(self.translation.to_drafter(tokens), kept, block - 1)
         states = scoring_states(states, kept, tokens.shape[1], block)
         return self.translation.from_drafter(self.head(states).float())
+
+    def read(self, tokens: Tensor, kept: Tensor, masks: int) -> Tensor:
+        """States [B, N, C] of ``tokens`` [B, M], the first ``kept`` [B] of which stay in the cache,
+        and of ``masks`` after those.
+        """
+        cache = self.small.cache
+        rows, count = tokens.shape
+        order = torch.arange(count + masks, device=tokens.device)
+        ids = torch.cat([tokens, tokens.new_full((rows, masks), self.model.mask)], dim=1)
+        depths = torch.where(order < count, order, order - count + kept[:, None])  # [B, N]
+        cache.aim(cache.size.capacity, cache.slots)
+        bias = cache.tree_bias(self._ancestors(count, masks, kept))
+        states = self.small.states(ids, cache.lengths[:, None] + depths, bias)
+        cache.keep(order[:count].expand(rows, -1), kept)
+        return states
+
+    def _ancestors(self, count: int, masks: int, kept: Tensor) -> Tensor:
+        """Attention mask [1 or B, N, N]: masks attend to the accepted tokens and to each other."""
+        alike = bool((kept == count).all())
+        if not alike or (count, masks) not in self.attention:
+            order = torch.arange(count + masks, device=kept.device)
+            fresh = (order < kept[:, None]) | (order >= count)  # [B, N]
+            seen = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
+            if not alike:
+                return seen
+            self.attention[count, masks] = seen[:1]
+        return self.attention[count, masks]

@@ -15,7 +15,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +31,8 @@ Score = Callable[[str, Sequence[str]], float]  # of a prediction on its question
 T = TypeVar("T")
 QUESTION = ("question_id", "questionId", "id")
 LISTS = ("annotations", "data")
+ANLS_THRESHOLD = 0.5  # as published
+TOLERANCE = 0.05  # of ChartQA
 EXTRA = f"captions need sacrebleu and pycocoevalcap; run: {install('captions')}"
 
 
@@ -73,27 +74,21 @@ def _check_questions(predictions: Predictions, answers: Answers) -> None:
 
 
 def anls(
-    predictions: Predictions,
-    answers: Answers,
-    threshold: float = 0.5,
-    bootstrap: Bootstrap | None = None,
+    predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None
 ) -> Measurement:
-    """Average normalised Levenshtein similarity (Biten et al. 2019, eq. 1); 0 < threshold <= 1."""
-    if not 0 < threshold <= 1:
-        raise ValueError(f"threshold must be in (0, 1], got {threshold}; published one is 0.5")
-    protocol = {"normalisation": "case and white space", "threshold": threshold}
-    score = partial(anls_score, threshold=threshold)
-    return mean_score("anls", predictions, answers, score, protocol, bootstrap)
+    """Average normalised Levenshtein similarity (Biten et al. 2019, eq. 1)."""
+    protocol = {"normalisation": "case and white space", "threshold": ANLS_THRESHOLD}
+    return mean_score("anls", predictions, answers, anls_score, protocol, bootstrap)
 
 
-def anls_score(prediction: str, answers: Sequence[str], threshold: float = 0.5) -> float:
-    """The best of 1 - edit distance / longer length, 0 below ``threshold``; case does not count."""
+def anls_score(prediction: str, answers: Sequence[str]) -> float:
+    """The best of 1 - edit distance / longer length, 0 below 0.5; case does not count."""
     found = _plain(prediction)
     best = 0.0
     for wanted in map(_plain, answers):
         longest = max(len(found), len(wanted))
         distance = edit_distance(found, wanted) / longest if longest else 0.0
-        best = max(best, 1 - distance if distance < threshold else 0.0)
+        best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
     return best
 
 
@@ -111,23 +106,17 @@ def edit_distance(first: str, second: str) -> int:
 
 
 def relaxed_accuracy(
-    predictions: Predictions,
-    answers: Answers,
-    tolerance: float = 0.05,
-    bootstrap: Bootstrap | None = None,
+    predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None
 ) -> Measurement:
     """Share of answers right within 5% (ChartQA; Masry et al. 2022, sec. 5.1)."""
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"the tolerance must be in [0, 1), got {tolerance}; published one is 0.05")
-    protocol = {"normalisation": "case, numbers, percent signs", "tolerance": tolerance}
-    score = partial(relaxed_match, tolerance=tolerance)
-    return mean_score("relaxed", predictions, answers, score, protocol, bootstrap)
+    protocol = {"normalisation": "case, numbers, percent signs", "tolerance": TOLERANCE}
+    return mean_score("relaxed", predictions, answers, relaxed_match, protocol, bootstrap)
 
 
-def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.05) -> bool:
-    """Whether a number is within a relative ``tolerance`` of an answer, or a text equals one.
+def relaxed_match(prediction: str, answers: Sequence[str]) -> bool:
+    """Whether a number is within 5% of an answer, or a text equals one.
 
-    ``5%`` is 0.05. A relative tolerance of 0 is undefined, so 0 must match as a text.
+    The text ``5%`` is 0.05. A share of 0 is undefined, so 0 must match as a text.
     """
     found = prediction.strip()
     number = _number(found)
@@ -136,7 +125,7 @@ def relaxed_match(prediction: str, answers: Sequence[str], tolerance: float = 0.
         if number is None or not truth:  # a truth that is no number, or 0
             right = found.lower() == wanted.lower()
         else:
-            right = abs(number - truth) / abs(truth) <= tolerance
+            right = abs(number - truth) / abs(truth) <= TOLERANCE
         if right:
             return True
     return False

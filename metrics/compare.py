@@ -17,7 +17,15 @@ from torch import Tensor
 
 from specmm.metrics.features import Features, Protocol, comparable
 from specmm.metrics.intervals import Bootstrap
-from specmm.metrics.kernel import BLOCK, PolynomialKernel, exact_pair, mean_across, mean_within
+from specmm.metrics.kernel import (
+    BLOCK,
+    KERNEL,
+    diagonal,
+    exact_pair,
+    kernel,
+    mean_across,
+    mean_within,
+)
 from specmm.metrics.measurement import Measurement
 
 
@@ -53,7 +61,6 @@ def compare(
     permutations: int = 999,
     alpha: float = 0.05,
     paired: bool = False,
-    draws: int = 1000,
 ) -> Comparison:
     """Test if features [N, F] and [M, F] differ; measure how much against ``reference`` [R, F].
 
@@ -68,16 +75,15 @@ def compare(
         raise ValueError(f"alpha must be in [1 / (permutations + 1), 1), got {got}; permute more")
     if paired and len(x) != len(y):
         raise ValueError(f"pairs need sets of one size, got {len(x)} and {len(y)}; cut one")
-    kernel = PolynomialKernel()
     relabelled = relabellings(len(x), len(y), permutations, generator, paired)
     labels = torch.cat([_true_labels(len(x), len(y)), relabelled]).to(x)
-    distances = labelled_distances(torch.cat([x, y]), labels, kernel)
-    facts["kernel"] = repr(kernel)
+    distances = labelled_distances(torch.cat([x, y]), labels)
+    facts["kernel"] = KERNEL
     loss = None
     if reference is not None:
         _, third, _ = exact_pair(first, reference)
         comparable(second, reference)  # their protocols, too
-        loss = _loss(x, y, third, Bootstrap(generator, draws), kernel, paired, facts)
+        loss = _loss(x, y, third, Bootstrap(generator), paired, facts)
     facts = {**facts, "permutations": permutations, "paired": paired}
     rounding = 1e-12 * float(distances.abs().max())  # equal splits may differ by this
     p_value = float((distances >= distances[0] - rounding).double().mean())  # the true one counts
@@ -93,7 +99,7 @@ def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired:
     return torch.stack([truth[torch.randperm(n + m, generator=generator)] for _ in range(count)])
 
 
-def labelled_distances(pool: Tensor, labels: Tensor, kernel: PolynomialKernel) -> Tensor:
+def labelled_distances(pool: Tensor, labels: Tensor) -> Tensor:
     """Unbiased squared MMD [P] of each labelling of the pooled features, in one pass.
 
     With q = wᵀKw and r = wᵀK1 the other sums follow: across r - q, within the second 1ᵀK1 - 2r + q.
@@ -108,12 +114,12 @@ def labelled_distances(pool: Tensor, labels: Tensor, kernel: PolynomialKernel) -
         sums = block.sum(1)
         linear += labels[:, rows] @ sums
         whole += sums.sum()
-    diagonal = kernel.diagonal(pool)
-    own = labels @ diagonal
+    itself = diagonal(pool)
+    own = labels @ itself
     n = labels.sum(1)
     m = len(pool) - n
     first = (quadratic - own) / (n * (n - 1))
-    second = (whole - 2 * linear + quadratic - (diagonal.sum() - own)) / (m * (m - 1))
+    second = (whole - 2 * linear + quadratic - (itself.sum() - own)) / (m * (m - 1))
     return first + second - 2 * (linear - quadratic) / (n * m)
 
 
@@ -122,20 +128,14 @@ def _true_labels(n: int, m: int) -> Tensor:
 
 
 def _loss(
-    x: Tensor,
-    y: Tensor,
-    reference: Tensor,
-    bootstrap: Bootstrap,
-    kernel: PolynomialKernel,
-    paired: bool,
-    facts: Protocol,
+    x: Tensor, y: Tensor, reference: Tensor, bootstrap: Bootstrap, paired: bool, facts: Protocol
 ) -> Measurement:
     """The first set's KID minus the second set's; the reference's own term cancels."""
     wx = _itself_and_resamples(x, bootstrap)
     wr = _itself_and_resamples(reference, bootstrap)
     wy = wx if paired else _itself_and_resamples(y, bootstrap)
-    one = mean_within(x, wx, kernel) - 2 * mean_across(x, reference, wx, wr, kernel)
-    two = mean_within(y, wy, kernel) - 2 * mean_across(y, reference, wy, wr, kernel)
+    one = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
+    two = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
     found = one - two
     what = "pairs and reference" if paired else "all three sets"
     protocol = {**facts, "reference_count": len(reference)}

@@ -1,8 +1,6 @@
-"""Fréchet distance of two sets of features: FID (Heusel et al. 2017, eq. 6) and MiFID.
+"""Fréchet distance of two sets of features: FID (Heusel et al. 2017, eq. 6).
 
 The sums are float64 and merge across batches, processes and files; memory does not grow with N.
-MiFID (Bai et al. 2021, sec. 3.2) divides by the memorisation distance: the mean over made samples
-of 1 - |cos| to the nearest training sample, which counts as 1 from a threshold on.
 
 Shapes: features [N, F]; ``total`` [F]; ``outer`` [F, F].
 """
@@ -21,10 +19,6 @@ from specmm.metrics.measurement import Measurement
 ROWS = 512  # samples converted to float64 at a time
 COLUMNS = 512  # features multiplied at a time: more use less of the symmetry, fewer are slow calls
 WELL_CONDITIONED = 1e-9  # smallest squared Cholesky pivot, relative to the largest, that we trust
-THRESHOLD = 0.1  # of MiFID, as published for 2048-d Inception features
-NOTHING = 1e-8  # a smaller FID is rounding: divided by a tiny distance it would mean nothing
-OFFSET = 1e-14  # added to the memorisation distance by the published code
-BLOCK = 1024  # rows of the cosine matrix held at a time
 
 
 @typing.runtime_checkable
@@ -166,36 +160,3 @@ def _symmetric_product(a: Tensor, second: Tensor, triangular: bool) -> Tensor:
         block = slice(start, start + COLUMNS)
         second[:, block] = second[:, start:] @ a[start:, block]
     return second
-
-
-def memorisation_distance(
-    real: Features, made: Features, *, threshold: float = THRESHOLD
-) -> Measurement:
-    """MiFID of ``made`` [M, F] against the training samples ``real`` [N, F].
-
-    ``parts``: ``fid`` and ``cosine_distance``, the latter before the threshold.
-    """
-    one = as_features(real)
-    two = as_features(made)
-    fid = frechet_distance(one, two)
-    near = mean_cosine_distance(two.values, one.values)
-    penalty = (near if near < threshold else 1.0) + OFFSET
-    value = fid.value / penalty if fid.value > NOTHING else 0.0
-    protocol = {**fid.protocol, "cosine_threshold": threshold}
-    return Measurement("mifid", value, protocol, {"fid": fid.value, "cosine_distance": near})
-
-
-def mean_cosine_distance(made: Tensor, real: Tensor) -> float:
-    """Mean over ``made`` [M, F] of the least 1 - |cos| to a row of ``real``; no zero vectors."""
-    x, y = (_directions(rows.to(made.device)) for rows in (made, real))
-    nearest = [(rows @ y.T).abs_().max(1).values for rows in x.split(BLOCK)]
-    return float((1 - torch.cat(nearest)).clamp_(min=0).mean())
-
-
-def _directions(values: Tensor) -> Tensor:
-    exact = values.double()
-    lengths = exact.norm(dim=1, keepdim=True)
-    kept = lengths.squeeze(1) > 0
-    if not kept.any():
-        raise ValueError("a cosine distance needs vectors other than zero, got none")
-    return exact[kept] / lengths[kept]

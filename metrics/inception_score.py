@@ -41,14 +41,13 @@ class ScoreStatistics:
         sums = torch.zeros(splits, classes + 1, dtype=torch.float64, device=device)
         return cls(counts, sums[:, :classes], sums[:, classes])
 
-    def update(self, logits: Features, into: Tensor | None = None) -> ScoreStatistics:
-        """Add logits [N, C] in place, to the splits in turn or as ``into`` [N] says."""
+    def update(self, logits: Features) -> ScoreStatistics:
+        """Add logits [N, C] in place, to the splits in turn."""
         found = as_features(logits)
         same_width(self.total.shape[1], found.values.shape[1])
         self.protocol = joint_protocol(self.protocol, found.protocol)
-        if into is None:
-            into = (int(self.counts.sum()) + torch.arange(len(found))) % len(self.counts)
-        into = into.to(self.counts.device)
+        order = torch.arange(len(found), device=self.counts.device)
+        into = (self.counts.sum() + order) % len(self.counts)
         self.counts += torch.bincount(into, minlength=len(self.counts))
         for rows, where in zip(found.values.split(ROWS), into.split(ROWS), strict=True):
             logs = rows.to(self.total).log_softmax(1)
@@ -89,19 +88,10 @@ def _scores(counts: Tensor, total: Tensor, certainty: Tensor) -> Tensor:
     return (certainty / counts - torch.xlogy(marginal, marginal).sum(1)).exp()
 
 
-def inception_score(
-    logits: Features, *, splits: int = 10, order: Tensor | None = None
-) -> Measurement:
-    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``.
-
-    Samples are dealt out in turn, or ``order`` [N] is a permutation whose parts are the splits.
+def inception_score(logits: Features, *, splits: int = 10) -> Measurement:
+    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``, to which
+    samples are dealt out in turn.
     """
     found = as_features(logits)
-    into = None
-    if order is not None:
-        n = len(found)
-        edges = torch.arange(1, splits + 1) * n // splits
-        into = torch.empty(n, dtype=torch.int64)
-        into[order.cpu()] = torch.searchsorted(edges, torch.arange(n), right=True)
     statistics = ScoreStatistics.empty(found.values.shape[1], splits, found.values.device)
-    return statistics.update(found, into).measurement()
+    return statistics.update(found).measurement()

@@ -18,20 +18,20 @@ from specmm.metrics.frechet import FeatureStatistics, Gaussian, frechet_distance
 from specmm.metrics.measurement import Interval
 
 DRAWS_AT_ONCE = 64  # rows of weights held at a time for a mean
+GROUPS = 20  # of a jackknife
+LEVEL = 0.95
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """``draws`` (2 or more) resamples from a CPU ``generator``; percentiles for ``level``."""
+    """``draws`` (2 or more) resamples from a CPU ``generator``."""
 
     generator: torch.Generator
     draws: int = 1000
-    level: float = 0.95
 
     def __post_init__(self) -> None:
-        if self.draws < 2 or not 0 < self.level < 1:
-            got = f"{self.draws} and {self.level}"
-            raise ValueError(f"a bootstrap needs draws >= 2 and 0 < level < 1, got {got}")
+        if self.draws < 2:
+            raise ValueError(f"a bootstrap needs draws >= 2, got {self.draws}")
 
     def weights(self, count: int, draws: int | None = None) -> Tensor:
         """The number of times [B, N] float64 that each of ``count`` samples is in each resample."""
@@ -43,10 +43,10 @@ class Bootstrap:
 
     def of_replicates(self, replicates: Tensor, what: str) -> Interval:
         """Percentiles of the statistic's ``replicates`` [B]; ``what`` was resampled."""
-        tail = (1 - self.level) / 2
+        tail = (1 - LEVEL) / 2
         ends = torch.tensor([tail, 1 - tail], dtype=torch.float64)
         low, high = torch.quantile(replicates.double().cpu(), ends).tolist()
-        return Interval(low, high, self.level, f"bootstrap of {self.draws} over {what}")
+        return Interval(low, high, LEVEL, f"bootstrap of {self.draws} over {what}")
 
     def of_mean(self, values: Tensor, what: str = "samples") -> Interval:
         """Interval of the mean of ``values`` [N]; raises ``ValueError`` when there is none."""
@@ -60,39 +60,32 @@ class Bootstrap:
         return self.of_replicates(torch.cat(means), what)
 
 
-def frechet_interval(
-    made: FeatureSet,
-    reference: Gaussian,
-    generator: torch.Generator,
-    *,
-    groups: int = 20,
-    level: float = 0.95,
-) -> Interval:
-    """Interval of ``frechet_distance(made, reference)`` by leaving out ``groups`` random groups.
+def frechet_interval(made: FeatureSet, reference: Gaussian, generator: torch.Generator) -> Interval:
+    """Interval of ``frechet_distance(made, reference)`` leaving out each of GROUPS groups.
 
     Variance (G-1)/G Σ (θ_g - θ̄)² (Efron and Stein 1981), with Student's quantile, for a fixed
-    reference. Costs ``groups`` distances and one pass; needs 2 <= groups <= N / 2.
+    reference. Costs a distance a group and one pass.
     """
-    if not 2 <= groups <= len(made) / 2:
-        raise ValueError(f"groups must be 2 to half the {len(made)} samples, got {groups}")
+    if len(made) < 2 * GROUPS:
+        raise ValueError(f"an interval needs at least {2 * GROUPS} samples, got {len(made)}")
     whole = FeatureStatistics.of(made)
     found = []
-    for rows in torch.randperm(len(made), generator=generator).chunk(groups):
+    for rows in torch.randperm(len(made), generator=generator).chunk(GROUPS):
         group = FeatureStatistics.of(made.values[rows.to(made.values.device)])
         count = whole.count - group.count
         total = whole.total - group.total
         rest = FeatureStatistics(count, total, whole.outer - group.outer, whole.protocol)
         found.append(frechet_distance(rest, reference).value)
     spread = float(torch.tensor(found, dtype=torch.float64).std(correction=1))
-    reach = student_quantile(level, len(found) - 1) * spread * (len(found) - 1) / len(found) ** 0.5
+    reach = student_quantile(len(found) - 1) * spread * (len(found) - 1) / len(found) ** 0.5
     centre = frechet_distance(whole, reference).value
     method = f"jackknife of {len(found)} groups, reference fixed"
-    return Interval(centre - reach, centre + reach, level, method)
+    return Interval(centre - reach, centre + reach, LEVEL, method)
 
 
-def student_quantile(level: float, freedom: int) -> float:
+def student_quantile(freedom: int) -> float:
     """The two-sided quantile of Student's t (Abramowitz and Stegun 26.7.5, around the normal's)."""
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

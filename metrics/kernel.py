@@ -1,8 +1,8 @@
 """Kernel distance of two sets of features: KID where they are Inception's (Bińkowski et al. 2018).
 
-The unbiased squared maximum mean discrepancy with the cubic kernel k(a, b) = (gamma a·b + coef)³,
-gamma = 1/F: over random subsets (the customary figure) and over the whole sets (the steadier one),
-both in one pass over the kernel matrix in row blocks.
+The unbiased squared maximum mean discrepancy with the cubic kernel k(a, b) = (a·b / F + 1)³: over
+random subsets (the customary figure) and over the whole sets (the steadier one), both in one pass
+over the kernel matrix in row blocks.
 
 Shapes: features x [N, F], y [M, F]; weights ``wx`` [S, N], ``wy`` [S, M] (how often) of S sets.
 """
@@ -21,28 +21,22 @@ from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Interval, Measurement
 
 BLOCK = 1024  # rows of the kernel matrix held at a time
+KERNEL = "(a·b / F + 1)³"  # for protocols
 Picks = Sequence[tuple[Tensor, Tensor]]  # rows of x and of y in each subset
 
 
-@dataclass(frozen=True)
-class PolynomialKernel:
-    """k(a, b) = (gamma a·b + coef)^degree; ``gamma`` None is 1 / F."""
+def kernel(x: Tensor, y: Tensor) -> Tensor:
+    """Kernel matrix [N, M] of x [N, F] and y [M, F]."""
+    return _of_products(x @ y.T, x.shape[1])
 
-    degree: int = 3
-    gamma: float | None = None
-    coef: float = 1.0
 
-    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Kernel matrix [N, M] of x [N, F] and y [M, F]."""
-        return self._of_products(x @ y.T, x.shape[1])
+def diagonal(x: Tensor) -> Tensor:
+    """k(a, a) of every row of x [N, F]: [N]."""
+    return _of_products(x.square().sum(1), x.shape[1])
 
-    def diagonal(self, x: Tensor) -> Tensor:
-        """k(a, a) of every row of x [N, F]: [N]."""
-        return self._of_products(x.square().sum(1), x.shape[1])
 
-    def _of_products(self, products: Tensor, width: int) -> Tensor:
-        gamma = 1 / width if self.gamma is None else self.gamma
-        return products.mul_(gamma).add_(self.coef).pow_(self.degree)
+def _of_products(products: Tensor, width: int) -> Tensor:
+    return products.mul_(1 / width).add_(1).pow_(3)
 
 
 @dataclass
@@ -71,42 +65,34 @@ def kernel_distance(
     subsets: int = 100,
     subset_size: int = 1000,
     seed: int = 0,
-    picks: Picks | None = None,
     full: bool = True,
     bootstrap: Bootstrap | None = None,
-    kernel: PolynomialKernel | None = None,
 ) -> KernelResult:
     """Unbiased squared MMD between features [N, F] and [M, F], in float64.
 
-    Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement, or given as
-    ``picks`` (pairs of row indices of equal length); ``std`` is their population's. ``full=False``
-    skips the whole-set estimate, whose cost is (N + M)² F: quicker above roughly 10,000 samples.
-    ``bootstrap`` gives that estimate an interval.
+    Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement; ``std`` is
+    their population's. ``full=False`` skips the whole-set estimate, whose cost is (N + M)² F:
+    quicker above roughly 10,000 samples. ``bootstrap`` gives that estimate an interval.
     """
     x, y, protocol = exact_pair(first, second)
-    kernel = kernel or PolynomialKernel()
     if bootstrap and not full:
         raise ValueError("bootstrap belongs to the whole-set estimate, got full=False; drop one")
-    chosen = picks or []
-    if picks is None:
-        size = min(subset_size, len(x), len(y))
-        generator = torch.Generator().manual_seed(seed)
-        some = partial(torch.randperm, generator=generator)
-        chosen = [(some(len(x))[:size], some(len(y))[:size]) for _ in range(subsets)]
-    size = min((len(rows) for pair in chosen for rows in pair), default=0)
-    if size < 2:
-        raise ValueError(f"subsets must be >= 1 of size >= 2, got {len(chosen)} of {size}")
-    protocol |= {"kernel": repr(kernel), "subsets": len(chosen), "subset_size": size}
-    protocol["subset_seed"] = seed if picks is None else "given"
-    if full:
-        values = _in_one_pass(x, y, chosen, bootstrap, kernel)
-    else:
-        values = _subset_by_subset(x, y, chosen, kernel)
-    of_subsets, rest = values.split([len(chosen), len(values) - len(chosen)])
+    size = min(subset_size, len(x), len(y))
+    if subsets < 1 or size < 2:
+        raise ValueError(f"subsets must be >= 1 of size >= 2, got {subsets} of {size}")
+    picks = _picks(len(x), len(y), subsets, size, seed)
+    protocol |= {"kernel": KERNEL, "subsets": subsets, "subset_size": size, "subset_seed": seed}
+    values = _in_one_pass(x, y, picks, bootstrap) if full else _subset_by_subset(x, y, picks)
+    of_subsets, rest = values.split([subsets, len(values) - subsets])
     interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
     std = float(of_subsets.std(correction=0))
     whole = float(rest[0]) if full else None
     return KernelResult(float(of_subsets.mean()), std, whole, protocol, interval)
+
+
+def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
+    some = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
+    return [(some(n)[:size], some(m)[:size]) for _ in range(subsets)]
 
 
 def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Protocol]:
@@ -118,19 +104,19 @@ def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Proto
     return one.values.double(), two.values.double().to(one.values.device), protocol
 
 
-def mean_within(x: Tensor, wx: Tensor, kernel: PolynomialKernel) -> Tensor:
+def mean_within(x: Tensor, wx: Tensor) -> Tensor:
     """Weighted mean [S] of k(x_i, x_j) over i != j, as in a U-statistic."""
     squares = wx.square()
-    off_diagonal = _weighted_sum(x, x, wx, wx, kernel) - (squares * kernel.diagonal(x)).sum(1)
+    off_diagonal = _weighted_sum(x, x, wx, wx) - (squares * diagonal(x)).sum(1)
     return off_diagonal / (wx.sum(1).square() - squares.sum(1))
 
 
-def mean_across(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
+def mean_across(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor) -> Tensor:
     """Weighted mean [S] of k(x_i, y_j) over all i and j."""
-    return _weighted_sum(x, y, wx, wy, kernel) / (wx.sum(1) * wy.sum(1))
+    return _weighted_sum(x, y, wx, wy) / (wx.sum(1) * wy.sum(1))
 
 
-def _weighted_sum(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
+def _weighted_sum(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor) -> Tensor:
     """Sum over i, j of wx[s, i] k(x_i, y_j) wy[s, j]: [S]."""
     total = x.new_zeros(len(wx))
     for start in range(0, len(x), BLOCK):
@@ -139,14 +125,11 @@ def _weighted_sum(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: Polynomi
     return total
 
 
-def _mmd_squared(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor, kernel: PolynomialKernel) -> Tensor:
-    within = mean_within(x, wx, kernel) + mean_within(y, wy, kernel)
-    return within - 2 * mean_across(x, y, wx, wy, kernel)
+def _mmd_squared(x: Tensor, y: Tensor, wx: Tensor, wy: Tensor) -> Tensor:
+    return mean_within(x, wx) + mean_within(y, wy) - 2 * mean_across(x, y, wx, wy)
 
 
-def _in_one_pass(
-    x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None, kernel: PolynomialKernel
-) -> Tensor:
+def _in_one_pass(x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None) -> Tensor:
     """Squared MMD of every subset, then of the whole sets, then of every resample."""
     weights = []
     for side, rows in enumerate((x, y)):
@@ -157,13 +140,13 @@ def _in_one_pass(
         if bootstrap:
             found.append(bootstrap.weights(len(rows)).to(rows))
         weights.append(torch.cat(found))
-    return _mmd_squared(x, y, weights[0], weights[1], kernel)
+    return _mmd_squared(x, y, weights[0], weights[1])
 
 
-def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks, kernel: PolynomialKernel) -> Tensor:
+def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks) -> Tensor:
     found = []
     for i, j in picks:
         a = x[i.to(x.device)]
         b = y[j.to(y.device)]
-        found.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b)), kernel))
+        found.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b))))
     return torch.cat(found)

@@ -14,7 +14,7 @@ from typing import Any
 
 from specmm.metrics.features import Protocol, joint_protocol
 
-BIASED = ("fid", "fd", "rfid", "mifid")
+BIASED = ("fid", "fd", "rfid")
 SAMPLE_FACTS = ("counts", "note")  # entries that say which samples were measured, not how
 
 

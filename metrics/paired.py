@@ -27,6 +27,7 @@ from specmm.loading.extras import install
 from specmm.metrics.extractors import Extractor, batches, channels_first, checked
 from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
+from specmm.metrics.intervals import LEVEL
 from specmm.metrics.lpips import LPIPS
 from specmm.metrics.measurement import Interval, Measurement
 from specmm.metrics.networks import CLIP
@@ -143,12 +144,12 @@ def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]
         yield first, second
 
 
-def _mean(metric: str, scores: Tensor, protocol: Protocol, level: float = 0.95) -> Measurement:
+def _mean(metric: str, scores: Tensor, protocol: Protocol) -> Measurement:
     """The mean of ``scores`` [N] with its normal interval, None for a single one."""
     exact = scores.double()
     value = float(exact.mean())
     interval = None
     if len(exact) > 1:
-        reach = NormalDist().inv_cdf((1 + level) / 2) * float(exact.std()) / math.sqrt(len(exact))
-        interval = Interval(value - reach, value + reach, level, f"normal, {len(exact)} pairs")
+        reach = NormalDist().inv_cdf((1 + LEVEL) / 2) * float(exact.std()) / math.sqrt(len(exact))
+        interval = Interval(value - reach, value + reach, LEVEL, f"normal, {len(exact)} pairs")
     return Measurement(metric, value, {**protocol, "counts": [len(exact)]}, interval=interval)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.metrics.features import Protocol, joint_protocol
+from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import Gaussian
 
 Layout = Literal["specmm", "clean-fid", "adm", "torch-fidelity"]
@@ -57,13 +57,10 @@ class Reference:
         return self.mean, self.covariance.clone()
 
 
-def read_reference(
-    path: Path, *, protocol: Mapping[str, Any] | None = None, spatial: bool = False
-) -> Reference:
+def read_reference(path: Path, *, spatial: bool = False) -> Reference:
     """The reference in ``path`` (.npz, .pt) of any layout; ``spatial``: an ADM file's second pair.
 
-    ``protocol`` is the caller's knowledge of it, such as ``network.protocol``: foreign files have
-    none. Raises ``ValueError`` for any other file, or if it contradicts the file's own protocol.
+    Raises ``ValueError`` for any other file.
     """
     found = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
@@ -77,7 +74,7 @@ def read_reference(
         npz = "adm" if "mu_s" in found else "clean-fid"
         own = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
     count = int(found["count"]) if "count" in found else None
-    return Reference(mean, covariance, count, joint_protocol(own, protocol or {}))
+    return Reference(mean, covariance, count, own)
 
 
 def write_reference(

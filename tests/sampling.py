@@ -6,6 +6,8 @@ import torch
 from scipy.stats import chi2
 
 from specmm.core.randomness import Uniforms
+from specmm.verify import endings
+from specmm.verify.exhaustive import node_probs
 
 
 class Stream(Uniforms):
@@ -25,6 +27,19 @@ class Stream(Uniforms):
 def last(steps):
     *_, end = steps
     return end
+
+
+def expected_tokens(shape, decisions):
+    """The expected number of tokens committed [B], the next token included, given the drafts."""
+    return (endings(shape, decisions) * (shape.depths + 1)).sum(1)
+
+
+def expected_excess(rule, drawn, target):
+    """The mean excess of a result: it bounds the total variation of what is emitted."""
+    decisions = rule.decisions(drawn.tree, node_probs(drawn, target), measure=True)
+    ends = endings(drawn.tree.shape, decisions)
+    reached = (ends[:, :, None] * drawn.tree.shape.ancestors).sum(1)  # [R, N]
+    return float((reached * decisions.excess).sum(1) @ drawn.chance)
 
 
 def p_value(probs, cells):

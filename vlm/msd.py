@@ -250,7 +250,6 @@ class BoundMSD:
     layers = ()
     parts = False
     mask = None
-    pictures = None
 
     def __init__(self, head: MSDHead, target: VLMTarget) -> None:
         _check_sizes(head, target)

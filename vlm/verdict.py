@@ -159,12 +159,7 @@ class SpeculativeVerdict:
     """
 
     def __init__(
-        self,
-        experts: Sequence[VQAPipeline],
-        verdict: VQAPipeline,
-        *,
-        hear: int | None = None,
-        prompts: VerdictPrompts | None = None,
+        self, experts: Sequence[VQAPipeline], verdict: VQAPipeline, *, hear: int | None = None
     ) -> None:
         hear = min(3, len(experts)) if hear is None else hear
         if len(experts) < 2:
@@ -174,8 +169,7 @@ class SpeculativeVerdict:
         self.experts = list(experts)
         self.verdict = verdict
         self.hear = hear
-        own: VerdictPrompts = getattr(experts, "prompts", VerdictPrompts())
-        self.prompts = prompts or own
+        self.prompts: VerdictPrompts = getattr(experts, "prompts", VerdictPrompts())
 
     def __call__(
         self,

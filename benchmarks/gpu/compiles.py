@@ -26,6 +26,7 @@ from specmm.kernels.acceptance.triton import accept
 from specmm.kernels.kv_commit.triton import kv_commit
 from specmm.kernels.top_k import MOST
 from specmm.kernels.top_k.triton import kth_largest
+from specmm.kernels.tree_attention import TreeMask
 from specmm.kernels.tree_attention.triton import tree_attention
 
 KIB = 1024
@@ -53,7 +54,8 @@ def attention() -> Iterator[tuple[str, Callable[[], object]]]:
         q, keys = empty(2, 8, nodes, width, dtype=dtype), empty(2, 2, 4096, width, dtype=dtype)
         words = empty(1, nodes, -(-nodes // 64), dtype=torch.int64)
         hidden = empty(2, 300, dtype=torch.bool) if width == 80 else None
-        given = q, keys, keys, words, lengths, 4000, width**-0.5, hidden, invariant, 4
+        mask = TreeMask(words, lengths, 4000, hidden, invariant)
+        given = q, keys, keys, mask, width**-0.5, 4
         yield (
             f"attention {dtype} D={width} T={nodes} invariant={invariant}",
             lambda g=given: tree_attention(*g),

@@ -19,7 +19,6 @@ from torch import Tensor
 from specmm.image_ar.continuous.chain_round import (
     TURNS,
     WIDEST,
-    ChainOptions,
     ChainRows,
     Mask,
     Normal,
@@ -70,20 +69,18 @@ class ChainProgram:
 
     def __init__(
         self,
-        run: Callable[[Fixed, State, bool], State],
+        run: Callable[[Fixed, State], State],
         bound: BoundHead,
         tables: WindowTables,
-        options: ChainOptions,
+        temperature: float,
         pictures: int,
     ) -> None:
         self.run = run
         self.each = len(bound) // pictures
         self.batch = pictures
         self.steps = tables.steps
-        self.residual = options.residual
         self.device = bound.head.device
-        warmth = options.temperature
-        numbers = torch.tensor([float(bound.scale), warmth, 2 * math.log(warmth)])
+        numbers = torch.tensor([float(bound.scale), temperature, 2 * math.log(temperature)])
         windows = torch.from_numpy(tables.rows)
         assert bound.table is not None, "iterations of few tokens have one"
         there = windows.to(self.device), numbers.to(self.device)
@@ -103,7 +100,7 @@ class ChainProgram:
             fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], held)
             none = torch.zeros(held.shape, dtype=held.dtype, device=self.device)
             state = none, none.clone(), moved[0] < self.steps, *moved
-            drawn, short, _, *moved = self.run(fixed, state, self.residual)
+            drawn, short, _, *moved = self.run(fixed, state)
             goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, held.tolist())
         for x, made in zip(rows, moved, strict=True):
             x.copy_(made)
@@ -144,23 +141,23 @@ class ChainProgram:
         return goes_on
 
 
-def run_rounds(fixed: Fixed, begin: State, residual: bool) -> State:
-    """The state of rows after all their rounds; ``residual`` as in ``ChainOptions``."""
+def run_rounds(fixed: Fixed, begin: State) -> State:
+    """The state of rows after all their rounds."""
 
     def play(*state: Tensor) -> State:
-        return next_state(fixed, state, residual)
+        return next_state(fixed, state)
 
     return looped(lambda *state: state[2].any(), play, begin)
 
 
-def next_state(fixed: Fixed, state: State, residual: bool) -> State:
+def next_state(fixed: Fixed, state: State) -> State:
     """The state after one round. Rows that are not running do not change; nor do the rows of a
     picture that lacks random numbers for the round, which then stop.
     """
     drawn, short, on, *parts = state
     rows = ChainRows(*parts)
     going = on.view(len(drawn), -1)
-    chain = _GivenChain(fixed, residual)
+    chain = _GivenChain(fixed)
     numbers = _GivenNumbers(fixed, drawn, going)
     made = play_round(chain, rows, numbers)
     short = torch.where(going.any(1, keepdim=True), numbers.short, short)
@@ -177,12 +174,11 @@ def next_state(fixed: Fixed, state: State, residual: bool) -> State:
 class _GivenChain:
     """The :class:`~specmm.image_ar.continuous.chain_round.Chain` made of ``fixed`` tensors."""
 
-    def __init__(self, fixed: Fixed, residual: bool) -> None:
+    def __init__(self, fixed: Fixed) -> None:
         self.fixed = fixed
         self.steps = len(fixed.modulations)
         self.window = len(fixed.windows) - self.steps
         self.scale, self.temperature, self.log_temperature = fixed.numbers.unbind()
-        self.residual = residual
         self.lost = fixed.held.new_zeros((), dtype=torch.bool)
 
     def columns(self, k: Array) -> Columns:

@@ -52,14 +52,6 @@ def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
     return ratio
 
 
-@dataclass
-class ChainOptions:
-    """Speculation settings. Without ``residual`` the output is wrong: only tests leave it out."""
-
-    temperature: float = 1.0
-    residual: bool = True
-
-
 class ChainRows(NamedTuple):
     """Rows as a round begins: the step ``k`` [R] int64 (S: finished) and the head ``calls`` [R] of
     each, their ``eta`` (a finished row's token), the drafter's N(mean, var) of x0, [R, C] each, and
@@ -106,7 +98,6 @@ class Chain(Protocol):
     window: int
     temperature: Any
     log_temperature: Any
-    residual: bool
 
     def columns(self, k: Array) -> Columns:
         """The columns of windows that begin at ``k`` [R]; they have at least two points."""
@@ -152,7 +143,7 @@ def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
     probs = p[row, kept]
     step = probs.sample(numbers.normals(None, channels))
     lost = kept < limit
-    if chain.residual and numbers.needed(lost):
+    if numbers.needed(lost):
         over = drafts.q[row, clamped(kept, 0, drafted - 1)]
         draw_residual(probs, over, step, lost, numbers)
         chain.lack(lost)

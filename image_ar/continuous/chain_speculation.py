@@ -36,7 +36,6 @@ from specmm.image_ar.continuous.chain_program import ChainProgram
 from specmm.image_ar.continuous.chain_round import (
     TURNS,
     WIDEST,
-    ChainOptions,
     ChainRows,
     Mask,
     Normal,
@@ -51,7 +50,7 @@ class RoundPrograms(Protocol):
     """Compiled programs that run many rounds at once."""
 
     def speculation(
-        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
+        self, bound: BoundHead, tables: WindowTables, temperature: float, pictures: int
     ) -> ChainProgram | None:
         """The program for the tokens of ``bound``, equally many of each of so many ``pictures``;
         None if rounds must run one by one.
@@ -74,7 +73,7 @@ def speculate(
     rows: list[int],
     normal: PictureStreams,
     log_uniform: PictureStreams,
-    options: ChainOptions | None = None,
+    temperature: float = 1.0,
     programs: RoundPrograms | None = None,
 ) -> Speculated:
     """Tokens [R, C] with the distribution of ``ancestral``, in fewer sequential head calls.
@@ -83,16 +82,14 @@ def speculate(
     of few tokens. Raises ``ValueError`` when a chain leaves the finite numbers, and for a
     temperature that is not above 0: such a chain has no distributions to couple.
     """
-    options = options or ChainOptions()
-    if options.temperature <= 0:
+    if temperature <= 0:
         raise ValueError(
-            f"temperature must be above 0 to speculate, got {options.temperature}: "
-            "run the chain plainly"
+            f"temperature must be above 0 to speculate, got {temperature}: run the chain plainly"
         )
-    run = ChainRun(bound, tables, rows, (normal, log_uniform), options)
+    run = ChainRun(bound, tables, rows, (normal, log_uniform), temperature)
     program: ChainProgram | None = None
     if programs is not None and len(set(rows)) == 1:
-        program = programs.speculation(bound, tables, options, len(rows))
+        program = programs.speculation(bound, tables, temperature, len(rows))
     while len(left := run.left()):
         if program is not None:
             program(run.rows, run.streams)
@@ -117,16 +114,15 @@ class ChainRun:
         tables: WindowTables,
         rows: list[int],
         streams: tuple[PictureStreams, PictureStreams],
-        options: ChainOptions,
+        temperature: float,
     ) -> None:
         self.bound = bound
         self.tables = tables
         self.streams = streams
         self.steps = tables.steps
         self.window = tables.window
-        self.temperature = options.temperature
-        self.log_temperature = 2 * math.log(options.temperature)  # of variances
-        self.residual = options.residual
+        self.temperature = temperature
+        self.log_temperature = 2 * math.log(temperature)  # of variances
         self.batch = len(rows)
         self.pictures = np.repeat(np.arange(self.batch), rows)
         eta = take(streams[0], rows, bound.head.channels) / tables.rows[0, 4]
@@ -225,7 +221,7 @@ class ChainSpeculation:
     normal: PictureStreams
     log_uniform: PictureStreams
     window: int = 16
-    options: ChainOptions = field(default_factory=ChainOptions)
+    temperature: float = 1.0
     programs: RoundPrograms | None = None
     tables: WindowTables = field(init=False)
 
@@ -237,5 +233,5 @@ class ChainSpeculation:
     def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
         bound = self.head.bind(condition)
         streams = (self.normal, self.log_uniform)
-        made = speculate(bound, self.tables, rows, *streams, self.options, self.programs)
+        made = speculate(bound, self.tables, rows, *streams, self.temperature, self.programs)
         return made.tokens, sum(made.row_calls)

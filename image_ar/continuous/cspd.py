@@ -69,11 +69,10 @@ class ChainEnd(NamedTuple):
 @dataclass
 class PaperRule:
     """r = Π √|Σq|/√|Σp| · p(x)/q(x): the spreads of the steps before, then the last Gaussians,
-    whose widths are times ``relax`` in r. Rejected tokens get up to ``proposals``.
+    whose widths are times ``relax`` in r.
     """
 
     relax: float = 1.0
-    proposals: int = PROPOSALS
     sign: ClassVar[int] = 1  # of the factor of the spreads, in the log
 
     def __post_init__(self) -> None:
@@ -151,7 +150,7 @@ def resample(
     """
     made = np.zeros_like(p.mean)
     found = np.zeros(len(p.mean), dtype=bool)
-    for _ in range(rule.proposals):
+    for _ in range(PROPOSALS):
         y = p.mean + p.std * numbers.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
             taken = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))

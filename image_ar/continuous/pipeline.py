@@ -20,7 +20,6 @@ from specmm.core.derived import Derived
 from specmm.core.stats import Certificate
 from specmm.image_ar.autoencoder import to_uint8
 from specmm.image_ar.calls import Callback, Classes
-from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
@@ -243,10 +242,9 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         sampler: MARSampler
         # a chain without noise has nothing to couple
         if isinstance(batch.method, methods.CSpD) and settings.temperature > 0:
-            options = ChainOptions(settings.temperature)
             numbers = (normal, log_uniforms(batch.generators))
-            window = batch.method.window or HEAD_STEPS
-            sampler, claim = ChainSpeculation(head, *numbers, window, options, quick), EXACT
+            window, warmth = batch.method.window or HEAD_STEPS, settings.temperature
+            sampler, claim = ChainSpeculation(head, *numbers, window, warmth, quick), EXACT
         elif settings.solver == "ddim":
             sampler, claim = Deterministic(head, normal), DDIM
         else:

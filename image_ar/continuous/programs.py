@@ -25,7 +25,6 @@ from specmm.image_ar.continuous.chain_program import (
     next_state,
     run_rounds,
 )
-from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadWeights, guided
 from specmm.image_ar.continuous.mar import MAR
@@ -71,14 +70,14 @@ class HeadPrograms:
         return chains
 
     def speculation(
-        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
+        self, bound: BoundHead, tables: WindowTables, temperature: float, pictures: int
     ) -> ChainProgram | None:
         """Compiled speculation for the tokens of ``bound``, if there is at most one for each of so
         many ``pictures``; else None (uncompiled): windows of more tokens are bound by arithmetic.
         """
         if not _served(bound) or len(bound) > pictures:
             return None
-        return ChainProgram(self.rounds, bound, tables, options, pictures)
+        return ChainProgram(self.rounds, bound, tables, temperature, pictures)
 
 
 def run_chain(
@@ -152,35 +151,34 @@ class MARGraphs:
         return chains
 
     def speculation(
-        self, bound: BoundHead, tables: WindowTables, options: ChainOptions, pictures: int
+        self, bound: BoundHead, tables: WindowTables, temperature: float, pictures: int
     ) -> ChainProgram | None:
         """Speculation by CUDA graphs for the tokens of ``bound``, equally many of each of so many
         ``pictures``; None if it runs uncompiled.
         """
         if bound.table is None:
             return None
-        given = partial(_play, bound.head.weights, options.residual)
-        graphs = self._of((bound.head, options.residual), given, fixed=FIXED)
+        graphs = self._of(bound.head, partial(_play, bound.head.weights), fixed=FIXED)
 
-        def rounds(fixed: Fixed, state: State, residual: bool) -> State:
+        def rounds(fixed: Fixed, state: State) -> State:
             before: Late | None = None
             while before is None or before.read()[0]:  # one graph too many, but no waiting
                 before = Late(state[2].any())
                 state = graphs(*fixed[1:], *state)
             return state
 
-        return ChainProgram(rounds, bound, tables, options, pictures)
+        return ChainProgram(rounds, bound, tables, temperature, pictures)
 
 
 FIXED = len(Fixed._fields) - 1  # all but the weights
 
 
-def _play(weights: HeadWeights, residual: bool, *given: Tensor) -> State:
+def _play(weights: HeadWeights, *given: Tensor) -> State:
     """Play ``AHEAD`` rounds in place; ``given`` are the tensors of ``Fixed`` and the state."""
     fixed, state = Fixed(weights, *given[:FIXED]), given[FIXED:]
     now = state
     for _ in range(AHEAD):
-        now = next_state(fixed, now, residual)
+        now = next_state(fixed, now)
     copy_all(list(state), list(now))
     return state
 

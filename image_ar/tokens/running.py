@@ -25,7 +25,6 @@ from specmm.image_ar.files import with_options
 from specmm.image_ar.shared import Batch, Drawn, PicturePipeline
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
 from specmm.image_ar.tokens.choosing import settled
-from specmm.image_ar.tokens.row_parallel import decode_rows, rows_certificate
 from specmm.programs.compiled import NotCompiled
 from specmm.programs.graphs import captures, prepare_programs, round_program
 from specmm.verify import Rule
@@ -122,9 +121,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
         # copies: the next batch's rounds may be played in the same memory
         rows = queue.tokens if queue is not None else progress.tokens[:, : target.length].unbind()
         tokens = torch.stack(list(rows))
-        window = batch.method.row_window
-        made = run_claim(rule, progress, drafter)
-        said = made if window is None else rows_certificate(target, window)
+        said = run_claim(rule, progress, drafter)
         return Drawn(tokens, tokens, progress.stats, said, float(progress.measured))
 
     def _steps(
@@ -134,8 +131,6 @@ class TokenPictures(PicturePipeline[methods.Method]):
         method, target, parts = batch.method, batch.on, self.parts
         prompt = self.prompt(batch)
         uniforms = Uniforms(batch.generators)
-        if method.row_window is not None:
-            return decode_rows(target, prompt, method.row_window, uniforms), None, None
         length = target.length
         if not (method.drafts or (target.static_shapes and captures(target.device))):
             return decode_plain(target, prompt, length, uniforms), None, None

@@ -176,16 +176,6 @@ class LlamaGenTarget:
         cache.lengths += 1
         return output
 
-    @torch.inference_mode()
-    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
-        """A plain step of several places; see :class:`specmm.core.drawing.DrawingTarget`."""
-        prefix = self.model.config.cls_token_num
-        hidden = self.cache.hidden_prefix
-        if hidden is None:
-            hidden = torch.zeros(1, prefix + self.length, dtype=torch.bool, device=tokens.device)
-        bias = self.cache.aim_at_places(prefix, places, seen, hidden)
-        return self._score(tokens, (prefix + places)[None], bias)
-
     def commit(self, result: VerifyResult) -> None:
         """Keep the accepted nodes."""
         self.cache.keep(result.path, result.kept)

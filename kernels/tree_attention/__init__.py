@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels.backend import backend
-from specmm.kernels.tree_attention import dense
 
 WIDEST = 256  # head width
 MOST_NODES = 256
@@ -64,12 +63,13 @@ def tree_attention(
     the prefix is cut into, 0 for as many as the GPU has use for. A query that may attend nothing
     gives zeros. Raises ``ValueError`` on sizes that do not fit together.
     """
-    _check(q, keys, values, words, lengths, first, hidden)
+    mask = TreeMask(words, lengths, first, hidden, row_invariant)
+    _check(q, keys, values, mask)
     if backend(q.device) == "triton":
-        from specmm.kernels.tree_attention.triton import tree_attention as fast
-
-        return fast(q, keys, values, words, lengths, first, scale, hidden, row_invariant, splits)
-    return dense.tree_attention(q, keys, values, words, lengths, first, scale, hidden)
+        from specmm.kernels.tree_attention.triton import tree_attention as run
+    else:
+        from specmm.kernels.tree_attention.dense import tree_attention as run
+    return run(q, keys, values, mask, scale, splits)
 
 
 @tree_attention.register_fake
@@ -93,15 +93,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool 
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal)
 
 
-def _check(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    lengths: Tensor,
-    first: int,
-    hidden: Tensor | None,
-) -> None:
+def _check(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask) -> None:
+    words, lengths, hidden = mask.words, mask.lengths, mask.hidden
     rows, heads, nodes, width = q.shape
     _, kv, slots, _ = keys.shape
     if not 1 <= width <= WIDEST:
@@ -117,10 +110,10 @@ def _check(
             f"words must be [1 or B, T, ceil(T / 64)] for 1 to {MOST_NODES} nodes, got "
             f"{list(words.shape)} for {nodes} nodes; TreeShape.ancestor_words has them"
         )
-    if rows % len(lengths) or words.dtype != torch.int64 or not 0 <= first <= slots - nodes:
+    if rows % len(lengths) or words.dtype != torch.int64 or not 0 <= mask.first <= slots - nodes:
         raise ValueError(
             f"lengths must be [B] with B a divisor of {rows}, words int64 and first in "
-            f"[0, {slots - nodes}], got {list(lengths.shape)}, {words.dtype} and {first}"
+            f"[0, {slots - nodes}], got {list(lengths.shape)}, {words.dtype} and {mask.first}"
         )
     if hidden is not None and (
         hidden.dtype != torch.bool or len(hidden) != rows or hidden.shape[1] > slots

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.kernels.tree_attention import TreeMask
+
 
 def unpacked(words: Tensor, nodes: int) -> Tensor:
     """Whether bit j of ``words`` [..., W] is set, [..., T] bool for T = ``nodes``."""
@@ -21,35 +23,27 @@ def unpacked(words: Tensor, nodes: int) -> Tensor:
     return (words[..., bits // 64] >> (bits % 64) & 1).bool()
 
 
-def dense_mask(
-    words: Tensor, lengths: Tensor, first: int, rows: int, slots: int, hidden: Tensor | None = None
-) -> Tensor:
+def dense_mask(mask: TreeMask, rows: int, slots: int) -> Tensor:
     """Whether each of T nodes attends each of S = ``slots`` slots, [R, 1, T, S] bool."""
+    words, lengths, first = mask.words, mask.lengths, mask.first
     nodes = words.shape[1]
     place = torch.arange(slots, device=words.device)
     committed = (place < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
-    if hidden is not None:
-        committed[:, : hidden.shape[1]] &= ~hidden
-    mask = committed[:, None].repeat(1, nodes, 1)
-    mask[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
-    return mask[:, None]
+    if mask.hidden is not None:
+        committed[:, : mask.hidden.shape[1]] &= ~mask.hidden
+    seen = committed[:, None].repeat(1, nodes, 1)
+    seen[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
+    return seen[:, None]
 
 
 def tree_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    lengths: Tensor,
-    first: int,
-    scale: float,
-    hidden: Tensor | None = None,
+    q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scale: float, splits: int = 0
 ) -> Tensor:
     """Attention [R, T, H, D]; for the arguments see the operator."""
-    mask = dense_mask(words, lengths, first, len(q), keys.shape[2], hidden)
+    seen = dense_mask(mask, len(q), keys.shape[2])
     grouped = q.shape[1] != keys.shape[1]
     out = F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=mask, scale=scale, enable_gqa=grouped
+        q, keys, values, attn_mask=seen, scale=scale, enable_gqa=grouped
     )
-    empty = ~mask.any(-1, keepdim=True)  # softmax of nothing
+    empty = ~seen.any(-1, keepdim=True)  # softmax of nothing
     return out.masked_fill(empty, 0.0).transpose(1, 2).contiguous()

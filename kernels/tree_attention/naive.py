@@ -10,29 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specmm.kernels.tree_attention import TreeMask
 
-def tree_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    lengths: Tensor,
-    first: int,
-    scale: float,
-    hidden: Tensor | None = None,
-) -> Tensor:
+
+def tree_attention(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scale: float) -> Tensor:
     """Attention [R, T, H, D] in float64; for the arguments see
     ``specmm.kernels.tree_attention.tree_attention``.
 
     A query that may attend nothing gives zeros.
     """
     rows, heads, nodes, _ = q.shape
+    words, lengths, hidden = mask.words, mask.lengths, mask.hidden
     out = q.new_zeros(rows, nodes, heads, q.shape[-1], dtype=torch.float64)
     group = heads // keys.shape[1]
     for r in range(rows):
         for t in range(nodes):
             slots = seen_slots(
-                words[r % len(words), t], int(lengths[r % len(lengths)]), nodes, first
+                words[r % len(words), t], int(lengths[r % len(lengths)]), nodes, mask.first
             )
             if hidden is not None:
                 slots = [s for s in slots if s >= hidden.shape[1] or not hidden[r, s]]

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specmm.kernels.tree_attention import TreeMask
 from specmm.kernels.tree_attention.dense import unpacked
 
 INVARIANT_SPLIT = 1024  # positions a split of the row-invariant mode
@@ -254,24 +255,17 @@ def _merge(part_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.cons
 
 
 def tree_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    words: Tensor,
-    lengths: Tensor,
-    first: int,
-    scale: float,
-    hidden: Tensor | None = None,
-    row_invariant: bool = False,
-    splits: int = 0,
+    q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scale: float, splits: int = 0
 ) -> Tensor:
     """Attention [R, T, H, D]; for the arguments see the operator."""
+    words, hidden = mask.words, mask.hidden
     rows, heads, nodes, width = q.shape
     kv, slots = keys.shape[1:3]
     group = heads // kv
-    tile = _tile(group * nodes, width, q.element_size(), shared_memory(q.device), row_invariant)
+    shared = shared_memory(q.device)
+    tile = _tile(group * nodes, width, q.element_size(), shared, mask.row_invariant)
     tiles = triton.cdiv(group * nodes, tile["BLOCK_M"])
-    if row_invariant:
+    if mask.row_invariant:
         splits = triton.cdiv(slots, INVARIANT_SPLIT)
     splits = splits or _splits(rows * kv * tiles, slots, q.device)
     out = q.new_empty(rows, nodes, heads, width)
@@ -281,7 +275,7 @@ def tree_attention(
     lse = q.new_empty(rows, nodes, heads, splits, dtype=torch.float32)
     shut = words if hidden is None else hidden.contiguous().view(torch.uint8)
     sizes = (
-        *(scale * math.log2(math.e), first, len(lengths), len(words), nodes, splits),
+        *(scale * math.log2(math.e), mask.first, len(mask.lengths), len(words), nodes, splits),
         0 if hidden is None else hidden.shape[1],
         *q.stride()[:3],
         *keys.stride()[:3],
@@ -296,8 +290,8 @@ def tree_attention(
         **tile,
     )
     grid = (rows * kv, tiles, splits)
-    rest = (lengths, shut, parts, lse, *sizes)
-    if row_invariant:
+    rest = (mask.lengths, shut, parts, lse, *sizes)
+    if mask.row_invariant:
         _attend_by_position[grid](
             q, keys, values, *_paths(words, nodes), *rest, SPLIT=INVARIANT_SPLIT, **options
         )

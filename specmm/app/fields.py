@@ -1,19 +1,16 @@
-"""Parts shared by all tabs: settings, the link that restores them, and the race."""
+"""Parts shared by all tabs: settings and the race."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import gradio as gr
 
 from specmm.app.clock import Racer, race, verdict
 from specmm.app.lanes import warm_up
-from specmm.app.models import MOST_SECONDS, AppModels, Start, changed, in_sentences, local
+from specmm.app.models import MOST_SECONDS, AppModels, local
 from specmm.app.trace import Node, drawing_of, table_of
 from specmm.methods import AR
 from specmm.runs.run import Kind, methods_of, parse_methods
@@ -24,63 +21,11 @@ NARROW = 130  # pixels: two columns fit on a phone
 ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "models"}
 FREE: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 PLAIN: dict[str, Any] = {"format": "png", "buttons": []}  # none that shares a picture
-GO = "query => { if (query) history.replaceState(null, '', query); return query; }"
 CLOCK = (
     "Both run in turns on one clock, the one that is behind next. Seconds are those of a method's "
     "whole call; previews, loading and a few first rounds do not count. `ar` is plain decoding. "
     "A race of short runs is noisy: the benchmark takes medians."
 )
-
-
-@dataclass
-class Tab:
-    """A tab's settings by their names in a link; ``renew`` returns updates for all but the model,
-    from a model's name and the link's values.
-    """
-
-    name: str
-    kind: Kind
-    fields: dict[str, Any]
-    boxes: list[gr.Textbox]
-    renew: Callable[[str, Mapping[str, str]], list[Any]]
-    link: gr.Textbox = field(init=False)
-
-    @property
-    def components(self) -> list[Any]:
-        """All settings; the model is the first."""
-        return [*self.fields.values(), *self.boxes]
-
-    def query(self, models: AppModels, values: Sequence[Any]) -> str:
-        """The address's query that restores ``values`` of all components."""
-        named = dict(zip(self.fields, values, strict=False))
-        own = models.parameters(self.kind, str(values[0]))
-        texts = dict(zip(own, map(str, values[len(self.fields) :]), strict=False))
-        if self.kind == "images":
-            classes = models.get(self.kind, str(values[0])).takes == "classes"
-            named.pop("prompt" if classes else "asked")
-        if named.get("picture"):
-            named["picture"] = Path(named["picture"]).stem  # an example's name: no file is linked
-        kept = {name: value for name, value in named.items() if value not in (None, "")}
-        return "?" + urlencode({"tab": self.name, **kept, **changed(own, texts)})
-
-    def wire(self, models: AppModels, clicked: Sequence[Any]) -> None:
-        """Renew the settings with the model, and show the link when something is ``clicked``."""
-        self.link = gr.Textbox(
-            label="Link that restores these settings", buttons=["copy"], interactive=False
-        )
-        model = self.components[0]
-
-        def renewed(name: str) -> list[Any]:
-            return self.renew(name, {})
-
-        def query(*values: Any) -> str:
-            with suppress(ValueError):  # the click itself reports the error
-                return self.query(models, values)
-            return ""
-
-        model.input(in_sentences(renewed), model, self.components[1:], **ONE)
-        shown = gr.on(clicked, query, self.components, self.link, **FREE)
-        shown.then(None, self.link, None, js=GO)
 
 
 def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
@@ -96,27 +41,21 @@ def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
     )
 
 
-def method_menus(known: Sequence[str], start: Start) -> tuple[gr.Dropdown, gr.Dropdown]:
-    """The two methods that race; options may be typed: NAME(KEY=VALUE, …)."""
+def method_menus(models: AppModels, kind: Kind, name: str) -> tuple[gr.Dropdown, gr.Dropdown]:
+    """The two methods of a model that race; options may be typed: NAME(KEY=VALUE, …)."""
+    known = models.methods(kind, name)
     given: dict[str, Any] = {"allow_custom_value": True, "min_width": NARROW}
     plain = gr.Dropdown(known, value=str(AR.name), label="First method", **given)
-    return plain, gr.Dropdown(known, value=start.method, label="Second method", **given)
+    usual = models.start(kind, name).method
+    return plain, gr.Dropdown(known, value=usual, label="Second method", **given)
 
 
-def renewed_menus(
-    known: Sequence[str], start: Start, given: Mapping[str, str]
-) -> tuple[gr.Dropdown, gr.Dropdown]:
-    """Updates of both menus of methods, with the values ``given`` in a link."""
-    first = gr.Dropdown(known, value=given.get("first", str(AR.name)))
-    return first, gr.Dropdown(known, value=given.get("second", start.method))
-
-
-def parameter_boxes(own: Mapping[str, Any], given: Mapping[str, str] | None = None) -> list[Any]:
+def parameter_boxes(own: Mapping[str, Any]) -> list[Any]:
     """Text boxes for a model's parameters; the boxes that it does not need are hidden."""
     boxes = []
     for i in range(MOST_PARAMETERS):
         name = list(own)[i] if i < len(own) else ""
-        value = (given or {}).get(name, "" if own.get(name) is None else str(own[name]))
+        value = "" if own.get(name) is None else str(own[name])
         boxes.append(
             gr.Textbox(label=name or "none", value=value, visible=bool(name), min_width=NARROW)
         )
@@ -166,18 +105,16 @@ def told(
     race: Iterator[list[Any]],
     side: Callable[[Any, str], list[Any]],
     called: Callable[[int], str],
-) -> Generator[list[Any], None, list[Any]]:
+) -> Iterator[list[Any]]:
     """Updates of verdict, both sides and trace during a ``race``. ``side`` makes a side's parts of
-    a lane and its name; ``called`` gives a token's text. Returns the lanes.
+    a lane and its name; ``called`` gives a token's text.
     """
-    lanes: list[Any] = []
     for lanes in race:
         sides = [part for each, name in zip(lanes, names, strict=True) for part in side(each, name)]
         trace = [gr.skip()] * TRACED
         if all(each.out is not None for each in lanes):
             trace = TraceView.updates(Trace.of(names, lanes, called))
         yield [result(names, lanes), *sides, *trace]
-    return lanes
 
 
 @dataclass

@@ -137,7 +137,6 @@ class AnswerOutput:
     stats: Any
     certificate: Any
     method: str
-    compiled: tuple[bool, ...] = ()  # streams never are
 
 
 class TextLane:

@@ -1,4 +1,4 @@
-"""The app's page: its tabs, and the settings that a link restores.
+"""The app's page and its tabs.
 
 One request runs the models at a time; others wait in a queue of bounded length, which shows them
 their place in it.
@@ -7,14 +7,13 @@ their place in it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when gradio is imported
 
 import gradio as gr
 
-from specmm.app.fields import Tab
 from specmm.app.measuring import benchmark
 from specmm.app.models import AppModels
 from specmm.app.pictures import pictures
@@ -48,7 +47,7 @@ summary {cursor: pointer}
 # Gradio's css reaches what the page contains, not its frame
 FRAME = "<style>@media (max-width: 500px) {.main.app {padding: 8px !important}}</style>"
 INTRO = "# specmm\nPlain decoding and drafts that are verified, side by side, on this machine."
-TABS: tuple[tuple[str, Kind, Callable[[AppModels], Tab]], ...] = (
+TABS: tuple[tuple[str, Kind, Callable[[AppModels], None]], ...] = (
     ("Pictures", "images", pictures),
     ("Questions", "questions", questions),
     ("Completion", "text", completion),
@@ -59,39 +58,16 @@ def build(models: AppModels, intro: str = INTRO) -> gr.Blocks:
     """The app over ``models``, under an ``intro`` in Markdown; call ``serve`` to open it."""
     with gr.Blocks(title="specmm", analytics_enabled=False, delete_cache=KEEP) as app:
         gr.Markdown(intro, elem_classes="intro")
-        tabs = []
-        with gr.Tabs() as strip:
+        with gr.Tabs():
             for title, kind, fill in TABS:
                 if models.names[kind]:
                     with gr.Tab(title, id=kind):
-                        tabs.append(fill(models))
+                        fill(models)
             if models.names["images"]:
                 with gr.Tab("Benchmark", id="benchmark"):
                     benchmark(models)
-        components = [component for tab in tabs for component in tab.components]
-
-        def restore(request: gr.Request) -> list[Any]:
-            return restored(models, tabs, dict(request.query_params))
-
-        app.load(restore, None, [strip, *components], show_progress="hidden")
     app.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
     return app
-
-
-def restored(models: AppModels, tabs: list[Tab], given: Mapping[str, str]) -> list[Any]:
-    """Updates of the strip of tabs and of all settings by the query of a link.
-
-    A link cannot load a model that is not in the menu: a user must type its name.
-    """
-    found: list[Any] = [gr.skip()]
-    for tab in tabs:
-        model = given.get("model", models.names[tab.kind][0])
-        if given.get("tab") != tab.name or model not in models.names[tab.kind]:
-            found += [gr.skip()] * len(tab.components)
-            continue
-        found[0] = gr.Tabs(selected=tab.kind)
-        found += [gr.Dropdown(value=model), *tab.renew(model, given)]
-    return found
 
 
 def theme() -> Any:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import gradio as gr
 
-from specmm.app.compiling import RaceCompiling
 from specmm.app.fields import (
     CLOCK,
     NARROW,
     ONE,
     PLAIN,
     TRACED,
-    Tab,
     TraceView,
     method_menus,
     method_of,
     model_menu,
     parameter_boxes,
     raced,
-    renewed_menus,
     told,
 )
 from specmm.app.lanes import PictureLane, generator
@@ -37,12 +34,20 @@ LEGEND = (
 LONGEST = 500  # letters of a prompt
 
 
-def pictures(models: AppModels) -> Tab:
+def pictures(models: AppModels) -> None:
     """Fill the tab."""
     name = models.names["images"][0]
     with gr.Row():
         model = model_menu(models, "images")
-        choice, prompt, first, second = _settings(models, name)
+        choice = _class_menu(models, name)
+        prompt = gr.Textbox(
+            "a red apple on a table",
+            label="Prompt",
+            max_length=LONGEST,
+            visible=not classes_of(models, name),
+            min_width=NARROW,
+        )
+        first, second = method_menus(models, "images", name)
     with gr.Row():
         seed = gr.Number(
             models.start("images", name).seed,
@@ -60,54 +65,32 @@ def pictures(models: AppModels) -> Tab:
     with gr.Accordion("The model's parameters", open=False), gr.Row():
         boxes = parameter_boxes(models.parameters("images", name))
     trace = TraceView()
-    named = dict(model=model, asked=choice, prompt=prompt, first=first, second=second, seed=seed)
-    tab = Tab("pictures", "images", named, boxes, partial(renewed, models))
+    settings = [choice, prompt, first, second, seed, *boxes]
     shown = [verdict, *left, *right, *trace.components]
 
     @in_sentences
     def draw(*values: Any) -> Iterator[list[Any]]:
         yield from drawn(models, *values)
 
-    button.click(draw, tab.components, shown, api_name="pictures", **ONE)
-    tab.wire(models, [button.click])
-    return tab
+    button.click(draw, [model, *settings], shown, api_name="pictures", **ONE)
+    model.input(in_sentences(partial(renewed, models)), model, settings, **ONE)
 
 
-def _settings(models: AppModels, name: str) -> list[Any]:
-    """The settings of a model but for its name, the seed and its parameters."""
+def _class_menu(models: AppModels, name: str) -> gr.Dropdown:
     classes = classes_of(models, name)
-    start = models.start("images", name)
-    known = models.methods("images", name)
-    given: dict[str, Any] = {"min_width": NARROW}
-    value = start.asked if start.asked in classes else next(iter(classes), None)
-    return [
-        gr.Dropdown(classes, value=value, label="Class", visible=bool(classes), **given),
-        gr.Textbox(
-            "a red apple on a table",
-            label="Prompt",
-            max_length=LONGEST,
-            visible=not classes,
-            **given,
-        ),
-        *method_menus(known, start),
-    ]
+    asked = models.start("images", name).asked
+    value = asked if asked in classes else next(iter(classes), None)
+    return gr.Dropdown(classes, value=value, label="Class", visible=bool(classes), min_width=NARROW)
 
 
-def renewed(models: AppModels, name: str, given: Mapping[str, str]) -> list[Any]:
-    """The settings of another model, or those that a link has ``given``."""
-    classes = classes_of(models, name)
-    start = models.start("images", name)
-    known = models.methods("images", name)
-    wanted = given.get("asked", start.asked)
-    value = wanted if wanted in classes else next(iter(classes), None)
-    prompt = {"value": given["prompt"]} if "prompt" in given else {}
-    number = given.get("seed", "")
+def renewed(models: AppModels, name: str) -> list[Any]:
+    """The settings of another model."""
     return [
-        gr.Dropdown(classes, value=value, visible=bool(classes)),
-        gr.Textbox(visible=not classes, **prompt),
-        *renewed_menus(known, start, given),
-        gr.Number(int(number) if number.isdecimal() else start.seed),
-        *parameter_boxes(models.parameters("images", name), given),
+        _class_menu(models, name),
+        gr.Textbox(visible=not classes_of(models, name)),
+        *method_menus(models, "images", name),
+        gr.Number(models.start("images", name).seed),
+        *parameter_boxes(models.parameters("images", name)),
     ]
 
 
@@ -161,22 +144,18 @@ def drawn(
     pipes = (models.get("images", model), models.twin(model))
     asked = str(name) if pipes[0].takes == "classes" else prompt
     chosen = [method_of(models, "images", model, text) for text in (first, second)]
-    sampling = {k: v for k, v in options.items() if k in pipes[0].sampling_options}
-    compiling = RaceCompiling(pipes, chosen, sampling)
     names = [first, second]
 
     def lane(i: int) -> PictureLane:
         call = {pipes[i].takes: [asked], "generator": generator(pipes[i], int(seed)), **options}
-        return PictureLane(pipes[i], chosen[i], call | compiling.call)
+        return PictureLane(pipes[i], chosen[i], call)
 
     waiting = [gr.skip(), gr.skip(), gr.skip(), gr.DownloadButton(interactive=False)] * 2
     yield ["<p class='verdict'>Warming up …</p>", *waiting, *[gr.skip()] * TRACED]
     keys = [("images", model, i, method) for i, method in enumerate(chosen)]
-    both = [partial(lane, 0), partial(lane, 1)]
-    compiling.build(both)
+    race = raced(models, keys, [partial(lane, 0), partial(lane, 1)])
     side = partial(_seen, model=model, asked=asked, seed=int(seed))
-    lanes = yield from told(names, raced(models, keys, both), side, str)
-    compiling.observe(lanes)
+    yield from told(names, race, side, str)
 
 
 def _seen(lane: PictureLane, name: str, model: str, asked: str, seed: int) -> list[Any]:

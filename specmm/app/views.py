@@ -156,9 +156,8 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
     about = claim.kind if claim.tv is None or not claim.tv else f"{claim.kind}, TV {claim.tv:.3f}"
     kind = f'<span class="claim">{about}</span>'
     more = f"<details><summary>Certificate: {kind}</summary>{escape(str(claim))}</details>"
-    ran = [] if lane.out.method in (name, name.split("(")[0]) else [escape(lane.out.method)]
-    ran += ["compiled"] if any(lane.out.compiled) else []
-    return f"{found}<br>{' · '.join(ran)}{more}"
+    ran = "" if lane.out.method in (name, name.split("(")[0]) else escape(lane.out.method)
+    return f"{found}<br>{ran}{more}"
 
 
 def counted(lane: PictureLane | TextLane) -> str:

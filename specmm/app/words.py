@@ -18,14 +18,12 @@ from specmm.app.fields import (
     ONE,
     PLAIN,
     TRACED,
-    Tab,
     TraceView,
     method_menus,
     method_of,
     model_menu,
     parameter_boxes,
     raced,
-    renewed_menus,
     told,
 )
 from specmm.app.lanes import TextLane
@@ -48,7 +46,7 @@ Asked = Callable[[Any, str, dict[str, Any]], Run]
 """From a pipeline, the text asked and options to a run that has decoded nothing yet."""
 
 
-def questions(models: AppModels) -> Tab:
+def questions(models: AppModels) -> None:
     """Fill the tab of questions about pictures."""
     with gr.Row():
         with gr.Column(min_width=NARROW):
@@ -70,28 +68,26 @@ def questions(models: AppModels) -> Tab:
                 "What do you see in the picture?", label="Question", max_length=LONGEST, lines=2
             )
     upload.upload(in_sentences(opened_path), upload, seen)
-    tab = _answers(models, "questions", {"model": model, "asked": question, "picture": seen}, "Ask")
+    _answers(models, "questions", {"model": model, "asked": question, "picture": seen}, "Ask")
     with gr.Row():
         for scene in scenes():
             example = gr.Button(f"Ask about a {_named(scene)}", size="sm", min_width=90)
             example.click(partial(str, scene), None, seen, **FREE)
-    return tab
 
 
-def completion(models: AppModels) -> Tab:
+def completion(models: AppModels) -> None:
     """Fill the tab of texts to continue."""
     model = model_menu(models, "text")
     start = models.start("text", models.names["text"][0])
     prompt = gr.Textbox(start.asked, label="Text to continue", lines=2, max_length=LONGEST)
-    return _answers(models, "text", {"model": model, "asked": prompt}, "Continue")
+    _answers(models, "text", {"model": model, "asked": prompt}, "Continue")
 
 
-def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) -> Tab:
+def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) -> None:
     """The rest of a tab: methods, both sides and the trace."""
     name = models.names[kind][0]
-    start = models.start(kind, name)
     with gr.Row():
-        first, second = method_menus(models.methods(kind, name), start)
+        first, second = method_menus(models, kind, name)
     with gr.Row():
         length = gr.Number(
             64, label="Most tokens", precision=0, minimum=1, maximum=256, min_width=NARROW
@@ -105,23 +101,22 @@ def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) ->
         seed = gr.Number(0, label="seed", precision=0, minimum=0, maximum=2**31, min_width=NARROW)
         boxes = parameter_boxes(models.parameters(kind, name))
     trace = TraceView()
-    more = dict(first=first, second=second, length=length, seed=seed)
-    tab = Tab(kind, kind, asked | more, boxes, partial(_renewed, models, kind, list(asked)))
+    named = asked | dict(first=first, second=second, length=length, seed=seed)
 
     @in_sentences
     def answer(*values: Any) -> Iterator[list[Any]]:
-        yield from answered(models, kind, dict(zip(tab.fields, values, strict=False)), values)
+        yield from answered(models, kind, dict(zip(named, values, strict=False)), values)
 
     gr.on(
         [button.click, asked["asked"].submit],
         answer,
-        tab.components,
+        [*named.values(), *boxes],
         [verdict, *sides, *trace.components],
         api_name=kind,
         **ONE,
     )
-    tab.wire(models, [button.click, asked["asked"].submit])
-    return tab
+    renew = in_sentences(partial(_renewed, models, kind))
+    asked["model"].input(renew, asked["model"], [asked["asked"], first, second, *boxes], **ONE)
 
 
 def _side() -> list[Any]:
@@ -130,24 +125,11 @@ def _side() -> list[Any]:
         return [gr.HTML("", elem_classes="line", min_height=60), gr.HTML("", min_height=60)]
 
 
-def _renewed(
-    models: AppModels, kind: Kind, asked: Sequence[str], name: str, given: Mapping[str, str]
-) -> list[Any]:
-    """The settings of another model, or those that a link has ``given``."""
-    start = models.start(kind, name)
-    known = models.methods(kind, name)
-    text = given.get("asked", start.asked)
-    pictures = {Path(scene).stem: scene for scene in scenes()}
-    picture = [pictures.get(given.get("picture", ""), gr.skip())] if "picture" in asked else []
-    numbers = [_number(given, "length", 64), _number(given, "seed", 0)]
-    boxes = parameter_boxes(models.parameters(kind, name), given)
-    menus = renewed_menus(known, start, given)
-    return [gr.Textbox(text) if text else gr.skip(), *picture, *menus, *numbers, *boxes]
-
-
-def _number(given: Mapping[str, str], name: str, usual: int) -> gr.Number:
-    text = given.get(name, "")
-    return gr.Number(int(text) if text.isdecimal() else usual)
+def _renewed(models: AppModels, kind: Kind, name: str) -> list[Any]:
+    """What is asked, the methods and the parameters of another model."""
+    text = models.start(kind, name).asked
+    boxes = parameter_boxes(models.parameters(kind, name))
+    return [gr.Textbox(text) if text else gr.skip(), *method_menus(models, kind, name), *boxes]
 
 
 def answered(

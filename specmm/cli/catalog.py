@@ -51,7 +51,7 @@ def methods_command(as_json: Json = False) -> None:
         for name, (claim, what) in kinds.items():
             typer.echo(f"  {name:14} {claim:14} {what}")
     typer.echo("method draft: any drafter, tree and rule, as")
-    typer.echo("  draft(drafter=block, tree=delayed(1, 3, 2), rule=k-seq)")
+    typer.echo("  draft(drafter=block, tree=delayed(1, 3, 2), rule=specinfer)")
     for title, entries in names.items():
         typer.echo("\n  ".join([title, *entries]))
     for title, lines in described.items():

@@ -74,7 +74,6 @@ class Memory:
         self.values = values
         self.first = 0
         self.stop = 0
-        self.places: Tensor | None = None  # slots [T] to write to that need not follow one another
         self.views = views
         self.layer = layer
 
@@ -83,11 +82,9 @@ class Memory:
         return self.keys[:, : self.first], self.values[:, : self.first]
 
     def write(self, k: Tensor, v: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on, or in ``places``; return the
-        first ``stop``. With ``axis`` 2 all are [R, H, T, D].
+        """Store ``k`` and ``v`` [R, T, H, D] from slot ``first`` on; return the first ``stop``.
+        With ``axis`` 2 all are [R, H, T, D].
         """
-        if self.places is not None:
-            return self._write_to_places(self.places, k, v, axis)
         if torch.compiler.is_compiling():  # a program has views of its own
             keys, values = along(self.keys, axis), along(self.values, axis)
             first, count = self.first, k.shape[axis]
@@ -99,14 +96,6 @@ class Memory:
         fresh[0].copy_(k)
         fresh[1].copy_(v)
         return attended
-
-    def _write_to_places(
-        self, places: Tensor, k: Tensor, v: Tensor, axis: int
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = along(self.keys, axis), along(self.values, axis)
-        keys.index_copy_(axis, places, k)
-        values.index_copy_(axis, places, v)
-        return keys.narrow(axis, 0, self.stop), values.narrow(axis, 0, self.stop)
 
 
 class StaticMemory:
@@ -265,12 +254,10 @@ class Cache:
         """Where it is."""
         return self.lengths.device
 
-    def aim(self, first: int, stop: int, places: Tensor | None = None) -> None:
-        """The next forward writes from slot ``first`` on, or to slots ``places`` [T], and attends
-        the slots before ``stop``.
-        """
+    def aim(self, first: int, stop: int) -> None:
+        """The next forward writes from slot ``first`` on, and attends the slots before ``stop``."""
         for layer in self.layers:
-            layer.first, layer.stop, layer.places = first, stop, places
+            layer.first, layer.stop = first, stop
 
     def aim_at_tree(self) -> None:
         """The next forward writes nodes of a tree, and attends all slots up to them."""
@@ -324,17 +311,6 @@ class Cache:
             shown = shown & ~self.hidden_prefix
         return torch.where(shown, self._open, self._closed)
 
-    def aim_at_places(self, first: int, places: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
-        """The next forward writes ``places`` [N], counted from slot ``first``; returns its mask.
-
-        Additive, [R or 1, 1, N, S]: a node sees the slots before ``first`` but the ``hidden`` ones
-        [R or 1, S'] bool, and the places that are ``seen`` [N, T] bool.
-        """
-        self.aim(first, first + seen.shape[1], first + places)
-        before = seen.new_ones(len(seen), first)
-        shown = torch.cat([before, seen], dim=1) & ~hidden[:, None, : first + seen.shape[1]]
-        return torch.where(shown, self._open, self._closed)[:, None]
-
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""
         for array in self.arrays:
@@ -360,7 +336,3 @@ class Cache:
             self.hidden_prefix = hidden.new_zeros(self.size.rows, self.size.capacity)
         if self.hidden_prefix is not None:
             self.hidden_prefix[rows, :slots] = False if hidden is None else hidden
-
-    def crop(self, lengths: Tensor) -> None:
-        """Forget all tokens from ``lengths`` [B] on."""
-        self.lengths.clamp_(max=lengths)

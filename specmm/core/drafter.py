@@ -6,7 +6,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol, runtime_checkable
@@ -178,17 +178,9 @@ def check_rule(drafter: Drafter, rule: Rule) -> None:
             f"{rule.name}, which may look ahead: use recursive, coupled=False or, for a rule of "
             "your own that does not, its bottom_up = False"
         )
-    if isinstance(drafter, Checked):
-        drafter.serve(rule)
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """A drafter whose trees are checked."""
-
-    def serve(self, rule: Rule) -> None:
-        """Refuse trees from now on whose siblings are not drawn as ``rule`` needs them."""
-        ...
+    serve: Callable[[Rule], None] | None = getattr(drafter, "serve", None)
+    if serve is not None:
+        serve(rule)
 
 
 @runtime_checkable

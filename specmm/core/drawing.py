@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
 
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import Processor
-from specmm.core.target import Target, TargetOutput
+from specmm.core.target import Target
 
 
 class DrawingTarget(Target, Protocol):
@@ -68,14 +67,6 @@ class DrawingTarget(Target, Protocol):
     @property
     def undrawable(self) -> int | None:
         """A token that may come nowhere; None where there is none."""
-
-    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
-        """A plain step of ``tokens`` [B, N], put at ``places`` [N] of the picture.
-
-        Each sees the prompt and the places ``seen`` [N, T] bool, of which those of this step are
-        new. Outputs predict the places after. Raises ``ValueError`` for a model that reads its
-        tokens in order.
-        """
 
     def read_layers(self, layers: Sequence[int]) -> None:
         """From now on outputs hold what ``layers`` read after the last states [R, N, C·(1 + F)].

@@ -140,7 +140,9 @@ class OutsideDrafter:
         self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
 
     def serve(self, rule: Rule) -> None:
-        """Rules of others are enumerated with such alone: :class:`specmm.core.drafter.Checked`."""
+        """Refuse trees from now on whose siblings are not drawn as ``rule`` needs them: those of
+        others are enumerated with such alone.
+        """
         others = bool(maker_of(rule))
         self.rule = rule.name
         self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)

@@ -24,17 +24,7 @@ from specmm.methods.base import (
     make,
     plain_option,
 )
-from specmm.methods.images import (
-    GSD,
-    SJD,
-    CoDe,
-    CSpD,
-    Eagle,
-    Lantern,
-    LanternPP,
-    Speculative,
-    ZipAR,
-)
+from specmm.methods.images import GSD, SJD, CoDe, CSpD, Eagle, Lantern, LanternPP, Speculative
 from specmm.methods.language import (
     DEER,
     MSD,
@@ -96,7 +86,6 @@ __all__ = [
     "VLMDraft",
     "VQAMethod",
     "Verdict",
-    "ZipAR",
     "by_hand",
     "check_rejected_weight",
     "filed",
@@ -106,9 +95,7 @@ __all__ = [
     "resolve",
 ]
 
-Method: TypeAlias = (
-    AR | SJD | GSD | ZipAR | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
-)
+Method: TypeAlias = AR | SJD | GSD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 # of questions and of texts
 LanguageMethod: TypeAlias = (
     AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | Draft | Auto
@@ -117,7 +104,7 @@ VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMetho
 TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod
 GenerateMethod: TypeAlias = AR | VLMDraft | MSD | TextMethod
 # models that draw picture tokens, of which none has a trained drafter
-TransformersImageMethod: TypeAlias = AR | SJD | GSD | ZipAR | Draft | Auto | PromptLookup
+TransformersImageMethod: TypeAlias = AR | SJD | GSD | Draft | Auto | PromptLookup
 ScalesMethod: TypeAlias = AR | CoDe | Auto
 ContinuousMethod: TypeAlias = AR | CSpD
 

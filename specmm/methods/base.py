@@ -86,11 +86,6 @@ class Declared(metaclass=_Checked):
         return False
 
     @property
-    def row_window(self) -> int | None:
-        """Tokens by which a row of a picture is ahead when the next begins; None: it has ended."""
-        return None
-
-    @property
     def can_refill(self) -> bool:
         """Whether a row that has ended may take the next sample while other rows go on."""
         return False

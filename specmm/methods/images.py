@@ -66,25 +66,6 @@ class GSD(Composed):
 
 
 @dataclass(frozen=True)
-class ZipAR(Declared):
-    """ZipAR (arXiv 2412.04062): a row begins once the one above is ``window`` tokens ahead.
-
-    Rows in flight are drawn together and nothing is verified. A window of a row or more is plain
-    decoding.
-    """
-
-    name: ClassVar[str] = "zipar"
-    claims: ClassVar[str] = "heuristic"
-    drafts: ClassVar[bool] = False
-    window: int = 8
-
-    @property
-    def row_window(self) -> int:
-        """``window``."""
-        return self.window
-
-
-@dataclass(frozen=True)
 class Speculative(Composed):
     """A tree of siblings drawn without replacement from recorded distributions; exact.
 

@@ -12,6 +12,8 @@ from specmm.methods.base import Choice, Declared, TreeName
 class DrawnIfSampled(Declared):
     """Options of methods that use ``tree`` and ``rule`` only if ``sampled``."""
 
+    captured: ClassVar[bool] = True
+    can_refill: ClassVar[bool] = True
     total: int = 59
     depth: int = 5
     top_k: int = 10
@@ -29,6 +31,7 @@ class DrawnIfSampled(Declared):
 class DrawnIfAsked(Declared):
     """Options of methods that draw a tree if ``sampled`` or if a ``tree`` is given."""
 
+    can_refill: ClassVar[bool] = True
     total: int = 12
     depth: int = 3
     top_k: int = 4
@@ -46,6 +49,7 @@ class DrawnIfAsked(Declared):
 class OfBlocks(Declared):
     """Options of methods whose drafter proposes a block at once."""
 
+    can_refill: ClassVar[bool] = True
     length: int = 0
     tree: int | TreeName = 0
     recall: int = 0
@@ -85,8 +89,6 @@ class MSD(DrawnIfSampled):
     """
 
     name: ClassVar[str] = "msd"
-    captured: ClassVar[bool] = True
-    can_refill: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,6 @@ class MTP(DrawnIfAsked):
     """
 
     name: ClassVar[str] = "mtp"
-    can_refill: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,6 @@ class Eagle3(DrawnIfSampled):
     """
 
     name: ClassVar[str] = "eagle3"
-    captured: ClassVar[bool] = True
-    can_refill: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,6 @@ class Assistant(DrawnIfAsked):
     """
 
     name: ClassVar[str] = "assistant"
-    can_refill: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -170,14 +168,13 @@ class Verdict(Declared):
 class DiffuSpec(Declared):
     """DiffuSpec (arXiv 2510.02358): a diffusion model's block, searched for a causal path.
 
-    Drafts are point masses. A block has ``most`` drafts or, if ``adaptive``, from ``least`` to
-    ``most`` by ``step`` and ``rate``. A position has the likeliest tokens that carry the mass
-    ``tau``, at most ``candidates``; ``weight`` is the block's against the n-gram proxy.
+    Drafts are point masses. A block has from ``least`` to ``most`` drafts, by ``step`` and
+    ``rate``. A position has the likeliest tokens that carry the mass ``tau``, at most
+    ``candidates``; ``weight`` is the block's against the n-gram proxy.
     """
 
     name: ClassVar[str] = "diffuspec"
     here: ClassVar[str] = "0.77x plain decoding at best"
-    adaptive: bool = True
     least: int = 3
     most: int = 12
     step: float = 4.0
@@ -207,7 +204,6 @@ class DEER(OfBlocks):
     """
 
     name: ClassVar[str] = "deer"
-    can_refill: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -218,7 +214,6 @@ class Block(OfBlocks):
     """
 
     name: ClassVar[str] = "block"
-    can_refill: ClassVar[bool] = True
 
     @property
     def static_shapes(self) -> bool:

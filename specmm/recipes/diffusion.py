@@ -82,16 +82,10 @@ LEAST = 0.1  # share hidden: its inverse is a weight
 
 
 def train_diffusion(
-    model: FullAttention,
-    stream: Tensor,
-    run: Run,
-    *,
-    batch: int = 16,
-    seed: int = 0,
-    compiled: bool = True,
+    model: FullAttention, stream: Tensor, run: Run, *, batch: int = 16, seed: int = 0
 ) -> None:
     """Train ``model`` in place on ``stream`` [T]."""
-    compile_layers(model.model.model.layers, compiled)
+    compile_layers(model.model.model.layers)
 
     def step(i: int) -> Losses:
         rows = share(windows(stream, i, batch, LENGTH, seed)).to(model.device)

@@ -461,7 +461,6 @@ def train_eagle(
     noise: float = 0.2,
     ffn_dim: int | None = None,
     seed: int = 0,
-    compiled: bool = True,
     loss: str = "kl",
 ) -> EagleHead:
     """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M].
@@ -487,8 +486,7 @@ def train_eagle(
         shape = (batch, length - 1, target.config.dim)
         return (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
 
-    made = torch.compile(loss_of) if compiled else loss_of
-    given = (head, target, tokens, labels, run, made, drawn)
+    given = (head, target, tokens, labels, run, torch.compile(loss_of), drawn)
     _learn(*given, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
     return head
 

@@ -26,14 +26,13 @@ from specmm.core.randomness import seeded
 from specmm.hf.drafters.eagle3_files import save_eagle3
 from specmm.hf.drafters.eagle3_head import Eagle3Config, Eagle3Head, layers_read
 from specmm.hf.drafters.mtp_layers import MtpLayers, layers_of, save_layers, told_layers
-from specmm.hf.drafters.picture_slots import packed
 from specmm.hf.loading.pretrained import load_config
 from specmm.hf.models.families import cache_name
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses
 from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
-from specmm.recipes.settings import Targeted, sees
+from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.seen import Seen
 
@@ -52,17 +51,14 @@ def eagle3(
     inner: Size,
     slots: Size,
     vocabulary: Size,
-    picture_slots: Size,
     recipe: Recipe,
 ) -> Found:
     """Train an EAGLE-3 head; the result is MODEL/drafters/eagle3."""
     _check_slots(training.loss, slots)
     begun = training.begun(model, "eagle3", recipe)
-    if picture_slots and not sees(begun.folder):
-        raise ValueError(f"picture_slots must be 0 for a model without pictures, got {model}")
     lessons = source.lessons(begun)
     target = begun.target
-    head = build_eagle3(target, layers, inner, lessons.vocabulary(vocabulary), picture_slots)
+    head = build_eagle3(target, layers, inner, lessons.vocabulary(vocabulary))
     rate: dict[str, Any] = {} if training.lr is not None else {"lr": head_rate(head)}
     output = target.family.logits_of(head.ids)
     loss = _loss(RolledEagle3(head), output, rollout, slots, training.loss)
@@ -127,17 +123,9 @@ class RolledEagle3:
         """Those of the target's that are its tokens [v]; None for all."""
         return self.head.ids
 
-    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        """What the first step reads of what was ``seen``: embeddings and states [B, L, C] of the
-        slots, and which of them count [B, L]; of a picture the few that are left, if it reads no
-        more.
-        """
-        hidden = self.head.mixed(seen.context)
-        if self.head.pictures is None or seen.image is None:
-            return seen.embeddings, hidden, seen.mask
-        slots, kept = self.head.pictures(self.head.slots(seen.embeddings, hidden), seen.image)
-        embeddings, hidden = slots.chunk(2, dim=-1)
-        return embeddings, hidden, packed(seen.mask, kept)
+    def begin(self, seen: Seen) -> Tensor:
+        """The states [B, L, C] that the first step reads of what was ``seen``."""
+        return self.head.mixed(seen.context)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., v] of predicted ``states`` [..., C]."""
@@ -178,9 +166,9 @@ class RolledMtp:
         self.network: nn.Module = layers.model.layers.float().requires_grad_()
         self.target = target
 
-    def begin(self, seen: Seen) -> tuple[Tensor, Tensor, Tensor]:
-        """All, on the target's own states as they are."""
-        return seen.embeddings, seen.context, seen.mask
+    def begin(self, seen: Seen) -> Tensor:
+        """The target's own states as they are."""
+        return seen.context
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
         """One pass of the step's layer over all slots."""
@@ -207,25 +195,19 @@ Rolled: TypeAlias = RolledEagle3 | RolledMtp
 
 
 def build_eagle3(
-    target: VLMTarget,
-    layers: int = 1,
-    inner: int = 0,
-    ids: Tensor | None = None,
-    picture_slots: int = 0,
+    target: VLMTarget, layers: int = 1, inner: int = 0, ids: Tensor | None = None
 ) -> Eagle3Head:
     """A head of ``layers`` for ``target`` that reads the usual three of its layers.
 
     ``inner`` is the width of its feed-forward layers where it is not the target's, ``ids`` [v] the
-    target's tokens that it drafts (None: all), and it reads so many ``picture_slots`` (0: those of
-    all places). Its vocabulary begins with the target's rows.
+    target's tokens that it drafts (None: all). Its vocabulary begins with the target's rows.
     """
     chosen = layers_read(len(target.family.layers))
     sizes = layer_sizes(LlamaConfig, target, layers, inner)
     vocabulary = int(sizes.vocab_size)
     with seeded(0):
         tokens = vocabulary if ids is None else len(ids)
-        options: dict[str, Any] = dict(picture_embeddings=True, picture_slots=picture_slots)
-        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, **options))
+        head = Eagle3Head(Eagle3Config(sizes, chosen, tokens, picture_embeddings=True))
         spread(head, sizes)
     if ids is not None:
         head.set_ids(ids.cpu())
@@ -283,11 +265,11 @@ def rollout_loss(
     is accepted.
     """
     past = DynamicCache()
-    embeddings, hidden, mask = rolled.begin(seen)
+    hidden = rolled.begin(seen)
     drafted = []
     for k in range(rollout):
-        states = rolled.advance(k, embeddings, hidden, past)
-        drafted.append(states[mask])
+        states = rolled.advance(k, seen.embeddings, hidden, past)
+        drafted.append(states[seen.mask])
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
     places = Places(seen.mask, seen.tokens.roll(-2, 1), rolled.ids)
     wanted = seen.hidden.roll(-1, 1)[seen.mask]

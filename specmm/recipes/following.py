@@ -266,10 +266,9 @@ def reading_of(network: FeatureNetwork | DFlash, target: VLMTarget) -> HeadReadi
         own: dict[str, Any] = dict(size=config.block, mask=config.mask, anchor=config.anchor)
         return BlockReading(network, config.layers, network.ids, **own, reaches=config.reaches)
     bound = network.bound(target)
-    if bound.pictures is not None or bound.mask is not None:
+    if bound.mask is not None:
         raise ValueError(
-            "doctor follows drafters that read every place and draft one token a pass, got one "
-            "with picture_slots or a mask token"
+            "doctor follows drafters that draft one token a pass, got one with a mask token"
         )
     return HeadReading(bound, tuple(bound.layers), bound.vocabulary.ids)
 

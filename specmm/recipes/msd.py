@@ -240,7 +240,6 @@ def msd_loss(
     # Slots that read a state which an answer's slot before them predicts.
     own = F.pad(slots.mask[:, :-1], (1, 0))
     hidden = slots.context
-    assert slots.image is not None
     drafted = []
     for _ in range(passes):
         states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))

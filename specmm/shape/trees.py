@@ -6,7 +6,7 @@ spines, chains, delayed trees. A new shape is a function to a :class:`specmm.cor
 and an entry in :data:`OURS`; others register theirs (:func:`specmm.register`).
 
 Siblings are k tokens per parent drawn from the draft distribution q, together with the distribution
-each was drawn from, as the ratio rules need it (recursive rejection, K-SEQ, traversal). Without
+each was drawn from, as the ratio rules need it (recursive rejection, traversal). Without
 replacement, sibling j's distribution is q without its earlier siblings, renormalised (RSD, arXiv
 2402.14160; Sequoia, 2402.12374); once q is exhausted it is uniform over the untried tokens.
 

@@ -1,16 +1,15 @@
 """Acceptance rules: which drafts a round keeps, and where the next token comes from.
 
-Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``KSeq``,
-``Block``, ``Traversal``. Relaxed: ``Grouped``, ``Lantern``, ``LanternPP``, ``Typical``.
+Exact: ``GreedyMatch``, ``Recursive``, ``PointMass``, ``GreedyMultiDraft``, ``Block``,
+``Traversal``. Relaxed: ``Grouped``, ``Lantern``, ``LanternPP``, ``Typical``.
 """
 
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, GreedyMultiDraft, PointMass, Recursive
 from specmm.verify.grouped import Grouped
-from specmm.verify.kseq import KSeq, ot_bound
 from specmm.verify.lantern import Lantern, LanternPP, neighbour_table
 from specmm.verify.relaxed import Typical
-from specmm.verify.rule import Decisions, Rule, VerifyResult, endings, expected_tokens
+from specmm.verify.rule import Decisions, Rule, VerifyResult, endings
 
 __all__ = [
     "Block",
@@ -18,7 +17,6 @@ __all__ = [
     "GreedyMatch",
     "GreedyMultiDraft",
     "Grouped",
-    "KSeq",
     "Lantern",
     "LanternPP",
     "PointMass",
@@ -28,7 +26,5 @@ __all__ = [
     "Typical",
     "VerifyResult",
     "endings",
-    "expected_tokens",
     "neighbour_table",
-    "ot_bound",
 ]

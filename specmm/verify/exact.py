@@ -50,14 +50,12 @@ def one_hot(token: Tensor, like: Tensor) -> Tensor:
 class Trial:
     """One sibling of each family: its token [B, F] and the distribution it was drawn from.
 
-    ``probs`` [B, F, V] is None for point masses. ``rank`` is the sibling's rank; ``sizes``
-    [1 or B, F] counts the siblings of its family.
+    ``probs`` [B, F, V] is None for point masses; ``rank`` is the sibling's rank.
     """
 
     token: Tensor
     probs: Tensor | None
     rank: int
-    sizes: Tensor
 
 
 Chance: TypeAlias = Callable[[Tensor, Trial], Tensor]
@@ -71,16 +69,14 @@ Step: TypeAlias = Callable[[Tensor, Trial], tuple[Tensor, Tensor]]
 class Families:
     """The families of a shape: ``ranks`` holds the nodes of each rank, [1 or B, F].
 
-    ``inner`` [P] are the parents, ``sizes`` [1 or B, P] their numbers of children, ``nodes``
-    [1 or B, M] the ranks joined. In a shared shape the largest families come first, and F shrinks
-    with the rank, so that no step meets a missing child. Otherwise F is P, and ``real`` [B, P] of
-    each rank marks the nodes that exist.
+    ``inner`` [P] are the parents, ``nodes`` [1 or B, M] the ranks joined. In a shared shape the
+    largest families come first, and F shrinks with the rank, so that no step meets a missing child.
+    Otherwise F is P, and ``real`` [B, P] of each rank marks the nodes that exist.
     """
 
     inner: Tensor
     ranks: list[Tensor]
     nodes: Tensor
-    sizes: Tensor
     real: list[Tensor] | None
 
     @property
@@ -120,9 +116,8 @@ def _shared(shape: TreeShape, level: int | None = None) -> Families:
     width = len(largest[0][1]) if largest else 0
     integers = partial(torch.tensor, dtype=torch.int64, device=shape.parents.device)
     ranks = [integers([[kids[k] for _, kids in largest if len(kids) > k]]) for k in range(width)]
-    sizes = integers([[len(kids) for _, kids in largest]])
     nodes = torch.cat(ranks, dim=1) if ranks else shape.parents[:, :0]
-    return Families(integers([parent for parent, _ in largest]), ranks, nodes, sizes, None)
+    return Families(integers([parent for parent, _ in largest]), ranks, nodes, None)
 
 
 def _ragged(shape: TreeShape, level: int | None = None) -> Families:
@@ -131,9 +126,7 @@ def _ragged(shape: TreeShape, level: int | None = None) -> Families:
         children = torch.where((shape.depths == level)[..., None], children, -1)
     ranks = list(children.unbind(-1))
     nodes = torch.cat(ranks, dim=1) if ranks else shape.parents[:, :0]
-    return Families(
-        shape.inner, ranks, nodes, (children >= 0).sum(-1), [rank >= 0 for rank in ranks]
-    )
+    return Families(shape.inner, ranks, nodes, [rank >= 0 for rank in ranks])
 
 
 def trials(tree: DraftTree, walk: Families) -> Iterator[Trial]:
@@ -147,7 +140,7 @@ def trials(tree: DraftTree, walk: Families) -> Iterator[Trial]:
             dist: Tensor | None = tree.probs[row, walk.ranks[rank]]
         else:
             dist = None if probs is None else probs[:, first:end]
-        yield Trial(tokens[:, first:end], dist, rank, walk.sizes[:, : end - first])
+        yield Trial(tokens[:, first:end], dist, rank)
 
 
 def by_node(tree: DraftTree, nodes: Tensor, chances: Tensor) -> Tensor:
@@ -188,9 +181,8 @@ def top_down(tree: DraftTree, p: Tensor, step: Step, chance: Chance | None = Non
 
 def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> Decisions:
     """``top_down`` on a chain, where only the recovered token faces a draft's residual."""
-    sizes = families_of(tree.shape).sizes
     probs = tree.probs
-    drafts = Trial(tree.tokens[:, 1:], None if probs is None else probs[:, 1:], 0, sizes)
+    drafts = Trial(tree.tokens[:, 1:], None if probs is None else probs[:, 1:], 0)
     accept = F.pad(chance(p[:, :-1], drafts), (1, 0), value=1.0)
 
     def after(node: Tensor) -> Tensor:
@@ -198,7 +190,7 @@ def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> De
         draft = (node + 1).clamp(max=tree.shape.size - 1)
         dist = None if probs is None else at_nodes(probs, draft)
         before = at_nodes(p, node)
-        _, rest = step(before, Trial(tree.tokens.gather(1, draft), dist, 0, sizes[:, :1]))
+        _, rest = step(before, Trial(tree.tokens.gather(1, draft), dist, 0))
         is_last = (draft == node)[..., None]  # no draft follows it
         return torch.where(is_last, before, rest)[:, 0]
 
@@ -370,5 +362,5 @@ class GreedyMultiDraft:
 
 
 def _greedy_step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-    chosen = Trial(trial.token, None, trial.rank, trial.sizes)
+    chosen = Trial(trial.token, None, trial.rank)
     return strict_step(target, trial if trial.rank == 0 else chosen)

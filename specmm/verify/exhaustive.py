@@ -125,15 +125,6 @@ def _led(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
     return made, torch.cat([sure[:, :lead], p], dim=1)
 
 
-def expected_excess(rule: Rule, drawn: Draws, target: Tables) -> float:
-    """The mean excess of a result: it bounds the total variation of ``emitted_probs``."""
-    decisions = rule.decisions(drawn.tree, node_probs(drawn, target), measure=True)
-    assert decisions.excess is not None, "the rule measures no excess"
-    ends = endings(drawn.tree.shape, decisions)
-    reached = (ends[:, :, None] * drawn.tree.shape.ancestors).sum(1)  # [R, N]
-    return float((reached * decisions.excess).sum(1) @ drawn.chance)
-
-
 def node_probs(drawn: Draws, target: Tables) -> Tensor:
     """The target's distribution at every node of every draw [R, N, V]."""
     depths = drawn.tree.shape.depths[0].tolist()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import combinations
 from typing import TypeAlias
 
 Ints: TypeAlias = Sequence[int]
@@ -79,39 +78,6 @@ def greedy_multi_draft(tokens: Ints, parents: Ints, p: Dists, probs: Dists) -> R
         return strict_step(target, token, dist if rank == 0 else None, rank)
 
     return _top_down(tokens, parents, p, probs, step)
-
-
-def rho_star(p: Dist, q: Dist, drafts: int) -> float:
-    """K-SEQ's rho by bisection, from above."""
-    low = 1.0
-    high = float(drafts)
-    for _ in range(100):
-        rho = (low + high) / 2
-        beta = math.fsum(min(a / rho, b) for a, b in zip(p, q, strict=True))
-        if rho * beta >= 1 - (1 - beta) ** drafts:
-            high = rho
-        else:
-            low = rho
-    return high
-
-
-def k_seq(tokens: Ints, parents: Ints, p: Dists, probs: Dists) -> Result:
-    """Independent siblings, all tested against the same target."""
-    accept = [1.0] * len(tokens)
-    next_probs = [list(dist) for dist in p]
-    for node in range(len(tokens)):
-        if not (siblings := _children(parents, node)):
-            continue
-        target = p[node]
-        dist = probs[siblings[0]]
-        rho = rho_star(target, dist, len(siblings))
-        kept = [min(a / rho, b) for a, b in zip(target, dist, strict=True)]
-        beta = math.fsum(kept)
-        scale = (1 - (1 - beta) ** len(siblings)) / beta if beta > 0 else 0.0
-        next_probs[node] = _normalised(_minus(target, [scale * x for x in kept]), target)
-        for child in siblings:
-            accept[child] = _ratio(target[tokens[child]], rho * dist[tokens[child]])
-    return accept, next_probs, None
 
 
 def block(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> Result:
@@ -251,10 +217,3 @@ def grouped(
         return kept, strict_step(target, token, dist, rank)[1]
 
     return _top_down(tokens, parents, p, probs, step)
-
-
-def ot_bound(p: Dist, q: Dist, drafts: int) -> float:
-    """1 + min over every set H of p(H) - q(H)^k."""
-    tokens = range(len(p))
-    sets = (chosen for count in range(len(p) + 1) for chosen in combinations(tokens, count))
-    return 1 + min(math.fsum(p[x] for x in h) - math.fsum(q[x] for x in h) ** drafts for h in sets)

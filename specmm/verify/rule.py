@@ -194,11 +194,6 @@ def _endings_from_the_root(shape: TreeShape, accept: Tensor) -> Tensor:
     return reached * torch.where(child_of, refuse, 1.0).prod(-1)
 
 
-def expected_tokens(shape: TreeShape, decisions: Decisions) -> Tensor:
-    """The expected number of tokens committed [B], the next token included, given the drafts."""
-    return (endings(shape, decisions) * (shape.depths + 1)).sum(1)
-
-
 RuleName: TypeAlias = str | Any
 """A rule by name, as ``typical(epsilon=0.2)``, or one of others: an object or its class."""
 
@@ -271,7 +266,6 @@ OURS: Mapping[str, RuleKind] = {
         "traversal verification: leaves first, accepts the most tokens",
     ),
     "block": RuleKind("bottom_up:Block", "distinct", "block verification: accepts a chain jointly"),
-    "k-seq": RuleKind("kseq:KSeq", "independent", "SpecTr's, siblings drawn independently"),
     "greedy-multi-draft": RuleKind(
         "exact:GreedyMultiDraft", "likeliest and one", "the likeliest tokens and one that is drawn"
     ),

@@ -30,7 +30,6 @@ from specmm.methods import (
     Lantern,
     LanternPP,
     Speculative,
-    ZipAR,
 )
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -116,7 +115,6 @@ IMAGES: dict[str, Any] = {
     "sjd, last": SJD(window=8, init="last"),
     "sjd, drawn afresh": SJD(window=8, init="last", coupled=False),
     "gsd": GSD(gap=0.3),
-    "zipar": ZipAR(window=4),
     "speculative": "speculative",
     "speculative, token by token": Speculative(rule="recursive", tree=(2, 2, 1)),
     "speculative, eagle": Speculative(drafter="eagle", tree=(2, 1)),

@@ -1,4 +1,4 @@
-"""The app in a real browser: every tab, a link, a phone, a bad file, two people, a reload in
+"""The app in a real browser: every tab, a phone, a bad file, two people, a reload in
 the middle, no stranger asked.
 """
 
@@ -117,22 +117,6 @@ def test_a_phone_sees_results_within_one_screen(page, tab, button):
 
 
 @pytest.mark.slow
-def test_a_link_restores_the_settings(page, address, text_folder):
-    page.get_by_role("tab", name="Completion").click()
-    page.get_by_label("Text to continue").fill("def sub(a, b):")
-    page.get_by_label("Most tokens").locator("visible=true").fill("9")
-    click(page, "Continue")
-    raced(page)
-    page.wait_for_url("**tab=text**length=9**")
-    link = page.url
-    page.goto(address)
-    page.goto(link)
-    page.get_by_label("Text to continue").locator("visible=true").wait_for()
-    assert page.get_by_label("Text to continue").input_value() == "def sub(a, b):"
-    assert page.get_by_label("Most tokens").locator("visible=true").input_value() == "9"
-
-
-@pytest.mark.slow
 def test_a_question_and_a_bad_file(page, tmp_path):
     (tmp_path / "bad.png").write_text("no picture")
     page.get_by_role("tab", name="Questions").click()
@@ -163,6 +147,15 @@ def test_any_model_may_be_typed_here(page, tiny):
     page.keyboard.press("Enter")
     page.get_by_text("no/such model").first.wait_for()
     assert page.get_by_text("Traceback").count() == 0
+
+
+@pytest.mark.slow
+def test_another_model_brings_its_settings(page):
+    page.get_by_label("Model or hub id").locator("visible=true").fill("pocket/var")
+    page.keyboard.press("Enter")
+    second = page.get_by_label("Second method").locator("visible=true")
+    page.wait_for_function("found => found.value == 'code(n=2)'", arg=second.element_handle())
+    assert page.get_by_label("Seed").locator("visible=true").input_value() == "2"
 
 
 @pytest.mark.slow

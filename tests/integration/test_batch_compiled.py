@@ -194,9 +194,10 @@ def test_a_process_that_decided_first_counts(tmp_path):
 def test_methods_of_lines_are_decided_by_themselves(made, traced, monkeypatch):
     """One that has no programs is drawn without."""
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
-    items = [*items_of(2), Item("z", "class", "heart", 3, method="zipar")]
+    monkeypatch.setattr(methods.SJD, "static_shapes", False)
+    items = [*items_of(2), Item("z", "class", "heart", 3, method="sjd")]
     assert made(items, "out", "auto").done and made.summary["compiled_items"] == 2
-    assert decided(made.place / "out") == {"ar": 3, "zipar": 0}
+    assert decided(made.place / "out") == {"ar": 3, "sjd": 0}
 
 
 @pytest.mark.filterwarnings("ignore:compiled programs are not kept")
@@ -233,6 +234,6 @@ def test_what_cannot_be_compiled_is_refused(tiny, tmp_path):
     assert "--compiled serves jobs of classes, got a prompt" in text
     paper = ("--method", "cspd", "-o", "variant=paper", "--compiled", "true")
     assert "compiled=True of MAR needs" in said(drawn, "--model", "pocket/mar", *paper)
-    zipar = said(drawn, "--model", tiny, "--method", "zipar", "--compiled", "true")
-    assert "compiled=True needs" in zipar
+    lookup = ("--method", "draft", "-o", "drafter=prompt-lookup", "--compiled", "true")
+    assert "compiled=True needs" in said(drawn, "--model", tiny, *lookup)
     assert "must be true, false or auto" in said(drawn, "--model", tiny, "--compiled", "yes")

@@ -96,7 +96,7 @@ def test_nan_logits_stop_a_compiled_round(traced):
         list(rounds)
 
 
-@pytest.mark.parametrize("method", [methods.ZipAR(), methods.Auto()])
+@pytest.mark.parametrize("method", [methods.Draft("prompt-lookup"), methods.Auto()])
 def test_methods_whose_rounds_differ_are_refused(pipe, method):
     with pytest.raises(ValueError, match="rounds all alike"):
         draw(pipe, method, 1.0, True)

@@ -14,7 +14,7 @@ import torch
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.block_drafters import marginal_chain, with_root
 from specmm.diffusion_drafters.diffusion_chains import point_chain
-from specmm.verify import PointMass, Recursive, expected_tokens
+from specmm.verify import PointMass, Recursive
 from specmm.verify.exhaustive import (
     Draws,
     emitted_probs,
@@ -23,6 +23,7 @@ from specmm.verify.exhaustive import (
     total_variation,
 )
 from specmm.verify.rule import Decisions
+from tests.sampling import expected_tokens
 
 CASES = json.loads(
     (Path(__file__).parents[1] / "parity" / "dlm" / "verify_law_cases.json").read_text()

@@ -16,7 +16,7 @@ from specmm.verify.rule import rule_kind
 from tests.commands import as_json, run, succeed
 
 PICTURES = [  # each drafter, three rules
-    Draft("block", "branching(2, 1)", "k-seq"),
+    Draft("block", "branching(2, 1)", "specinfer"),
     SJD(rule="traversal", coupled=False),
     Draft("eagle", "dynamic(total=6, depth=2, top_k=3)", "point-mass"),
 ]
@@ -74,7 +74,7 @@ def test_the_release_of_lantern_is_a_rule_by_name(pictures):
 
 
 TEXT_DRAFTERS = ("block", "deer", "text-draft")
-TEXT_RULES = ("k-seq", "greedy-multi-draft", "point-mass")
+TEXT_RULES = ("specinfer", "greedy-multi-draft", "point-mass")
 
 
 @pytest.mark.parametrize(("rule", "method"), zip(TEXT_RULES, TEXT_DRAFTERS, strict=True))
@@ -118,7 +118,7 @@ def test_texts_that_do_not_go_together(texts):
 
 def test_the_command_line_lists_and_takes_them(tmp_path):
     listed = as_json("methods")
-    assert listed["rules"]["k-seq"].startswith("exact")
+    assert listed["rules"]["specinfer"].startswith("exact")
     assert listed["rules"]["typical"].startswith("relaxed")
     pictures = {"block", "eagle", "jacobi", "prompt-lookup"}
     assert pictures == set(listed["drafters of image tokens"])
@@ -129,8 +129,8 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
         assert tree.startswith("sequoia") or make_tree(tree)
     assert "delayed(trunk=2" in run("methods").stdout
     command = ["generate", "pocket/llamagen", "--class", "heart", "--method", "draft"]
-    options = ["-o", "tree=delayed(1, 2, 2)", "-o", "rule=k-seq", "--out", str(tmp_path), "--json"]
-    result = succeed(*command, *options)
+    options = ["-o", "tree=delayed(1, 2, 2)", "-o", "rule=specinfer"]
+    result = succeed(*command, *options, "--out", str(tmp_path), "--json")
     assert "exact" in json.dumps(json.loads(result.stdout)["certificate"])
 
 

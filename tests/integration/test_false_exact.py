@@ -3,13 +3,13 @@
 import re
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
 import transformers
 
 import specmm
-from specmm import methods
 from specmm.core.stats import merged_certificate, rule_certificate
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.outside import DraftRequest
@@ -17,15 +17,7 @@ from specmm.hf.prompts.options import Options
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.scales.sampling import Sampling
 from specmm.shape.trees import draw_siblings, make_tree
-from specmm.verify import (
-    Decisions,
-    GreedyMatch,
-    GreedyMultiDraft,
-    Grouped,
-    KSeq,
-    Recursive,
-    Typical,
-)
+from specmm.verify import Decisions, GreedyMatch, GreedyMultiDraft, Grouped, Recursive, Typical
 from specmm.verify.rule import OURS
 
 FAN = "branching(3)"
@@ -125,8 +117,12 @@ class Nothing(Recursive):
         return Decisions(found.accept, found.next_probs * torch.nan if len(p) > 1 else p)
 
 
-class Independent(KSeq):
+@dataclass(frozen=True)
+class Independent(Recursive):
     """Of others, for independent siblings."""
+
+    siblings: ClassVar[str] = "independent"
+    name: str = "independent"
 
 
 class Both(Recursive):
@@ -162,21 +158,23 @@ WAYS = {  # options of a call, and what the certificate or the refusal says
     "a rule by name, called exact": (dict(rule="typical(exact=True)"), "unknown option of rule"),
     "an attribute is set": (dict(rule=patched(Typical(), exact=True)), f"heuristic: .* {NOT}"),
     "decisions are set": (dict(rule=patched(Recursive(), decisions=lax)), f"heuristic: .* {NOT}"),
-    "k-seq, an object": (dict(rule=KSeq(), tree=FAN), f"{EXACT} k-seq rule"),
     "the rule of greedy decoding": (
         dict(rule=GreedyMatch()),
         "rule greedy match is that of greedy",
     ),
     # siblings that are drawn otherwise than the rule needs
-    "k-seq, distinct": (
-        dict(rule="k-seq", drafter=partial(Own, how="distinct"), tree=FAN),
-        f"{SIBLINGS}'independent', which rule k-seq needs, got others by what it records",
+    "independent, distinct": (
+        dict(rule=Independent(), drafter=partial(Own, how="distinct"), tree="branching(2)"),
+        f"{SIBLINGS}'independent', which rule independent needs, got others by what it records",
     ),
-    "k-seq, the likeliest": (
-        dict(rule=KSeq(), drafter=partial(Own, how="likeliest and one"), tree=FAN),
+    "independent, the likeliest": (
+        dict(rule=Independent(), drafter=partial(Own, how="likeliest and one"), tree=FAN),
         "got one of probability 0",
     ),
-    "k-seq, as asked": (dict(rule="k-seq", drafter=Own, tree=FAN), f"{EXACT} k-seq .*{PROVIDED}$"),
+    "independent, as asked": (
+        dict(rule=Independent(), drafter=Own, tree="branching(2)"),
+        f"exact: .* by the word of its author, tests, .*{PROVIDED}$",
+    ),
     "greedy multi-draft, distinct": (
         dict(rule="greedy-multi-draft", drafter=partial(Own, how="distinct"), tree=FAN),
         f"{SIBLINGS}'likeliest and one'",
@@ -192,10 +190,6 @@ WAYS = {  # options of a call, and what the certificate or the refusal says
     "a rule of others takes what it was enumerated with": (
         dict(rule=third, drafter=partial(Own, how="independent"), tree="branching(2)"),
         f"{SIBLINGS}'distinct'",
-    ),
-    "a rule of others that does not say how": (
-        dict(rule=Independent(), tree=FAN),
-        "exact: the k-seq",
     ),
     # rules of others that go wrong somewhere
     "at the third sibling": (dict(rule=third, tree=FAN), f"heuristic: .* {NOT}"),
@@ -266,7 +260,6 @@ def test_a_run_that_is_stopped_claims_what_it_measured(text_pipe):
 def test_what_auto_and_others_take_is_claimed_by_its_rule(draw):
     assert draw(method="auto").kind == "exact"
     assert draw(method="sjd").kind == "exact"
-    assert draw(method=methods.ZipAR(1)).kind == "heuristic"
     assert draw(method="lantern++", temperature=0.0).kind == "bounded"
     assert draw(rule="typical", temperature=0.0).kind == "exact"  # greedy: nothing is relaxed
 

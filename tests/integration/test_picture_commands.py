@@ -87,7 +87,6 @@ def test_inspect_says_that_it_draws_and_by_which_methods(name, tmp_path):
     found = as_json("inspect", tmp_path)
     assert found["format"] == "picture model of transformers"
     assert {"sjd", "gsd"} <= set(found["takes"]["draws"])
-    assert ("zipar" in found["takes"]["draws"]) == (name != "glm_image")
     assert list(found["takes"]) == ["draws"] and "specmm generate" in found["use"]
     said = run("inspect", tmp_path).stdout
     assert "  draws     by ar, sjd" in said and "vision-language" not in said

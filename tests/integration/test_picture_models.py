@@ -91,33 +91,6 @@ def test_guesses_begin_with_tokens_that_may_come_there(kind, pipe):
             assert bool((tree.tokens[:, 1:] == feedback.token[:, None])[:, inside].all())
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_a_window_of_a_row_is_plain_decoding(kind, pipe, temperature):
-    """Alone and in a ragged batch; smaller windows draw other pictures in fewer rounds."""
-    given = dict(temperature=temperature, cfg=kind.scales[0], output_type="latent", **sized(kind))
-
-    def drawn(method, some=slice(None)):
-        seeds = [torch.Generator().manual_seed(i) for i in range(2)][some]
-        return pipe(PROMPTS[some], method=method, generator=seeds, **given)
-
-    if kind.places is not None:  # two grids, positions by row and column
-        with pytest.raises(ValueError, match="zipar draws pictures of whole rows"):
-            drawn(methods.ZipAR(window=1))
-        return
-    facts = target_of(pipe, kind, kind.scales[0])
-    plain = drawn("ar")
-    whole = drawn(methods.ZipAR(window=facts.line))
-    assert torch.equal(whole.tokens, plain.tokens) and whole.certificate.kind == "exact"
-    narrow = drawn(methods.ZipAR(window=1))
-    assert narrow.certificate.kind == "heuristic" and narrow.stats.tau > 1.5
-    assert not torch.equal(narrow.tokens, plain.tokens)
-    for i in range(2):
-        one = slice(i, i + 1)
-        assert torch.equal(drawn(methods.ZipAR(window=1), one).tokens, narrow.tokens[one])
-    may = facts.allowed.at(torch.arange(facts.length)).expand(2, -1, -1)
-    assert bool(may.gather(2, narrow.tokens[..., None]).all())
-
-
 def test_grouped_acceptance_says_what_it_costs(kind, pipe):
     given = dict(cfg=kind.scales[0], output_type="latent", **sized(kind))
     seeds = [torch.Generator().manual_seed(i) for i in range(2)]

@@ -216,8 +216,9 @@ def test_programs_that_others_took_the_place_of_are_paid_again(kept, traced, mon
 
 def test_what_cannot_be_compiled_is_drawn_as_it_is(kept, traced, monkeypatch):
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
+    monkeypatch.setattr(methods.SJD, "static_shapes", False)
     pipe = tiny_pipeline(tokens=16)
-    method = methods.ZipAR()
+    method = methods.SJD(window=4)
     for _ in range(2):
         draw(pipe, method, 1.0, "auto")
     (work,) = pipe.works.all.values()

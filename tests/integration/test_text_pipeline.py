@@ -55,7 +55,7 @@ def test_a_row_has_its_own_uniforms_whatever_its_batch(text_pipe, method):
         methods.Block(tree=6),
         methods.Block(recall=2),
         methods.DEER(recall=1),
-        methods.DiffuSpec(adaptive=False, most=4),
+        methods.DiffuSpec(least=4, most=4),
         methods.SpecDiff(length=5),
     ],
     ids=str,

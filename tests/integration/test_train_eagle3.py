@@ -1,6 +1,5 @@
 """An EAGLE-3 head learns what it will do when it drafts, from texts and from conversations."""
 
-import copy
 import json
 from dataclasses import replace
 
@@ -12,9 +11,8 @@ from transformers import DynamicCache
 from specmm import TextPipeline, VQAPipeline, zoo
 from specmm.core.processors import Processor
 from specmm.core.randomness import seeded
-from specmm.hf.drafters.eagle3_files import load_eagle3, to_eagle, to_specforge, to_speculators
+from specmm.hf.drafters.eagle3_files import load_eagle3
 from specmm.hf.drafters.files import read_acceptance
-from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.features import RolledEagle3, build_eagle3, head_rate, rollout_loss, some_of
 from specmm.recipes.losses import compared
@@ -39,7 +37,7 @@ def seen(head, length=LENGTH):
         context = torch.randn(1, length, len(head.config.layers) * width)
         mask = torch.ones(1, length, dtype=torch.bool)
         hidden, tokens = torch.randn(1, length, width), torch.zeros_like(mask, dtype=torch.long)
-        return Seen(torch.randn(1, length, width), context, hidden, mask, tokens)
+        return Seen(torch.randn(1, length, width), context, hidden, mask, tokens, ~mask)
 
 
 def rolled(head, given, steps):
@@ -68,30 +66,6 @@ def test_a_rollout_is_what_drafting_computes(head):
             bias = torch.zeros(1, 1, 1, place + 1)
             state = head(slot, torch.tensor([[place]]), bias, past)
             torch.testing.assert_close(found[k][:, place], state[:, 0])
-
-
-def test_a_rollout_reads_few_slots_of_a_picture(head):
-    """As a prompt of those slots alone: text after a picture of five places, of which one counts.
-
-    The queries learn.
-    """
-    given = seen(head)
-    image = torch.tensor([[False, True, True, True, True, True, False]])
-    fewer = copy.deepcopy(head)
-    fewer.pictures = PictureSlots(1, 2 * given.embeddings.shape[-1])
-    fewer.pictures.queries.data.normal_(generator=torch.Generator().manual_seed(0))
-    mask = ~image
-    found = rollout_loss(
-        RolledEagle3(fewer), head.logits, replace(given, mask=mask, image=image), 2
-    )
-    slots, kept = fewer.pictures(head.slots(given.embeddings, head.mixed(given.context)), image)
-    assert kept.tolist() == [[True, False, False, False, False, True, True]]
-    states = head(slots)[0, [0, 2]]
-    probs = head.logits(given.hidden.roll(-1, 1)[mask]).softmax(-1)
-    wanted = torch.minimum(probs, head.logits(states).softmax(-1)).sum(-1).mean()
-    torch.testing.assert_close(found["overlap"], wanted)
-    found["loss"].backward()
-    assert bool(fewer.pictures.queries.grad.any())
 
 
 def test_the_loss_is_least_where_drafts_are_the_targets(head):
@@ -158,8 +132,6 @@ def test_the_recipe_of_text(tmp_path):
     assert drafted.texts == pipe("def add(", method="ar", max_new_tokens=12).texts
     with pytest.raises(ValueError, match="replace=true"):
         train("eagle3", model=model, steps=1, out=tmp_path / "again", **options)
-    with pytest.raises(ValueError, match="picture_slots must be 0"):
-        train("eagle3", model=model, replace=True, picture_slots=1, out=tmp_path / "b", **options)
 
 
 @pytest.mark.slow
@@ -167,15 +139,9 @@ def test_the_recipe_of_conversations(tmp_path):
     lines = picture_chats(tmp_path)
     model = undrafted(LLAVA, tmp_path / "model")
     options = dict(rows=4, drawn=0.5, batch=2, rollout=2, inner=32, scenes=2)
-    few = dict(picture_slots=2)
-    train("eagle3", model=model, data=lines, steps=3, out=tmp_path / "run", **options, **few)
+    train("eagle3", model=model, data=lines, steps=3, out=tmp_path / "run", **options)
     answers = [json.loads(f.read_text()) for f in (tmp_path / "run" / "answers").glob("*/*.json")]
     assert answers and all(text for part in answers for [text] in part.values())  # the target's own
-    head = load_eagle3(model / "drafters" / "eagle3")
-    assert head.config.picture_slots == 2 and bool(head.pictures.queries.any())
-    for export in (to_speculators, to_eagle, to_specforge):
-        with pytest.raises(ValueError, match="no other library does"):
-            export(model / "drafters" / "eagle3", None, tmp_path / "out")
     pipe = VQAPipeline.from_pretrained(model, method="eagle3", torch_dtype=torch.float32)
     asked = (Image.open(tmp_path / "a.png"), "What is it?")
     drafted = pipe(*asked, max_new_tokens=8)

@@ -135,7 +135,7 @@ def test_states_take_the_disk_that_was_given_and_no_memory(text_target, tmp_path
     told = capsys.readouterr().err
     batches = [seen.batch(step) for step in range(9)]  # three epochs
     files = list(seen.kept.folder.iterdir())
-    size = sum(x.nbytes for x in seen._seen(0).tensors().values())
+    size = sum(x.nbytes for x in vars(seen._seen(0)).values())
     kept = min(int(keep * 2**30 // size), 3)
     assert len(files) == len(seen.kept.numbers) == kept
     assert read.calls == {3: 3, 0: 11}.get(kept, read.calls) and "MiB a row" in told

@@ -32,11 +32,6 @@ class Lists:
                 b = r % SIZE.batch
                 row += [(keys[r, n], values[r, n]) for n in path[b][: kept[b]]]
 
-    def crop(self, lengths):
-        for layer in self.rows:
-            for r, row in enumerate(layer):
-                del row[lengths[r % SIZE.batch] :]
-
 
 def agree(cache, lists):
     for memory, layer in zip(cache.layers, lists.rows, strict=True):
@@ -84,10 +79,6 @@ def test_rows_keep_what_they_accepted(size, near, monkeypatch):
         agree(cache, lists)
     assert cache.lengths.tolist() == [7, 6, 4]
     assert cache.front == (6 if near else SIZE.capacity), "of the longest row before the round"
-    cache.crop(torch.tensor([9, 2, 4]))
-    lists.crop([9, 2, 4])
-    agree(cache, lists)
-    assert cache.lengths.tolist() == [7, 2, 4]
     entries = write(cache, 2, generator)
     cache.keep(torch.tensor([[0, 1]] * 3), torch.tensor([2, 2, 1]))  # the first row is full now
     lists.keep(entries, [[0, 1]] * 3, [2, 2, 1])

@@ -51,7 +51,7 @@ def test_auto_may_relax_where_tokens_are_pictures_alone(family):
         (methods.TEXT, "eagle3", "chain(3)", None),
         (methods.TEXT, "mtp", None, "block"),
         (methods.VQA, "assistant", "chain(2)", "block"),
-        (methods.TEXT, "block", "chain(3)", "k-seq"),
+        (methods.TEXT, "block", "chain(3)", "specinfer"),
     ],
 )
 def test_a_tree_and_a_rule_chosen_by_hand_are_read(registry, name, tree, rule):

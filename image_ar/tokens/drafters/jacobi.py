@@ -153,7 +153,7 @@ class JacobiDrafter:
             never = torch.zeros_like(now[..., 0])
             return never.long(), never, now
         old, before, there = earlier
-        chance, rest = strict_step(now, Trial(old, before * there[..., None], 0, old))
+        chance, rest = strict_step(now, Trial(old, before * there[..., None], 0))
         return old, chance * there, rest
 
     def begun(self, feedback: Feedback, probs: Tensor, drafts: Tensor) -> DraftTree:

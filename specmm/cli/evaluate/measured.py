@@ -61,7 +61,6 @@ TITLES = {
     "kid": "KID",
     "kid_difference": "KID, first less second",
     "inception_score": "Inception Score",
-    "mifid": "MiFID",
     "clip_score": "CLIPScore",
     "psnr": "PSNR, dB",
     "ssim": "SSIM",

@@ -126,27 +126,6 @@ def precision_recall(
     return neighbours.precision_recall(real, made, k=k, bootstrap=bootstrap)
 
 
-@measured("inception")
-def density_coverage(
-    source: Source, reference: Reference, reader: SourceReader, k: Neighbours = 5, seed: Seed = 0
-) -> "tuple[Measurement, Measurement]":
-    """Density and coverage, the steadier successors of precision and recall."""
-    from specmm.metrics import intervals, neighbours
-
-    made, real = reader.both(source, reference)
-    bootstrap = intervals.Bootstrap(generator(seed))
-    return neighbours.density_coverage(real, made, k=k, bootstrap=bootstrap)
-
-
-@measured("inception")
-def mifid(source: Source, reference: Reference, reader: SourceReader) -> "Measurement":
-    """Memorisation-informed FID: larger where pictures are close to the training set, REFERENCE."""
-    from specmm.metrics.frechet import memorisation_distance
-
-    made, real = reader.both(source, reference)
-    return memorisation_distance(real, made)
-
-
 @measured("clip")
 def clip(
     source: Source,

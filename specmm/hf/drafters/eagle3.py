@@ -40,7 +40,6 @@ class BoundEagle3:
         self.target = target
         self.vocabulary = DrafterVocabulary(sizes.vocab_size, head.ids)
         self.parts = bool(config.sections)
-        self.pictures = head.pictures
         self.mask = self._mask() if config.mask is not None else None
         self.sizes: Sequence[LayerSize] = alike(
             sizes.num_hidden_layers, sizes.num_key_value_heads, sizes.head_dim

@@ -67,7 +67,6 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FIELDS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("target_width", "target_hidden_size", int),
     *((name, name, bool) for name in (*FLAGS, "picture_embeddings")),
-    ("picture_slots", "picture_slots", int),
 )
 TURNED = ("default", "linear", "llama3", "yarn")  # rotary positions that no text's length changes
 
@@ -247,11 +246,6 @@ def save_eagle3(
 def _rewrite(folder: Path, target: PreTrainedModel | None, out: Path, *, layout: str) -> None:
     """Write the head in ``folder`` to ``out`` in a ``layout``, in its own dtype."""
     head = load_eagle3(folder)
-    if head.config.picture_slots:
-        raise ValueError(
-            f"{folder} reads few slots of a picture (picture_slots), which no other library does; "
-            "train one with picture_slots=0 to export it"
-        )
     save_eagle3(head, out, target, layout=layout, dtype=head.fc.weight.dtype)
 
 

@@ -31,7 +31,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from specmm.extending.registry import named
 from specmm.hf.drafters.features import BoundNetwork
 from specmm.hf.drafters.files import Acceptance
-from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.models.families import cache_name
 from specmm.hf.models.target import VLMTarget
 
@@ -51,10 +50,9 @@ class Eagle3Config:
     state (0: the head's own). ``norm_before_residual``: the first layer adds its attention to the
     normed state, not to the state. States are normed together before ``fc`` (``norm_before_fc``) or
     separately (``fc_norm``). ``norm_output``: the state passed on to the next token is the normed
-    one that the output layer reads. ``mask`` is P-EAGLE's mask token. ``picture_slots``: slots of a
-    picture (0: one for each of its tokens). ``sections``: how many pairs of a head's width M-RoPE
-    turns by time, height and width, in that order or ``interleaved``. Raises ``ValueError`` for
-    sizes that do not fit together.
+    one that the output layer reads. ``mask`` is P-EAGLE's mask token. ``sections``: how many
+    pairs of a head's width M-RoPE turns by time, height and width, in that order or
+    ``interleaved``. Raises ``ValueError`` for sizes that do not fit together.
     """
 
     sizes: PreTrainedConfig
@@ -63,7 +61,6 @@ class Eagle3Config:
     own_embeddings: bool = False
     own_head: bool = True
     picture_embeddings: bool = False
-    picture_slots: int = 0
     target_width: int = 0
     norm_before_residual: bool = False
     norm_before_fc: bool = False
@@ -92,10 +89,6 @@ class Eagle3Config:
             raise ValueError(f"mask_token_id must be in [0, {vocabulary}), got {self.mask}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("give norm_before_fc or fc_norm, got both: states are normed once")
-        if self.picture_slots and self.sections:
-            raise ValueError(
-                "a head with picture_slots must count its slots, got mrope_section; leave one out"
-            )
         if self.sections and (len(self.sections) != 3 or 2 * sum(self.sections) != sizes.head_dim):
             raise ValueError(
                 f"mrope_section must be three numbers with the sum {sizes.head_dim // 2}, half a "
@@ -148,9 +141,6 @@ class Eagle3Head(nn.Module):
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(w, sizes.rms_norm_eps) for w in each)
         if config.mask is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states))
-        self.pictures: PictureSlots | None = None
-        if config.picture_slots:
-            self.pictures = PictureSlots(config.picture_slots, 2 * width)
         kind = LAYERS[sizes.model_type]
         self.layers: Any = nn.ModuleList(kind(sizes, i) for i in range(sizes.num_hidden_layers))
         _widen(self.layers[0], sizes)

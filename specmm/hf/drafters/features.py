@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -35,7 +34,6 @@ from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.drafting import Assembly, drafting_probs
 from specmm.hf.drafters.files import Acceptance
 from specmm.hf.drafters.parallel import MaskedPass
-from specmm.hf.drafters.picture_slots import PictureSlots
 from specmm.hf.drafters.trees import drawn_trees
 from specmm.hf.models.target import Context, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
@@ -83,10 +81,6 @@ class BoundNetwork(Protocol):
     def mask(self) -> Tensor | None:
         """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
 
-    @property
-    def pictures(self) -> PictureSlots | None:
-        """The network that reduces a picture to a few slots (None: all are read)."""
-
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
 
@@ -127,17 +121,6 @@ class BoundNetwork(Protocol):
         """Logits [B, n, v] of predicted ``states`` [B, n, C]."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The ``slots`` [B, L, ...] that a network reads of prompts, how many of each, ``lengths`` [B],
-    and where they turn: ``positions`` [3, B, L] of M-RoPE (None: 0 … L - 1).
-    """
-
-    slots: Tensor
-    lengths: Tensor
-    positions: Tensor | None
-
-
 class FeatureDrafter:
     """Drafts with a ``network`` for ``target``.
 
@@ -170,20 +153,14 @@ class FeatureDrafter:
             self.ahead = MaskedPass(self.network.mask, self.max_depth, self._run)
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Make a cache of the target's capacity, less the slots that pictures save, and read the
-        prompt.
-        """
+        """Make a cache of the target's capacity and read the prompt."""
         hidden = feedback.output.hidden
         self.clock = clock
-        read = self._read(self.target, feedback.token)
-        prompt = self.target.prompt
-        whole = max(prompt.input_ids.shape[1], prompt.longest)  # waiting prompts included
-        spared = whole - max(read.slots.shape[1], prompt.longest)
         size = CacheSize(
             layers=self.network.sizes,
             batch=len(feedback.token),
             branches=1,
-            capacity=self.target.cache.size.capacity - spared,
+            capacity=self.target.cache.size.capacity,
             scratch=max(self.growth.scratch, self.ahead.scratch if self.ahead else 0),
         )
         self.cache = Cache.again(vars(self).get("cache"), size, hidden.dtype, hidden.device)
@@ -191,16 +168,15 @@ class FeatureDrafter:
         if self.ahead is not None:
             self.ahead.begin(self.cache)
         self.shift = shift_of(self.target)
-        self.predicted = self._store(read, self.cache)  # [B, C]
+        self.predicted = self._read(self.target, feedback.token, self.cache)  # [B, C]
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
         alone = self.target.started
-        read = self._read(alone, alone.prompt.input_ids[:, -1])
-        length = read.slots.shape[1]
-        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=length)
+        ids = alone.prompt.input_ids
+        size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
         slots = Cache(size, self.cache.dtype, alone.device)
-        self._store(read, slots)
+        self._read(alone, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
         self.shift = with_row(self.shift, row, shift_of(alone))
@@ -239,8 +215,10 @@ class FeatureDrafter:
             positions = self.target.family.spread(positions + self.shift[..., None])
         return self.network.run(slots, positions, bias, self.cache.layers)
 
-    def _read(self, target: VLMTarget, token: Tensor) -> Reading:
-        """The network's inputs for the prompt and the sampled ``token`` [B] after it."""
+    def _read(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
+        """Store the slots of the prompt and of the sampled ``token`` [B] after it in ``cache``; the
+        state [B, C] predicted after each row's last.
+        """
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         network = self.network
@@ -249,20 +227,11 @@ class FeatureDrafter:
             read = dataclasses.replace(context, embeddings=own)
             embeddings, image = next_positions(read, network.embed(token[:, None])[:, 0])
             slots = network.prompt_slots(embeddings, context.hidden, image)
-            lengths = context.lengths
-            if network.pictures is not None:
-                slots, kept = network.pictures(slots, image)
-                lengths = lengths - kept.logical_not().sum(1)
-                slots = slots[:, : int(lengths.max())]
-        return Reading(slots, lengths, context.positions if network.parts else None)
-
-    def _store(self, read: Reading, cache: Cache) -> Tensor:
-        """Store the slots that are ``read`` of a prompt; the state [B, C] predicted after each."""
-        with self.clock("draft"):
-            cache.aim(0, read.slots.shape[1])
-            cache.lengths += read.lengths
-            states = self.network.run(read.slots, read.positions, memory=cache.layers)
-        return states[torch.arange(len(states), device=states.device), read.lengths - 1]
+            cache.aim(0, slots.shape[1])
+            cache.lengths += context.lengths
+            positions = context.positions if network.parts else None
+            states = network.run(slots, positions, memory=cache.layers)
+        return states[torch.arange(len(states), device=states.device), context.lengths - 1]
 
 
 def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,6 @@ PIPELINES = {  # by what a target does: its pipeline, and a call that it answers
 OTHERS = (
     "projector_type",
     "draft_vocab_size",
-    "picture_slots",
     "block_size",
     "markov_rank",
     "recurrent_size",
@@ -149,8 +148,7 @@ class _Reader:
         found = {}
         names = self.folder.weights
         if not names or any(picture.scores in name for name in names):
-            every = methods.TRANSFORMERS_IMAGES
-            found["draws"] = tuple(name for name in every if name not in picture.not_by)
+            found["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
         else:
             self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")
         if processes(self.folder.path):

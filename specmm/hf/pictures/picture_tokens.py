@@ -21,7 +21,6 @@ from specmm import zoo
 from specmm.core.cache import branched
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import Processor
-from specmm.core.target import TargetOutput
 from specmm.hf.models.families import Family
 from specmm.hf.models.restricted_head import restricted
 from specmm.hf.models.target import VLMTarget
@@ -81,9 +80,9 @@ class PictureModel:
     one; ``paints``: its pixels are made by diffusion. ``check`` raises ``ValueError`` for a model
     that cannot draw. A checkpoint must have weights with ``scores`` in their names; it may lack
     those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in the
-    folder. ``keep`` copies the files that ``decode`` reads into another folder. Methods ``not_by``
-    cannot draw with it. ``marks``, for a class that also draws between words, gives the ids that
-    begin and end a picture there, and raises ``ValueError`` for a model that cannot.
+    folder. ``keep`` copies the files that ``decode`` reads into another folder. ``marks``,
+    for a class that also draws between words, gives the ids that begin and end a picture there, and
+    raises ``ValueError`` for a model that cannot.
     """
 
     architecture: str  # the class
@@ -104,7 +103,6 @@ class PictureModel:
     unneeded: str | None = None
     fill: Callable[[Any, Path], None] = lambda model, folder: None
     keep: Callable[[Path, Path], None] = lambda folder, into: None
-    not_by: tuple[str, ...] = ()
     marks: Callable[[Any], tuple[int, int]] | None = None
 
     def folders(self, folder: Path) -> tuple[Path, Path]:
@@ -214,28 +212,6 @@ class PictureTarget(VLMTarget):
         begins = branched(self.begins[:, None], self.branches)
         drawn = (positions - begins).clamp(0, self.length - 1)  # drafts may reach beyond the end
         return begins + self.offsets[..., None] + self.grid[:, drawn]  # [3, R, N]
-
-    @torch.inference_mode()
-    def step_at(self, tokens: Tensor, places: Tensor, seen: Tensor) -> TargetOutput:
-        """A plain step of ``tokens`` [B, N] put at ``places`` [N] of the picture, of which each
-        sees ``seen`` [N, T] bool.
-
-        Raises ``ValueError`` for a model whose layers need their tokens in order.
-        """
-        if self.family.partial or self.family.chains_only or self.family.mrope:
-            raise ValueError(
-                f"zipar cannot draw with {self.name}: it has layers with states or that attend "
-                "part of the text, or M-RoPE; use sjd"
-            )
-        first = self.prompt.width
-        column = torch.arange(first + self.length, device=self.device)
-        hidden = branched((column >= self.begins[:, None]) & (column < first), self.branches)
-        if self.cache.hidden_prefix is not None:
-            hidden = hidden | self.cache.hidden_prefix[:, : len(column)]
-        bias = self.cache.aim_at_places(first, places, seen, hidden)
-        positions = self.begins[:, None] + places
-        states = self.states(tokens, positions, bias)
-        return self._output(states, states, None, positions)
 
 
 def picture_prompt(

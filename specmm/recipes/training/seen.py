@@ -8,7 +8,6 @@ Shape letters: B batch, L positions, F layers read, C width.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import sys
 import weakref
@@ -42,7 +41,7 @@ class Seen:
     """What the target saw and thought: ``embeddings`` [B, L, C] of the next positions, ``context``
     [B, L, F·C] of the layers read (of none: ``hidden``), the last states ``hidden`` [B, L, C],
     which slots count, ``mask`` [B, L], as their next tokens are learnt, and ``tokens`` [B, L].
-    ``image`` [B, L] tells which next positions are pictures' (None: none is).
+    ``image`` [B, L] tells which next positions are pictures'.
     """
 
     embeddings: Tensor
@@ -50,7 +49,7 @@ class Seen:
     hidden: Tensor
     mask: Tensor
     tokens: Tensor
-    image: Tensor | None = None
+    image: Tensor
 
     @property
     def learnt(self) -> Tensor:
@@ -63,13 +62,9 @@ class Seen:
         return Seen(
             **{
                 name: x.to(device, dtype if x.is_floating_point() else None, copy=True)
-                for name, x in self.tensors().items()
+                for name, x in vars(self).items()
             }
         )
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
-        return {name: x for name, x in vars(self).items() if x is not None}
 
     def with_room(self, count: int) -> Seen:
         """This with so many positions more where others than all tokens are learnt, up to the end
@@ -77,10 +72,8 @@ class Seen:
         """
         if bool(self.mask[:, :-1].all()):
             return self
-        longer = {
-            name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in self.tensors().items()
-        }
-        return dataclasses.replace(self, **longer)
+        given = vars(self).items()
+        return Seen(**{name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in given})
 
 
 def seen_of(
@@ -120,7 +113,7 @@ class KeptStates:
         size = size_of(seen)
         if size <= self.left:
             try:
-                save_file({name: x.cpu().contiguous() for name, x in seen.tensors().items()}, file)
+                save_file({name: x.cpu().contiguous() for name, x in vars(seen).items()}, file)
             except (OSError, SafetensorError):  # a full disk
                 file.unlink(missing_ok=True)
                 self.left = 0
@@ -132,7 +125,7 @@ class KeptStates:
 
 def size_of(seen: Seen) -> int:
     """Bytes of what was ``seen``."""
-    return sum(x.nbytes for x in seen.tensors().values())
+    return sum(x.nbytes for x in vars(seen).values())
 
 
 class SeenRows:

@@ -46,14 +46,14 @@ HELD_OUT = 40  # one file of so many
 LONGEST = 200_000  # characters; longer files are tables
 
 
-def find_files(packages: Sequence[str] = PACKAGES) -> dict[str, Path]:
-    """Python files of the standard library and ``packages`` by name ("json/decoder.py"), no tests.
+def find_files() -> dict[str, Path]:
+    """Python files of the standard library and of PACKAGES by name ("json/decoder.py"), no tests.
 
     Raises ``ValueError`` for a package that is not installed.
     """
     roots = [Path(sysconfig.get_paths()["stdlib"])]
     found = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
-    for package in packages:
+    for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ValueError(

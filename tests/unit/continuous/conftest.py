@@ -104,3 +104,13 @@ def frozen(monkeypatch):
         return clean, 0 * step
 
     monkeypatch.setattr(chain_round, "predicted", alone)
+
+
+@pytest.fixture
+def drop_residual(monkeypatch):
+    """Makes a broken twin: a rejected step is drawn from the target."""
+
+    def nothing(p, q, step, lost, numbers):
+        lost[...] = False
+
+    return lambda: monkeypatch.setattr(chain_round, "draw_residual", nothing)

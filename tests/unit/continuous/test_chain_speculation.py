@@ -9,7 +9,6 @@ import pytest
 import torch
 from scipy import stats
 
-from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import speculate
 from specmm.image_ar.continuous.chain_windows import Response, WindowTables
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
@@ -27,9 +26,9 @@ def streams(seed, batch=1):
     return normals(make(0)), log_uniforms(make(1))
 
 
-def run(bound, schedule, rows, seed=0, window=8, **options):
+def run(bound, schedule, rows, seed=0, window=8, temperature=1.0):
     tables = WindowTables(schedule, window)
-    return speculate(bound, tables, rows, *streams(seed, len(rows)), ChainOptions(**options))
+    return speculate(bound, tables, rows, *streams(seed, len(rows)), temperature)
 
 
 def plain(bound, schedule, rows, seed=0, temperature=1.0):
@@ -76,10 +75,11 @@ def test_the_closed_form_is_that_of_plain_sampling(gaussian):
         )
 
 
-def test_the_broken_twin_is_seen_in_closed_form(gaussian, frozen):
+def test_the_broken_twin_is_seen_in_closed_form(gaussian, frozen, drop_residual):
+    drop_residual()
     schedule = NoiseSchedule.of("25")
     head = gaussian(schedule, MEAN, STD, 4000, 0.5)
-    got = run(head, schedule, [4000], residual=False).tokens
+    got = run(head, schedule, [4000]).tokens
     mean, std = gaussian(schedule, MEAN, STD, 1, 0.5).probs()
     worst = min(
         stats.kstest(got[:, c].numpy(), stats.norm(float(mean[c]), float(std[c])).cdf).pvalue
@@ -155,22 +155,25 @@ def test_the_tiny_models_tokens_have_the_distribution_of_plain_sampling(
 
 @pytest.mark.parametrize("residual", [True, False])
 def test_tokens_in_bfloat16_have_the_distribution_of_plain_ones_in_bfloat16(
-    tiny_mar, conditions, residual, frozen
+    tiny_mar, conditions, residual, frozen, drop_residual
 ):
     """And without the residual they have not."""
     schedule, rows = NoiseSchedule.of("ddim10"), 4000
     head = ChainHead(copy.deepcopy(tiny_mar.head).bfloat16(), schedule)
     z = conditions[:1].expand(rows, 1, -1)
     wanted = plain(head.bind(HeadCondition(z)), schedule, rows, 3)
-    made = run(head.bind(HeadCondition(z)), schedule, [rows], 4, residual=residual)
+    if not residual:
+        drop_residual()
+    made = run(head.bind(HeadCondition(z)), schedule, [rows], 4)
     worst = min(pvalues(made.tokens, wanted))
     assert worst > 1e-3 if residual else worst < 1e-6
 
 
-def test_the_broken_twin_is_seen_on_the_tiny_model(bind):
+def test_the_broken_twin_is_seen_on_the_tiny_model(bind, drop_residual):
+    drop_residual()
     schedule, rows = NoiseSchedule.of("ddim10"), 4000
     wanted = plain(bind(rows, 1.0, "ddim10"), schedule, rows, 3)
-    made = run(bind(rows, 1.0, "ddim10"), schedule, [rows], 4, residual=False)
+    made = run(bind(rows, 1.0, "ddim10"), schedule, [rows], 4)
     assert min(pvalues(made.tokens, wanted)) < 1e-3
 
 

@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from specmm.image_ar.continuous import chain_program, orders
 from specmm.image_ar.continuous import programs as compiling
 from specmm.image_ar.continuous.chain_program import ChainProgram, run_rounds
-from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import speculate
 from specmm.image_ar.continuous.chain_windows import WindowTables
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
@@ -37,7 +36,7 @@ def test_plain_chains_are_those_of_single_steps(bind, traced):
         torch.testing.assert_close(made, wanted, atol=1e-4, rtol=1e-4)
 
 
-def speculated(bind, rows, programs, scale=1.0, spec="ddim50", seed=5, each=1, **options):
+def speculated(bind, rows, programs, scale=1.0, spec="ddim50", seed=5, each=1, temperature=1.0):
     """``each`` tokens of each of ``rows`` pictures, twice, their rounds, and the numbers left."""
     numbers = streams(seed, rows)
     tables = WindowTables(NoiseSchedule.of(spec), 8)
@@ -47,8 +46,8 @@ def speculated(bind, rows, programs, scale=1.0, spec="ddim50", seed=5, each=1, *
             tables,
             [each] * rows,
             *numbers,
-            ChainOptions(**options),
-            programs=programs,
+            temperature,
+            programs,
         )
         for row in (0, 1)
     ]
@@ -64,11 +63,7 @@ def same(bind, rows, programs, **options):
     assert made[1] == wanted[1] and torch.equal(made[2], wanted[2])
 
 
-KINDS = {
-    "one": (1, dict(temperature=0.9)),
-    "three, guided": (3, dict(scale=2.0, temperature=1.0)),
-    "no residual": (2, dict(residual=False)),
-}
+KINDS = {"one": (1, dict(temperature=0.9)), "three, guided": (3, dict(scale=2.0, temperature=1.0))}
 SEVERAL = {
     "four": (1, dict(temperature=0.9, each=4)),
     "two of three, guided": (3, dict(scale=2.0, each=2)),
@@ -146,7 +141,7 @@ def test_real_programs_keep_the_distribution(bind, frozen, monkeypatch):
     counters.clear()
     for _ in range(2):
         given = bind(rows, 1.0, "ddim10"), WindowTables(schedule, 8), [1] * rows
-        made.append(speculate(*given, *numbers, ChainOptions(1.0), programs=programs).tokens)
+        made.append(speculate(*given, *numbers, programs=programs).tokens)
     assert counters["stats"]["unique_graphs"] == 1, "one program serves both"
     wanted = plain(bind(2 * rows, 1.0, "ddim10"), schedule, 2 * rows, 3)
     assert min(pvalues(torch.cat(made), wanted)) > 1e-3

@@ -9,7 +9,6 @@ import torch
 from scipy import stats
 
 from specmm.core.stats import Stats
-from specmm.image_ar.continuous.chain_round import ChainOptions
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ChainHead, deterministic
@@ -44,8 +43,8 @@ def plain(head, normal, random):
     return Ancestral(head, normal)
 
 
-def speculative(head, normal, random, residual=True):
-    return ChainSpeculation(head, normal, log_uniforms(random), 8, ChainOptions(1.0, residual))
+def speculative(head, normal, random):
+    return ChainSpeculation(head, normal, log_uniforms(random), 8)
 
 
 def pvalues(a, b):
@@ -68,8 +67,9 @@ def test_pictures_by_speculation_have_the_distribution_of_plain_ones(tiny_mar, f
 
 
 @pytest.mark.slow
-def test_pictures_without_the_residual_have_not(tiny_mar, frozen):
-    broken = pictures(tiny_mar, lambda *given: speculative(*given, residual=False), 1)
+def test_pictures_without_the_residual_have_not(tiny_mar, frozen, drop_residual):
+    drop_residual()
+    broken = pictures(tiny_mar, speculative, 1)
     assert min(pvalues(broken.tokens, pictures(tiny_mar, plain, 2).tokens)) < 1e-3
 
 

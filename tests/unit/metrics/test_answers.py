@@ -56,8 +56,6 @@ def test_anls_of_one_question(prediction: str, answers: list[str], score: float)
 def test_anls_is_the_mean_and_says_its_threshold() -> None:
     found = anls({"a": "abcde", "b": "x"}, {"a": ["abcxx"], "b": ["X"]})
     assert found.value == pytest.approx(0.8) and found.protocol["threshold"] == 0.5
-    with pytest.raises(ValueError, match=r"published one is 0\.5"):
-        anls({"a": "b"}, {"a": ["b"]}, threshold=0)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +88,6 @@ def test_relaxed_accuracy_and_exact_match_take_the_best_answer() -> None:
     answers = {"1": ["7", "100"], "2": ["the cat", "dog"]}
     assert relaxed_accuracy(predictions, answers).value == 0.5  # the two spaces
     assert exact_match(predictions, answers).value == 0.5
-    with pytest.raises(ValueError, match=r"published one is 0\.05"):
-        relaxed_accuracy(predictions, answers, tolerance=5)
 
 
 # ---- files

@@ -3,7 +3,7 @@ import torch
 
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.intervals import Bootstrap
-from specmm.metrics.neighbours import density_coverage, precision_recall
+from specmm.metrics.neighbours import precision_recall
 
 
 def sets(
@@ -27,54 +27,39 @@ def test_is_the_definition() -> None:
     precision, recall = precision_recall(x, y)
     assert precision.value == float((apart(y, x) <= reach(x, 3)).any(1).double().mean())
     assert recall.value == float((apart(x, y) <= reach(y, 3)).any(1).double().mean())
-    density, coverage = density_coverage(x, y)
-    inside = apart(y, x) < reach(x, 5)
-    assert density.value == pytest.approx(float(inside.double().sum() / (5 * len(y))))
-    assert coverage.value == float(inside.any(0).double().mean())
-    # the case decides something
-    assert 0.1 < recall.value < precision.value < 1 and 0.1 < coverage.value < 1
-    assert precision.metric == "precision" and density.protocol == {"counts": [90, 70], "k": 5}
+    assert 0.1 < recall.value < precision.value < 1  # the case decides something
+    assert precision.metric == "precision" and precision.protocol == {"counts": [90, 70], "k": 3}
 
 
 def test_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = sets()
-    whole = [m.value for m in (*precision_recall(x, y), *density_coverage(x, y))]
+    whole = [m.value for m in precision_recall(x, y)]
     monkeypatch.setattr("specmm.metrics.neighbours.BLOCK", 7)
-    assert [m.value for m in (*precision_recall(x, y), *density_coverage(x, y))] == whole
+    assert [m.value for m in precision_recall(x, y)] == whole
 
 
 def test_a_copy_of_the_real_set_is_perfect_wherever_it_lies() -> None:
     x = sets()[0] + 1000
-    found = [m.value for m in (*precision_recall(x, x.clone()), *density_coverage(x, x.clone()))]
-    # each sample is in its own ball and in those of four others, on average: 5 / k
-    assert found == [1, 1, 1, 1]
+    assert [m.value for m in precision_recall(x, x.clone())] == [1, 1]
 
 
-def test_points_on_the_surface_count_for_precision_only() -> None:
+def test_points_on_the_surface_count() -> None:
     x = torch.arange(8, dtype=torch.float64)[:, None] / 7
     y = torch.cat([x[:1] - 1 / 7, x[:1] - 1 / 7, x[:1] - 9, x[:1] - 99])
     assert precision_recall(x, y, k=1)[0].value == 0.5
-    density, coverage = density_coverage(x, y, k=1)
-    assert (density.value, coverage.value) == (0, 0)
 
 
 def test_far_and_constant_sets() -> None:
     x, y = sets()
-    wanted = [0, 0, 0, 0]
-    assert [m.value for m in (*precision_recall(x, y + 99), *density_coverage(x, y + 99))] == wanted
+    assert [m.value for m in precision_recall(x, y + 99)] == [0, 0]
     flat = torch.ones(9, 3)
     assert [m.value for m in precision_recall(flat, flat)] == [1, 1]
-    # balls of no size hold nothing
-    assert [m.value for m in density_coverage(flat, flat)] == [0, 0]
 
 
 def test_intervals_hold_the_value() -> None:
     x, y = sets()
     bootstrap = Bootstrap(torch.Generator().manual_seed(0), draws=200)
-    for found in (
-        *precision_recall(x, y, bootstrap=bootstrap),
-        *density_coverage(x, y, bootstrap=bootstrap),
-    ):
+    for found in precision_recall(x, y, bootstrap=bootstrap):
         assert found.interval is not None
         assert found.interval.low < found.value < found.interval.high
 
@@ -84,10 +69,10 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="less than the samples of either set, got 3 of 3"):
         precision_recall(x, y[:3])
     with pytest.raises(ValueError, match="k must be at least 1"):
-        density_coverage(x, y, k=0)
+        precision_recall(x, y, k=0)
     with pytest.raises(ValueError, match="same width, got 6 and 5"):
         precision_recall(x, y[:, 1:])
     with pytest.raises(ValueError, match="finite"):
-        density_coverage(x / 0, y)
+        precision_recall(x / 0, y)
     with pytest.raises(ValueError, match="weights='a' and 'b'"):
         precision_recall(FeatureSet(x, {"weights": "a"}), FeatureSet(y, {"weights": "b"}))

@@ -10,13 +10,8 @@ from torch import Tensor
 
 from specmm.core.processors import Processor, guide
 from specmm.core.tree import TreeShape
-from specmm.verify.exhaustive import (
-    draws,
-    emitted_probs,
-    expected_excess,
-    sequence_probs,
-    total_variation,
-)
+from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
+from tests.sampling import expected_excess
 
 TableMaker = Callable[..., list[Tensor]]
 

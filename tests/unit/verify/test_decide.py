@@ -18,15 +18,14 @@ from specmm.verify import (
     Block,
     Decisions,
     GreedyMultiDraft,
-    KSeq,
     PointMass,
     Recursive,
     Traversal,
     VerifyResult,
     endings,
-    expected_tokens,
 )
 from specmm.verify.exhaustive import Draws, draws, emitted_probs, node_probs, sequence_probs
+from tests.sampling import expected_tokens
 
 ROWS = 20_000
 TREE, CHAIN = [-1, 0, 0, 1, 1, 2], [-1, 0, 1]
@@ -34,7 +33,7 @@ CASES = {
     "recursive": (Recursive(), "without replacement", TREE),
     "recursive, chain": (Recursive(), "independent", CHAIN),
     "point mass": (PointMass(), "top", TREE),
-    "k-seq": (KSeq(), "independent", TREE),
+    "recursive, independent": (Recursive(), "independent", TREE),
     "greedy multi-draft": (GreedyMultiDraft(), "top and sample", TREE),
     "block": (Block(), "independent", CHAIN),
     "traversal": (Traversal(), "without replacement", TREE),

@@ -19,12 +19,10 @@ from specmm.verify import (
     Decisions,
     GreedyMatch,
     GreedyMultiDraft,
-    KSeq,
     PointMass,
     Recursive,
     Traversal,
     bottom_up,
-    expected_tokens,
 )
 from specmm.verify.exhaustive import (
     draws,
@@ -33,6 +31,7 @@ from specmm.verify.exhaustive import (
     sequence_probs,
     total_variation,
 )
+from tests.sampling import expected_tokens
 
 CHAIN, FORK, TWO, BUSHY = [-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 0, 1, 1, 2], [-1, 0, 0, 0, 1, 1, 2]
 UNEVEN = [-1, 0, 1, 1, 0, 4, 3]
@@ -42,8 +41,6 @@ CASES = [
     (Recursive(), "top and sample", BUSHY),
     (Recursive(), WITHOUT, UNEVEN),
     *product((Recursive(), PointMass(), Traversal()), ["top"], (CHAIN, BUSHY, UNEVEN)),
-    *product([KSeq()], ["independent"], EVERY),
-    (KSeq(steps=0), "independent", BUSHY),
     *product([PointMass()], ("independent", WITHOUT), [TWO]),
     *product([GreedyMultiDraft()], ["top and sample"], EVERY[:-1]),
     *product([Block()], ("independent", "top"), [CHAIN]),
@@ -93,7 +90,7 @@ def test_a_drafter_equal_to_the_target_is_always_kept(tables):
     shape = TreeShape.from_parents(CHAIN)
     target = tables(5, 3, 4)
     drawn = draws(shape, target, "independent")
-    for rule in (Recursive(), KSeq(), Block(), Traversal()):
+    for rule in (Recursive(), Block(), Traversal()):
         deepest = rule.decisions(drawn.tree, node_probs(drawn, target)).accept[:, -1]
         assert torch.allclose(deepest, torch.ones_like(deepest))
 
@@ -143,17 +140,6 @@ def forgets_earlier_siblings(rule):
     return misreads_second_siblings(rule, lambda tree, node: tree.probs[:, node - 1])
 
 
-def strict_for_all(rule):
-    """Tests every sibling with p/q, as if it were alone."""
-    alone = KSeqAlone()
-    return Broken(lambda t, p: replace(rule.decisions(t, p), accept=alone.decisions(t, p).accept))
-
-
-class KSeqAlone(KSeq):
-    def odds(self, p, q, sizes):
-        return torch.ones_like(p[..., 0])
-
-
 def sample_by_q(rule):
     """Takes q for the distribution of the sample, forgetting that the top tokens were left out."""
 
@@ -170,9 +156,6 @@ TWINS = {
     "recursive, unnormalised": (forgets_to_renormalise(Recursive()), WITHOUT, TWO),
     "recursive, earlier siblings": (forgets_earlier_siblings(Recursive()), WITHOUT, TWO),
     "point mass, residual": (forgets_the_residual(PointMass()), "top", TWO),
-    "k-seq, residual": (forgets_the_residual(KSeq()), "independent", TWO),
-    "k-seq, rho = 1": (strict_for_all(KSeq()), "independent", TWO),
-    "k-seq, without replacement": (KSeq(), WITHOUT, TWO),
     "greedy multi-draft, p": (forgets_the_residual(GreedyMultiDraft()), "top and sample", TWO),
     "greedy multi-draft, q": (sample_by_q(GreedyMultiDraft()), "top and sample", TWO),
     "block, residual": (forgets_the_residual(Block()), "independent", CHAIN),
@@ -218,11 +201,10 @@ def test_block_and_traversal_agree_on_chains_and_beat_single_draft(tables):
     assert tokens[1] > tokens[0] + 1e-3
 
 
-def test_block_refuses_trees_and_multi_draft_rules_ask_for_distributions():
+def test_block_refuses_trees_and_greedy_multi_draft_asks_for_distributions():
     tree = DraftTree(torch.zeros(1, 4, dtype=torch.int64), TreeShape.from_parents(FORK))
     p = torch.ones(1, 4, 3) / 3
     with pytest.raises(ValueError, match="chain"):
         Block().decisions(tree, p)
-    for rule in (KSeq(), GreedyMultiDraft()):
-        with pytest.raises(ValueError, match="probs must hold"):
-            rule.decisions(tree, p)
+    with pytest.raises(ValueError, match="probs must hold"):
+        GreedyMultiDraft().decisions(tree, p)

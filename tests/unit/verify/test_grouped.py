@@ -11,14 +11,9 @@ from torch import Tensor
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import Grouped, neighbour_table
 from specmm.verify.exact import take
-from specmm.verify.exhaustive import (
-    draws,
-    emitted_probs,
-    expected_excess,
-    sequence_probs,
-    total_variation,
-)
+from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from specmm.verify.naive import group
+from tests.sampling import expected_excess
 
 TABLE = neighbour_table(torch.randn(4, 2, generator=torch.Generator().manual_seed(3)), 3)
 RULES = [Grouped(span=1, gap=0.4), Grouped(span=3, gap=0.25), Grouped(TABLE, 3, 0.5, k=1)]

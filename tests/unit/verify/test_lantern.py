@@ -17,15 +17,10 @@ from torch import Tensor
 from specmm.core.processors import Processor
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.verify import Lantern, LanternPP, Recursive, neighbour_table
-from specmm.verify.exhaustive import (
-    draws,
-    emitted_probs,
-    expected_excess,
-    sequence_probs,
-    total_variation,
-)
+from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from specmm.verify.lantern import Neighbourhood
 from specmm.verify.naive import borrowed
+from tests.sampling import expected_excess
 
 PARITY = Path(__file__).parents[2] / "parity" / "lantern_accept"
 RECORD = json.loads(PARITY.with_suffix(".json").read_text())

@@ -46,7 +46,6 @@ KINDS = {
     "target's head": dict(own_head=False),
     "pictures": dict(picture_embeddings=True),
     "parallel": dict(mask=38, deep=2),
-    "few slots": dict(picture_embeddings=True, picture_slots=2),
 }
 
 
@@ -131,14 +130,14 @@ def watched_rounds(drafter, prompt):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["eagle 3.1", "own tables", "parallel", "few slots"])
+@pytest.mark.parametrize("kind", ["eagle 3.1", "own tables", "parallel"])
 @pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
 def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
     """After every round of a ragged batch: the state of each row is that of a head that reads the
     row's text at once, with nothing kept from earlier rounds.
     """
     changes = KINDS[kind]
-    if name != "llava" and kind not in ("own tables", "few slots"):
+    if name != "llava" and kind != "own tables":
         changes = changes | MROPE | dict(interleaved=name == "qwen3-vl")
     target = VLMTarget(zoo.model(name), Processor(1.0))
     head = head_for(target, **changes)
@@ -161,7 +160,7 @@ def test_rounds_read_what_a_whole_text_would_give(zoo, name, kind):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["plain", "own tables", "pictures", "few slots"])
+@pytest.mark.parametrize("kind", ["plain", "own tables", "pictures"])
 def test_prompt_slots_are_those_of_a_naive_loop(zoo, kind):
     """Slot by slot: the states of the layers before and after the first, as the model's own forward
     has them, with the next token or, in heads that read them, a picture's embedding.
@@ -177,7 +176,7 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo, kind):
         seen = target.model(**inputs, output_hidden_states=True).hidden_states
         ids = [*inputs["input_ids"][0].tolist()[1:], int(token[row])]
         read = [table(torch.tensor(token)) for token in ids]
-        if kind in ("pictures", "few slots"):
+        if kind == "pictures":
             own = seen[0][0, 1:]  # what the decoder reads
             read = [
                 own[j] if t == zoo.image else e
@@ -187,53 +186,8 @@ def test_prompt_slots_are_those_of_a_naive_loop(zoo, kind):
         last = unnormed(target.model, inputs)
         states = torch.cat([seen[1], last], dim=-1)[0]
         slots = [torch.cat([e, head.mixed(h)]) for e, h in zip(read, states, strict=True)]
-        if kind == "few slots":
-            slots = few_of(slots, [t == zoo.image for t in ids], head.pictures.queries)
         wanted = head(torch.stack(slots)[None])[0, -1]
         torch.testing.assert_close(drafter.predicted[row], wanted, rtol=1e-4, atol=1e-5)
-
-
-def few_of(slots, image, queries):
-    """What learned ``queries`` find in each run of a picture's ``slots``, in place of it."""
-    found, of = [], zip(image, slots, strict=True)
-    for is_image, run in itertools.groupby(of, key=lambda x: x[0]):
-        own = torch.stack([slot for _, slot in run])
-        if is_image:
-            keys = own / (own.pow(2).mean(-1, keepdim=True) + torch.finfo(own.dtype).eps).sqrt()
-            first = queries[: len(own)].flip(0)  # the first query's slot is the last
-            own = (first @ keys.T).softmax(-1) @ own
-        found += own
-    return found
-
-
-@torch.inference_mode()
-def test_what_is_left_of_pictures_is_all_that_is_kept(zoo):
-    """The cache is smaller by the places that no row's prompt needs, though not where a longer
-    prompt waits for its row.
-    """
-    target = VLMTarget(zoo.model("llava"), Processor(1.0))
-    drafter = FeatureDrafter(head_for(target, **KINDS["few slots"]), target, branching([2]))
-    prompt = prompt_of(zoo, "llava")
-    whole = FeatureDrafter(head_for(target, **KINDS["pictures"]), target, branching([2]))
-    for waiting in (0, prompt.width):
-        prompt.longest = waiting
-        feedback = Feedback(target.prefill(prompt, 4), torch.tensor([3, 4, 5]))
-        for each in (drafter, whole):
-            each.begin(feedback, Clock())
-        image = target.context.image_mask
-        assert bool(image.any()) and torch.equal(whole.cache.lengths, prompt.lengths)
-        dropped = prompt.lengths - drafter.cache.lengths
-        runs = (image & ~torch.nn.functional.pad(image[:, :-1], (1, 0))).sum(1)
-        assert torch.equal(dropped, image.sum(1) - 2 * runs)  # two slots of each
-        saved = 0 if waiting else prompt.width - int(drafter.cache.lengths.max())
-        assert drafter.cache.size.capacity == whole.cache.size.capacity - saved
-        assert bool(dropped.any()) and (waiting or saved)
-
-
-def test_few_slots_are_counted():
-    with pytest.raises(ValueError, match="picture_slots must count its slots"):
-        sizes = LlamaConfig(vocab_size=9, hidden_size=16, head_dim=8, num_attention_heads=2)
-        Eagle3Config(sizes, (0,), 9, picture_slots=2, sections=(1, 1, 2))
 
 
 def unnormed(model, inputs):
@@ -248,7 +202,7 @@ def unnormed(model, inputs):
 
 REFILLED = [
     ("llava", "parallel"),
-    ("llava", "few slots"),
+    ("llava", "pictures"),
     ("qwen2.5-vl", "plain"),
     ("qwen3-vl", "parallel"),
 ]
@@ -358,9 +312,7 @@ def test_sampling_keeps_the_distribution(zoo, drawn, twin):
     model's own distribution; twins that record another are found out.
     """
     kind, tree = DRAWN[drawn]
-    if twin and (
-        drawn == "dynamic" or (drawn in ("tree", "few slots") and twin == "before temperature")
-    ):
+    if twin and (drawn == "dynamic" or (drawn == "tree" and twin == "before temperature")):
         pytest.skip("a twin of chains, or of drawn trees")
     small, runs, size = zoo.of_vocabulary(6), 3000, 6
     target = VLMTarget(small.model("llava"), PROCESS)
@@ -387,7 +339,7 @@ def joint_of(small, size):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["plain", "parallel", "few slots"])
+@pytest.mark.parametrize("kind", ["plain", "parallel"])
 def test_enumerated_drafts_keep_the_distribution(zoo, kind):
     """Every draw of a tree by the real head's distributions, through the real rule, in float64;
     what a drawn tree records are these distributions.
