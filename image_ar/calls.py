@@ -6,8 +6,10 @@ Shape letters: N pictures, R pixels a side.
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +26,8 @@ Pictures: TypeAlias = list[Image.Image] | Any  # or an array or a tensor
 Tell: TypeAlias = Callable[[int, int, dict[str, Any]], object]
 """Called with a round's number, the fewest tokens that a picture has, and all tokens by name."""
 
+NOT_DRAWN = -1  # in a callback's tokens
+OFTEN = 0.1  # seconds between two states of a bar
 OUTPUT_TYPES = ("pil", "np", "pt", "uint8", "latent")
 WITHOUT = {  # arguments of diffusers' pipelines, and why some models do without them
     "num_inference_steps": "which takes a step a token, or a scale, and no number of them",
@@ -88,6 +92,47 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
         callback(pipe, round_, count, {name: tensors[name] for name in chosen})
 
     return tell
+
+
+class SoFar(NamedTuple):
+    """A batch after a round: the ``fewest`` tokens (or scales) that a picture has, how many
+    ``pictures`` that is worth in all, and the ``tokens`` of all, ``NOT_DRAWN`` where none is yet.
+    """
+
+    fewest: int
+    pictures: float
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
+class PicturesSoFar:
+    """Event for watchers within a call: the pictures' worth of tokens that it has drawn."""
+
+    pictures: float
+
+
+@dataclass
+class Watch:
+    """What ``pipe`` does after each round of a batch: it tells the user's function, moves the bar
+    and looks whether it is to end.
+    """
+
+    pipe: Any
+    tell: Tell | None
+    move: Callable[[float], object] | None  # with the pictures' worth drawn of a batch
+    moved: float = 0.0
+
+    def __call__(self, round_: int, so_far: Callable[..., SoFar], *of: Any) -> bool:
+        """Whether the user has interrupted; ``so_far(*of)`` is asked only where somebody looks."""
+        due = self.move is not None and time.perf_counter() - self.moved > OFTEN
+        if due or self.tell is not None:
+            found = so_far(*of)
+            if self.move is not None and due:
+                self.moved = time.perf_counter()
+                self.move(found.pictures)
+            if self.tell is not None:
+                self.tell(round_, found.fewest, {"tokens": found.tokens})
+        return bool(self.pipe._interrupt)
 
 
 def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | None]:

@@ -24,11 +24,14 @@ from specmm.choose.when_compiled import Compiled, Turn, Works
 from specmm.core.randomness import sample_generators
 from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.turns import turns_of
+from specmm.core.watching import is_watched, tell
 from specmm.extending.kinds import check_numbers, either
 from specmm.image_ar.calls import (
     TENSOR_INPUTS,
     Pictures,
+    PicturesSoFar,
     Tell,
+    Watch,
     check_call,
     labels_of,
     pictures_as,
@@ -90,8 +93,8 @@ class Batch(Generic[M]):
 
     ``method`` is fully resolved. ``target`` says how they are sampled; they are drawn ``on`` it, or
     on its compiled form (the pipeline's ``quick``). ``rows`` are drawn at once, the others as rows
-    end; ``ended`` is called with the number that did, ``tell`` after each round. The ``record`` of
-    method auto stores their seconds.
+    end; ``ended`` is called with the number that did, ``watch`` after each round, which says
+    whether to end then. The ``record`` of method auto stores their seconds.
     """
 
     of: Any
@@ -101,7 +104,7 @@ class Batch(Generic[M]):
     on: Any
     rows: int
     ended: Callable[[int], object]
-    tell: Tell | None
+    watch: Watch
     record: Record | None
 
 
@@ -110,6 +113,7 @@ class Drawn:
     """A batch: ``tokens`` [B, …], and the ``latents`` that its pixels are decoded from.
 
     ``measured`` is the number of tokens that the certificate's total variation is the mean of.
+    ``whole`` is False where the user has interrupted: tokens are those so far.
     """
 
     tokens: Tensor
@@ -117,6 +121,30 @@ class Drawn:
     stats: Stats
     certificate: Certificate
     measured: float = 1.0
+    whole: bool = True
+
+
+@dataclass
+class Moving:
+    """Moves the ``bar`` of a call within its pictures, of which so many are ``done``."""
+
+    bar: Any
+    done: int = 0
+
+    def needed(self) -> bool:
+        """Whether anybody looks: on a GPU it would wait for each round."""
+        return is_watched() or not self.bar.disable
+
+    def ended(self, count: int) -> None:
+        """So many more pictures are done."""
+        self.done += count
+        self(0.0)
+
+    def __call__(self, pictures: float) -> None:
+        so_far = self.done + round(pictures, 1) if pictures else self.done
+        self.bar.n = so_far
+        self.bar.refresh()
+        tell(PicturesSoFar(so_far))
 
 
 class PicturePipeline(ABC, Generic[M]):
@@ -138,6 +166,7 @@ class PicturePipeline(ABC, Generic[M]):
     paints: bool = False  # a diffusion model makes pixels, and is what ``guidance_scale`` is about
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
+    _interrupt = False
     called_on: torch.device | None = None  # where calls run whose networks rest on the CPU
     log_likelihood: Any = None  # of tokens under the target, where they have one
     _callback_tensor_inputs: ClassVar[list[str]] = list(TENSOR_INPUTS)  # as in diffusers
@@ -166,7 +195,7 @@ class PicturePipeline(ABC, Generic[M]):
         typed = {name: given[name] for name in names} | given.pop("elsewhere")
         given |= dict.fromkeys(names) | self.settle_names(typed)
         inputs = given["callback_on_step_end_tensor_inputs"]
-        tell = told(self, given["callback_on_step_end"], inputs)
+        heard = told(self, given["callback_on_step_end"], inputs)
         sampling = {name: given[name] for name in self.sampling_options}
         target = self.measured(sampling, **{name: given[name] for name in self.call_options})
         chosen: M = self.method if given["method"] is None else given["method"]
@@ -182,12 +211,15 @@ class PicturePipeline(ABC, Generic[M]):
         decided, reason, record = self.settle(chosen, rows, target, count)
         parts: list[Drawn] = []
         pictures: list[Tensor] = []
-        together = batch_size * self.turns(chosen, tell)
+        together = batch_size * self.turns(chosen, heard)
+        self._interrupt = False  # diffusers' users set it in a callback
         with self.progress_bar(total=count) as bar:
+            move = Moving(bar)
             for first in range(0, count, together):
                 part = slice(first, first + together)
                 own = generators[part]
-                rest = (batch_size, bar.update, tell, record)
+                watch = Watch(self, heard, move if move.needed() else None)
+                rest = (batch_size, move.ended, watch, record)
                 # the last pictures may be too few for the program, and another would not pay
                 with turn.batch(len(own), count - first, len(own) >= rows) as on:
                     drawn = self.draw(Batch(asked[part], own, decided, target, on, *rest))
@@ -197,8 +229,11 @@ class PicturePipeline(ABC, Generic[M]):
                 parts.append(drawn)
                 claim = drawn.certificate.under(self.claimed(target))
                 programs = turn.compiled[part]
-                records += recorder.records(part, own, decided, batch_size, programs, claim)
-                bar.update(first + len(own) - bar.n)
+                found = recorder.records(part, own, decided, batch_size, programs, claim)
+                records += found if drawn.whole else [one | {"interrupted": True} for one in found]
+                move.ended(first + len(own) - move.done)
+                if not drawn.whole:
+                    break
         certificate = merged_certificate([(part.certificate, part.measured) for part in parts])
         assert certificate is not None, "there is at least one picture"
         tokens = torch.cat([part.tokens for part in parts])
@@ -378,12 +413,6 @@ class PicturePipeline(ABC, Generic[M]):
     def length_of(self, prompt: str) -> int:
         """Tokens of a ``prompt``; 0 where the batch does not depend on it."""
         return 0
-
-    def steps(self, **wanted: Any) -> int:
-        """The number of tokens or scales that a callback gets for a whole picture of the size
-        ``wanted``.
-        """
-        raise NotImplementedError
 
     def measured(
         self, sampling: Mapping[str, Any], prompt: str | None = None, **wanted: Any

@@ -69,6 +69,7 @@ class TransformersImagePictures(TokenPictures):
     static = StaticPictureTarget
     call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
     takes = "prompt"
+    _drew: Layout | None = None  # of the pictures drawn last
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
     def __init__(
@@ -230,6 +231,7 @@ class TransformersImagePictures(TokenPictures):
 
     def draw(self, batch: Batch[methods.Method]) -> Drawn:
         seeds = [further(one) for one in batch.generators]  # before tokens take their numbers
+        self._drew = batch.on.layout
         drawn = super().draw(batch)
         paintings = [
             Painting(one.text, seed, one.options) for one, seed in zip(batch.of, seeds, strict=True)
@@ -272,10 +274,6 @@ class TransformersImagePictures(TokenPictures):
     def work(self, target: PictureTarget) -> tuple[Any, ...]:
         return *super().work(target), (target.layout.rows, target.layout.columns)
 
-    def steps(self, **wanted: Any) -> int:
-        """Tokens of a picture, with those that end a row."""
-        return self._layout(wanted.get("height"), wanted.get("width")).length
-
     def measured(
         self, sampling: Mapping[str, Any], prompt: str | None = None, **wanted: Any
     ) -> PictureTarget:
@@ -286,12 +284,27 @@ class TransformersImagePictures(TokenPictures):
         super().moved()
         self.parts.code_ids, self.parts.codebook = self.facts.codebook(self.transformer)
         self._decoder: Decoder | None = None
+        self._drew = None
 
     def decoder(self) -> Decoder:
         """The decoder from tokens to pixels; raises ``ValueError`` if the folder has none."""
         if self._decoder is None:
             self._decoder = self.facts.decode(self.transformer, self.folder)
         return self._decoder
+
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Pictures [B, H, W, 3] uint8 of tokens [B, T] of the size that was drawn last; some code
+        is shown where they are ``NOT_DRAWN``, as a callback's may be.
+
+        Raises ``ValueError`` for models whose pixels a diffusion model paints.
+        """
+        if self.paints:
+            raise ValueError(f"decode_tokens has no preview of {self.name}: a diffusion paints it")
+        layout = self._drew or self._layout()
+        assert self.parts.code_ids is not None
+        codes = tokens.where(tokens >= 0, int(self.parts.code_ids[0]))
+        painting = Painting("", torch.Generator(), {})
+        return self.pixels([(row, layout, painting) for row in codes.split(1)])
 
     @torch.inference_mode()
     def pixels(self, latents: Any) -> Tensor:

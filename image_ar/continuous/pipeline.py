@@ -19,7 +19,7 @@ from specmm.choose.when_compiled import Compiled
 from specmm.core.derived import Derived
 from specmm.core.stats import Certificate
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, Classes
+from specmm.image_ar.calls import Callback, Classes, SoFar
 from specmm.image_ar.continuous.chain_speculation import ChainSpeculation
 from specmm.image_ar.continuous.cspd import (
     CSpDBatch,
@@ -218,9 +218,10 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def draw(self, batch: Batch[methods.ContinuousMethod]) -> Drawn:
         steps, claim = self._steps(batch)
         for i, progress in enumerate(steps):
-            if batch.tell is not None:
-                batch.tell(i, progress.count, {"tokens": progress.tokens})
-        return Drawn(progress.tokens, progress.tokens, progress.stats, claim)
+            if interrupted := batch.watch(i, so_far, progress):
+                break
+        tokens = progress.tokens
+        return Drawn(tokens, tokens, progress.stats, claim, whole=not interrupted)
 
     def _steps(
         self, batch: Batch[methods.ContinuousMethod]
@@ -314,10 +315,6 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         found = self.heads.setdefault(spec, Derived())
         return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
-    def steps(self, **wanted: Any) -> int:
-        """Tokens of a picture."""
-        return int(self.transformer.config.seq_len)
-
     def options_of(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         steps = self.settings.spaced(sampling.get("head_steps"))
         return super().options_of({**sampling, "head_steps": steps})
@@ -353,6 +350,12 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         return torch.cat([to_uint8(self.vae.decode_scaled(row)) for row in latents.split(1)])
 
     pixels = decode_tokens
+
+
+def so_far(progress: MARProgress) -> SoFar:
+    """The tokens drawn so far, in new memory, 0 elsewhere."""
+    pictures, length = progress.tokens.shape[:2]
+    return SoFar(progress.count, pictures * progress.count / length, progress.tokens.clone())
 
 
 if TYPE_CHECKING:

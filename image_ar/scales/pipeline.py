@@ -22,7 +22,7 @@ from specmm.core.randomness import Uniforms
 from specmm.core.stats import Certificate, Clock, Stats
 from specmm.core.turns import in_its_turn
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, Classes, labels_of
+from specmm.image_ar.calls import NOT_DRAWN, Callback, Classes, SoFar, labels_of
 from specmm.image_ar.files import read_settings, with_options
 from specmm.image_ar.scales.collaborative import (
     LARGE,
@@ -46,6 +46,7 @@ from specmm.image_ar.scales.sampling import (
     ReleaseSampler,
     Sampling,
     ScaleSampler,
+    ScaleTokens,
     VARSettings,
 )
 from specmm.image_ar.scales.tuning import CoDePlan, needed, plan_code, specialised
@@ -166,10 +167,6 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def timed(self, method: methods.ScalesMethod) -> bool:
         """Not for method code where the models are specialised for an N."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
-
-    def steps(self, **wanted: Any) -> int:
-        """Scales of a picture."""
-        return len(self.transformer.config.schedule)
 
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
         """All of the ``usual`` methods with a small model, none without."""
@@ -316,6 +313,18 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     pixels = decode
 
     @torch.inference_mode()
+    def decode_tokens(self, tokens: Tensor) -> Tensor:
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L], of the scales that are drawn in all of them
+        (a callback's are ``NOT_DRAWN`` beyond).
+        """
+        feature_map = FeatureMap(self.vae.quantize, len(tokens))
+        for scale in feature_map.schedule.split(tokens):
+            if bool((scale < 0).any()):
+                break
+            feature_map.add(ScaleTokens(scale))
+        return self.decode(feature_map.f_hat)
+
+    @torch.inference_mode()
     def draw(self, batch: Batch[methods.ScalesMethod]) -> Drawn:
         begin = time.perf_counter()
         clock = Clock()
@@ -324,9 +333,9 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         rounds = 0
         for _ in steps:
             rounds += 1
-            if batch.tell is not None:
-                batch.tell(rounds - 1, feature_map.drawn, {"tokens": feature_map.scales})
-        tokens = feature_map.tokens
+            if interrupted := batch.watch(rounds - 1, so_far, feature_map):
+                break
+        tokens = so_far(feature_map).tokens
         stats = Stats(
             tokens.numel(),
             rounds * len(batch.of),
@@ -335,7 +344,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
             clock.seconds["draft"],
             clock.seconds["verify"],
         )
-        return Drawn(tokens, feature_map.f_hat, stats, claim)
+        return Drawn(tokens, feature_map.f_hat, stats, claim, whole=not interrupted)
 
     def _steps(
         self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap, clock: Clock
@@ -410,6 +419,14 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         if model not in self.programs or self.programs[model][0] != now:
             self.programs[model] = now, compiled(VAR.run, self.device)
         return self.programs[model][1]
+
+
+def so_far(feature_map: FeatureMap) -> SoFar:
+    """The scales drawn so far, in new memory."""
+    tokens = feature_map.tokens.clone()
+    tokens[:, feature_map.schedule.starts[feature_map.drawn] :] = NOT_DRAWN
+    share = feature_map.drawn / len(feature_map.schedule)
+    return SoFar(feature_map.drawn, share * len(tokens), tokens)
 
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ from specmm.loading.hardware import Place, choose_dtype, prepack
 
 # With continuous batching one loop draws as many pictures as so many batches
 TURNS = 8
+GREY = 226
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,6 @@ class LlamaGenPictures(TokenPictures):
         """Pixels along a side of a picture."""
         return self.grid * self.vq.config.downsampling
 
-    def steps(self, **wanted: Any) -> int:
-        """Tokens of a picture."""
-        return self.grid**2
-
     def moved(self) -> None:
         super().moved()
         self.parts.codebook = self.vq.quantize.embedding.weight.detach()
@@ -242,10 +239,15 @@ class LlamaGenPictures(TokenPictures):
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T]; see ``pixels``."""
-        side = self.transformer.config.grid
-        rows = tokens.unflatten(1, (side, side)).split(1)
-        return torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T], grey where they are ``NOT_DRAWN``, as a
+        callback's may be; see ``pixels``.
+        """
+        grid = tokens.unflatten(1, (self.grid, self.grid))
+        rows = grid.clamp(min=0).split(1)
+        found = torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
+        cell = self.vq.config.downsampling
+        missing = (grid < 0).repeat_interleave(cell, 1).repeat_interleave(cell, 2)
+        return found.masked_fill_(missing[..., None], GREY)
 
     pixels = decode_tokens
 

@@ -21,6 +21,7 @@ from specmm.core.drawing import DrawingTarget
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
+from specmm.image_ar.calls import NOT_DRAWN, SoFar
 from specmm.image_ar.files import with_options
 from specmm.image_ar.shared import Batch, Drawn, PicturePipeline
 from specmm.image_ar.tokens.assemble import Method, PictureParts, assemble
@@ -116,13 +117,17 @@ class TokenPictures(PicturePipeline[methods.Method]):
         if batch.record is not None and queue is None:  # with a queue, rows restart within a run
             steps = batch.record.called(batch.method, steps)
         for i, progress in enumerate(steps):
-            if batch.tell is not None:
-                batch.tell(i, int(progress.counts.min()), {"tokens": progress.tokens})
+            if interrupted := batch.watch(i, so_far, progress, target.length):
+                break
         # copies: the next batch's rounds may be played in the same memory
-        rows = queue.tokens if queue is not None else progress.tokens[:, : target.length].unbind()
-        tokens = torch.stack(list(rows))
+        if queue is None:
+            tokens = so_far(progress, target.length).tokens
+        else:
+            none = progress.tokens.new_full((target.length,), NOT_DRAWN)
+            tokens = torch.stack([row if len(row) else none for row in queue.tokens])
         said = run_claim(rule, progress, drafter)
-        return Drawn(tokens, tokens, progress.stats, said, float(progress.measured))
+        whole = not interrupted
+        return Drawn(tokens, tokens, progress.stats, said, float(progress.measured), whole)
 
     def _steps(
         self, batch: Batch[methods.Method], queue: Queue | None
@@ -142,6 +147,14 @@ class TokenPictures(PicturePipeline[methods.Method]):
         target, drafter, rule = made
         steps = decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play)
         return steps, rule, drafter
+
+
+def so_far(progress: Progress, length: int) -> SoFar:
+    """What a run has drawn of pictures of ``length`` tokens, in new memory."""
+    counts = progress.counts.clamp(max=length)
+    drawn = torch.arange(length, device=counts.device) < counts[:, None]
+    tokens = progress.tokens[:, :length].where(drawn, NOT_DRAWN)
+    return SoFar(int(counts.min()), float(counts.sum()) / length, tokens)
 
 
 def _rounds(

@@ -19,8 +19,6 @@ from PIL import Image, ImageDraw
 from specmm.app.lanes import PictureLane, TextLane
 from specmm.image_ar.continuous.masked_decode import ChainStats
 from specmm.image_ar.scales.collaborative import LARGE
-from specmm.image_ar.scales.next_scale import FeatureMap
-from specmm.image_ar.scales.sampling import ScaleTokens
 from specmm.loading.files import slug
 
 CELL = 16  # pixels of a token
@@ -40,17 +38,9 @@ def preview(lane: PictureLane) -> Image.Image | None:
         return _enlarged(lane.out.images[0])
     if not lane.state:
         return None
-    tokens = lane.state["tokens"]
-    pipe = lane.pipe
-    if pipe.plans == "scales":
-        made = FeatureMap(pipe.vae.quantize, 1)
-        for scale in tokens:
-            made.add(ScaleTokens(scale))
-        pixels = pipe.decode(made.f_hat)
-    elif pipe.grid:
-        pixels = pipe.decode_tokens(tokens[:, : pipe.grid**2])
-    else:
+    if lane.pipe.paints:
         return None
+    pixels = lane.pipe.decode_tokens(lane.state["tokens"])
     return _enlarged(Image.fromarray(pixels[0].cpu().numpy()))
 
 

@@ -25,6 +25,11 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(before)
 
 
+def is_watched() -> bool:
+    """Whether anybody watches."""
+    return _watcher.get() is not None
+
+
 def tell(event: object) -> None:
     """Tell the watcher, if there is one, about ``event``."""
     watcher = _watcher.get()

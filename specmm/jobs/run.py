@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ from specmm.jobs.results import save
 from specmm.jobs.workers import Worker
 from specmm.loading.extras import install
 from specmm.loading.files import sentence_of
+from specmm.runs.run import moving
 
 log = logging.getLogger(__name__)
 Opener = Callable[[], Worker]
@@ -64,6 +65,10 @@ class Bar:
         self.bar.set_postfix(batch=batch, failed=self.failures, refresh=False)
         if self.metrics is not None:
             self.metrics.observe(done, failed, batch, seconds)
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Context for a batch, within whose pictures the bar moves."""
+        return moving(self.bar)
 
     def __enter__(self) -> Self:
         return self
@@ -202,7 +207,8 @@ class _Runner:
         start = time.perf_counter()
         rows = min(self.sizer.size, len(batch))
         try:
-            results = self.worker.run(batch, rows)
+            with nullcontext() if self.bar is None else self.bar.moving():
+                results = self.worker.run(batch, rows)
         except Exception as error:  # whatever a model does with an item, the others go on
             if len(batch) == 1:
                 self._failed(batch[0], error, queue)

@@ -91,12 +91,9 @@ def race(
 
     def draw(method: Any, classes: Classes, seed: int, compiled: bool = False) -> Any:
         options: dict[str, Any] = dict(wanted, batch_size=len(classes), compiled=compiled)
-        options["generator"] = torch.Generator().manual_seed(seed)
-        if made is not None and not bar.disable:  # elsewhere a callback would be measured, too
-            options["callback_on_step_end"] = moving(bar, 1, steps)
-        return pipe(**{pipe.takes: list(classes)}, method=method, **options)
+        with moving(bar, 1 / len(classes)):
+            return pipe(**{pipe.takes: list(classes)}, method=method, seed=seed, **options)
 
-    steps = pipe.steps(**wanted)
     bar = _bar(len(contenders), len(rounds))
     call = Quickest(draw) if compiled else draw
     return raced(call, contenders, rounds, seed, bar, made)

@@ -29,6 +29,7 @@ from specmm.core.stats import Certificate, Stats, merged_certificate, total
 from specmm.core.watching import watched
 from specmm.extending.registry import OPTION, Registry, unknown
 from specmm.hf.pictures.picture_models import draws_pictures, processes
+from specmm.image_ar.calls import PicturesSoFar
 from specmm.image_ar.pipeline import TRANSFORMERS_FAMILY, family_of, open_pictures
 from specmm.image_ar.records import MODELS, write_pictures
 from specmm.loading.checkpoints import read_json
@@ -426,10 +427,8 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
         with tqdm(total=count, unit="picture", disable=None, leave=False) as bar:
             for first in range(0, count, run.batch_size):
                 rows = range(first, min(first + run.batch_size, count))
-                seen = callback
-                if callback is None and not bar.disable:  # for nobody else a callback costs time
-                    seen = moving(bar, len(rows), pipe.steps(**run.wanted))
-                _draw_batch(pipe, run, rows, method, seen)
+                with moving(bar):
+                    _draw_batch(pipe, run, rows, method, callback)
                 bar.update(len(run.outputs) - bar.n)
     except KeyboardInterrupt:
         run.interrupted = True
@@ -457,16 +456,22 @@ def planning_bar() -> Iterator[None]:
             yield
 
 
-def moving(bar: Any, rows: int, steps: int) -> Callable[..., dict[str, Any]]:
-    """A callback that moves ``bar`` within ``rows`` pictures that are whole after ``steps``."""
+@contextmanager
+def moving(bar: Any, share: float = 1.0) -> Iterator[None]:
+    """Within the block ``bar`` moves within the pictures of a call, by a ``share`` for each."""
     before = bar.n
 
-    def moved(pipe: object, step: int, done: int, state: dict[str, Any]) -> dict[str, Any]:
-        bar.n = round(before + rows * done / steps, 1)
-        bar.update(0)
-        return state
+    def moved(event: object) -> None:
+        if isinstance(event, PicturesSoFar):
+            bar.n = round(before + share * event.pictures, 1)
+            bar.refresh()
 
-    return moved
+    if bar.disable:  # for nobody it would cost time
+        yield
+        return
+    with watched(moved):
+        yield
+    bar.n = before
 
 
 def _draw_batch(pipe: Images, run: PictureRun, rows: range, method: Any, callback: object) -> None:

@@ -229,9 +229,9 @@ def test_vars_scales_are_told_apart_and_previewed():
 
 def test_saved_pictures_do_not_pile_up(pipe):
     out = pipe(classes=["heart"], generator=generator(pipe, 3))
-    old, new = (Path(saved(out, "m", "heart", seed)) for seed in (3, 4))
+    old, new = (Path(saved(out, "heart", seed)) for seed in (3, 4))
     os.utime(old.parent, (0, 0))
-    last = Path(saved(out, "m", "heart", 5))
+    last = Path(saved(out, "heart", 5))
     assert not old.parent.exists() and new.is_file() and last.is_file()
 
 

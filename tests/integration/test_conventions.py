@@ -181,6 +181,60 @@ def test_callbacks(pipe, draw):
         draw(**given, callback_on_step_end_tensor_inputs=["latents"])
 
 
+METHODS = {
+    "tiny": ("ar", "speculative", "eagle", "lantern++", "sjd", "gsd"),
+    "pocket/var": ("ar", "code", methods.CoDe(2)),
+    "pocket/mar": ("ar", "cspd", methods.CSpD("release")),
+}
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_callbacks_see_the_pictures_so_far(pipe, draw, count):
+    """Whatever is drafted or stale behind their ends; what they write changes nothing."""
+    for method in METHODS.get(pipe.name, METHODS["tiny"]):
+        given = dict(classes=list(range(count)), method=method)
+        wanted = draw(**given)
+        whole = wanted.tokens
+        shares = []
+
+        def look(pipe, step, fewest, state, whole=whole, shares=shares):
+            tokens = state["tokens"]
+            assert tokens.shape == whole.shape
+            drawn = tokens.any(-1) if tokens.ndim == 3 else tokens >= 0
+            assert torch.equal(tokens[drawn], whole[drawn])
+            shares.append(float(drawn.float().mean()))
+            picture = pipe.decode_tokens(tokens)
+            assert picture.shape == (len(whole), pipe.side, pipe.side, 3)
+            tokens.zero_()  # the live buffer would be another picture
+            return state
+
+        found = draw(**given, callback_on_step_end=look)
+        assert torch.equal(found.tokens, whole), method
+        assert shares == sorted(shares) and shares[0] < 1 == shares[-1], (method, shares)
+        assert [p.tobytes() for p in found.images] == [p.tobytes() for p in wanted.images]
+        assert str(found.certificate) == str(wanted.certificate)
+
+
+def test_an_interrupted_call_ends_after_its_round(pipe, draw):
+    """As in diffusers, with what is drawn; the next call draws whole pictures."""
+    for method in METHODS.get(pipe.name, METHODS["tiny"]):
+        given = dict(classes=[0, 1, 2], method=method, batch_size=2)
+        whole = draw(**given).tokens
+        seen = []
+
+        def stop(pipe, step, fewest, state, seen=seen):
+            seen.append(fewest)
+            pipe._interrupt = step == 0
+            return state
+
+        cut = draw(**given, callback_on_step_end=stop)
+        assert len(seen) == 1 and len(cut.images) == len(cut.tokens) == 2, method
+        drawn = cut.tokens.any(-1) if cut.tokens.ndim == 3 else cut.tokens >= 0
+        assert torch.equal(cut.tokens[drawn], whole[:2][drawn]) and 0 < drawn.float().mean() < 1
+        assert all(record["interrupted"] for record in cut.records)
+        assert torch.equal(draw(**given).tokens, whole)
+
+
 WRONG = [
     (dict(generator=3), "generator must be a torch.Generator or a list of them.*got 3"),
     (dict(generator=[3]), "generator must be a torch.Generator or a list of them.*got 3"),
