@@ -21,6 +21,7 @@ from specmm.loading.extras import install
 from specmm.metrics.extractors import Extractor, channels_first
 from specmm.metrics.features import Protocol
 from specmm.metrics.weights import fingerprint, locate, main_file
+from specmm.zoo.efficientnet import load_network
 
 INCEPTION_SIDE = 299  # pixels
 INCEPTION_RESIZE = f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias"
@@ -123,19 +124,6 @@ class EfficientNetLite0(Extractor):
 
         steps = (prepare, pooled, lambda x: model._fc(pooled(x)))
         super().__init__("efficientnet-lite0", protocol, *steps, device=device, dtype=dtype)
-
-
-def load_network(path: Path) -> Any:
-    """EfficientNet-lite0 with the weights of the file ``path``, in evaluation mode."""
-    model = new_network()
-    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
-    return model.eval()
-
-
-def new_network() -> Any:
-    """EfficientNet-lite0 with random weights; ``ValueError`` where its package is missing."""
-    package = _package("efficientnet_lite_pytorch", install("fid"))
-    return package.EfficientNet.from_name("efficientnet-lite0")
 
 
 def pillow_bicubic(pictures: Tensor, side: int) -> Tensor:

@@ -56,6 +56,7 @@ from specmm.loading.checkpoints import (
     read_json,
 )
 from specmm.loading.hardware import prepack
+from specmm.metrics.weights import locate
 from specmm.zoo import efficientnet
 
 PROJECTOR = "projector.safetensors"
@@ -255,7 +256,7 @@ class Tower(PreTrainedModel):
     def pretrained(cls) -> Tower:
         """The tower with the package's weights; raises ``ValueError`` saying how to get them."""
         tower: Any = cls(TowerConfig())
-        tower.network = efficientnet.load_network()
+        tower.network = efficientnet.load_network(locate("efficientnet-lite0"))
         return tower.eval()
 
     def forward(self, pixel_values: Tensor, **_: Any) -> BaseModelOutput:

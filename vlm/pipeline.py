@@ -26,16 +26,7 @@ from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.registry import named
 from specmm.hf.answers.choosing_drawn import DrawnAnswers
-from specmm.hf.answers.running import (
-    Chosen,
-    Pipeline,
-    PromptBatch,
-    RoundText,
-    Run,
-    check_continuous_batching,
-    ending,
-    stream,
-)
+from specmm.hf.answers.running import Chosen, Pipeline, PromptBatch, RoundText, Run, ending, stream
 from specmm.hf.drafters.drafting import KINDS
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find
@@ -285,7 +276,6 @@ class VQAPipeline(Pipeline):
         captured = self.captures(options)
         if options.compiled is True and options.draw:
             raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
-        check_continuous_batching(method, options.batch_size)
         target = self._target(method, options, captured)
         given = _asked(images, questions, videos, options)
 
@@ -294,11 +284,7 @@ class VQAPipeline(Pipeline):
             return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
 
         prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
-        prompt = prompts.first(target)
-        chosen = self.chosen(method, target, prompt, share)
-        self.constrain(target, chosen.method, options, prompt)
-        shared = self.rounds_of(chosen.method, target, options)
-        return self._run(chosen, shared, prompt, options, prompts)
+        return self._run(method, target, options, prompts, share)
 
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE

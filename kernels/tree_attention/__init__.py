@@ -8,7 +8,6 @@ repeats a batch), H query heads, K key/value heads, T tree nodes, S slots, D hea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -16,27 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels.backend import backend
+from specmm.kernels.tree_attention.masks import TreeMask as TreeMask
 
 WIDEST = 256  # head width
 MOST_NODES = 256
-
-
-@dataclass(frozen=True)
-class TreeMask:
-    """The slots each node of a tree attends to: its row's committed ones, and its ancestors'.
-
-    ``words`` [1 or B, T, W] int64 is :attr:`specmm.core.tree.TreeShape.ancestor_words`; ``lengths``
-    [B] int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden``
-    [R, up to S] bool hides committed ones. ``row_invariant`` is the operator's.
-    """
-
-    words: Tensor
-    lengths: Tensor
-    first: int
-    hidden: Tensor | None = None
-    row_invariant: bool = False
-
-
 Mask: TypeAlias = Tensor | TreeMask | None
 
 

@@ -10,30 +10,10 @@ head width, W = ceil(T / 64) words.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.kernels.tree_attention import TreeMask
-
-
-def unpacked(words: Tensor, nodes: int) -> Tensor:
-    """Whether bit j of ``words`` [..., W] is set, [..., T] bool for T = ``nodes``."""
-    bits = torch.arange(nodes, device=words.device)
-    return (words[..., bits // 64] >> (bits % 64) & 1).bool()
-
-
-def dense_mask(mask: TreeMask, rows: int, slots: int) -> Tensor:
-    """Whether each of T nodes attends each of S = ``slots`` slots, [R, 1, T, S] bool."""
-    words, lengths, first = mask.words, mask.lengths, mask.first
-    nodes = words.shape[1]
-    place = torch.arange(slots, device=words.device)
-    committed = (place < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
-    if mask.hidden is not None:
-        committed[:, : mask.hidden.shape[1]] &= ~mask.hidden
-    seen = committed[:, None].repeat(1, nodes, 1)
-    seen[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
-    return seen[:, None]
+from specmm.kernels.tree_attention.masks import TreeMask, dense_mask
 
 
 def tree_attention(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specmm.kernels.tree_attention import TreeMask
+from specmm.kernels.tree_attention.masks import TreeMask
 
 
 def tree_attention(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scale: float) -> Tensor:

@@ -28,8 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmm.kernels.tree_attention import TreeMask
-from specmm.kernels.tree_attention.dense import unpacked
+from specmm.kernels.tree_attention.masks import TreeMask, unpacked
 
 INVARIANT_SPLIT = 1024  # positions a split of the row-invariant mode
 WAVES = 2  # programs wanted for each multiprocessor before the prefix is split no further

@@ -22,19 +22,11 @@ from specmm import methods
 from specmm.choose.contest import SHARE
 from specmm.choose.when_compiled import Work, Works
 from specmm.core.decode import room
-from specmm.core.drafter import Drafter
 from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.kinds import texts_of
 from specmm.extending.registry import named
-from specmm.hf.answers.running import (
-    Pipeline,
-    PromptBatch,
-    RoundText,
-    Run,
-    check_continuous_batching,
-    ending,
-)
+from specmm.hf.answers.running import Pipeline, PromptBatch, RoundText, Run, ending
 from specmm.hf.drafters.drafter_formats import ModelFolder, sees
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find_target, load_target
@@ -129,13 +121,14 @@ class TextPipeline(Pipeline):
             if work is not None:
                 given = replace(given, compiled=self._pays(work, prompts, given))
             failed, start = uncompiled_calls(), time.perf_counter()
-            run, drafter = self._start(prompts, given)
+            run = self._start(prompts, given)
             texts, tokens, end = run.finish(streamer)
             built = uncompiled_calls() == failed
             quick = run.compiled and built
             if work is not None:
                 made = max(sum(map(len, tokens)), 1)
                 work.observe(time.perf_counter() - start, made, quick, built)
+        drafter = getattr(run.drafter, "inner", run.drafter)  # of a grammar's
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         return TextOutput(texts, trace=trace, compiled=quick, **run.told(tokens, end))
 
@@ -157,7 +150,7 @@ class TextPipeline(Pipeline):
         """As ``stream``, with token counts; accepted drafts are separate pieces if ``apart``."""
 
         def found() -> Iterator[list[RoundText]]:  # all of it in its turn
-            yield from self._start(prompts, self.options(options))[0].rounds(apart)
+            yield from self._start(prompts, self.options(options)).rounds(apart)
 
         yield from turns_of(self.model).each(found())
 
@@ -167,7 +160,7 @@ class TextPipeline(Pipeline):
         and why; ``records`` holds the measurements.
         """
         given = self.options({**options, "method": methods.Auto()})
-        return self._start(prompts, given, math.inf)[0].method
+        return self._start(prompts, given, math.inf).method
 
     def prepared(
         self, prompts: str | Sequence[str] | None = None, **options: Any
@@ -183,7 +176,7 @@ class TextPipeline(Pipeline):
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, prompts: str | Sequence[str] | None = None, **options: Any) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
-        return self._start(prompts, self.options(options))[0]
+        return self._start(prompts, self.options(options))
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
@@ -242,26 +235,18 @@ class TextPipeline(Pipeline):
 
     def _start(
         self, prompts: str | Sequence[str] | None, options: Options, share: float = SHARE
-    ) -> tuple[Run, Drafter | None]:
-        """Prepare a batch, of which nothing runs yet, with its drafter."""
+    ) -> Run:
+        """Prepare a batch; nothing runs before the first round."""
         method = options.chosen(methods.TEXT, self.method)
-        captured = self.captures(options)
-        kind = CapturedTarget if captured else VLMTarget
+        kind = CapturedTarget if self.captures(options) else VLMTarget
         target = kind(self.model, options.processor, self.name)
-        check_continuous_batching(method, options.batch_size)
         ids = self._read(prompts, options)
 
         def prepared(some: slice) -> VLMPrompt:
             return VLMPrompt({**padded(ids[some])}, options.max_new_tokens)
 
         batch = PromptBatch(prepared, len(ids), options.batch_size)
-        prompt = batch.first(target)
-        chosen = self.chosen(method, target, prompt, share)
-        method = chosen.method
-        self.constrain(target, method, options, prompt)
-        shared = self.rounds_of(method, target, options)
-        run = self._run(chosen, shared, prompt, options, batch)
-        return run, None if shared.parts is None else shared.parts.drafter
+        return self._run(method, target, options, batch, share)
 
     def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:
         """The timing record of such a call, if it decides whether the call is compiled."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from specmm.core.stats import Certificate, rule_certificate
 from specmm.core.tree import DraftTree, TreeShape
@@ -33,9 +34,6 @@ from specmm.verify.exhaustive import (
     total_variation,
 )
 from specmm.verify.rule import Rule
-
-if TYPE_CHECKING:
-    from specmm.core.decode import Progress
 
 PROVED = (Block, GreedyMatch, GreedyMultiDraft, PointMass, Recursive, Traversal)
 VOCABULARY = 3  # at least
@@ -70,8 +68,24 @@ class GivenTrees:
         self.given |= {(tuple(parents), tree.probs is not None) for parents in rows}
 
 
-def run_claim(rule: Rule | None, counts: Progress, drafter: object) -> Certificate:
-    """The certificate of a run by ``rule``, None: plain decoding; ``counts`` are its last progress.
+class Counts(Protocol):
+    """What a run measured: :class:`specmm.core.decode.Progress`."""
+
+    @property
+    def excess(self) -> Tensor:
+        """Of a relaxed rule, summed over rounds and rows."""
+
+    @property
+    def measured(self) -> Tensor:
+        """Tokens that it is of."""
+
+    @property
+    def trees(self) -> GivenTrees:
+        """Those that a rule was given which others call exact."""
+
+
+def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate:
+    """The certificate of a run by ``rule``, None: plain decoding.
 
     A ``drafter`` of others is named where it recorded distributions: every rule relies on them.
     """

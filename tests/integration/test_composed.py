@@ -52,9 +52,10 @@ def folder(language, tmp_path_factory):
 
 
 def test_the_tower_is_the_packages_classifier_before_its_head():
+    from specmm.metrics.weights import locate
     from specmm.zoo.efficientnet import load_network
 
-    tower, network = Tower.pretrained(), load_network()
+    tower, network = Tower.pretrained(), load_network(locate("efficientnet-lite0"))
     pixels = torch.randn(2, 3, 256, 256, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         found = tower(pixels).last_hidden_state

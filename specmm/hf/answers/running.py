@@ -654,15 +654,20 @@ class Pipeline:
 
     def _run(
         self,
-        chosen: Chosen,
-        shared: SharedRounds,
-        prompt: VLMPrompt,
+        method: Method,
+        target: VLMTarget,
         options: Options,
         prompts: PromptBatch,
+        share: float,
     ) -> Run:
-        """``prompts``, beginning with ``prompt``, to be answered by ``shared`` rounds; nothing runs
-        yet.
+        """``prompts`` to be answered by ``method``; nothing runs yet but trials of ``auto``, which
+        take a ``share`` of answers.
         """
+        check_continuous_batching(method, options.batch_size)
+        prompt = prompts.first(target)
+        chosen = self.chosen(method, target, prompt, share)
+        self.constrain(target, chosen.method, options, prompt)
+        shared = self.rounds_of(chosen.method, target, options)
         target, parts, play = shared.target, shared.parts, shared.play
         name = chosen.name
         length = options.max_new_tokens
