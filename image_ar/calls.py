@@ -70,6 +70,21 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
             raise ValueError(f"{name} must be None for {pipe.name}, {WITHOUT[name]}")
 
 
+def check_saving(given: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments of diffusers' ``save_pretrained`` that mean other files
+    than are written, and ``TypeError`` for unknown ones.
+    """
+    usual = {"safe_serialization": True, "variant": None, "push_to_hub": False}
+    for name, value in given.items():
+        if name not in (*usual, "max_shard_size"):
+            raise TypeError(str(unknown("argument", name, ("dtype", *usual), OPTION)))
+        if name in usual and value != usual[name]:
+            raise ValueError(
+                f"{name} must be {usual[name]}, got {shown(value)}: weights are written as "
+                "safetensors, under one name, in the dtype of dtype=…"
+            )
+
+
 def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> Tell | None:
     """``callback`` of diffusers' kind for ``pipe``, which sees the ``inputs`` it asks for (all).
 

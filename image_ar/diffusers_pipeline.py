@@ -1,8 +1,8 @@
-"""Lets diffusers open a folder of ours by ``custom_pipeline=specmm.custom_pipeline``.
+"""Lets diffusers open a folder of ours, into which ``save_pretrained`` copies this file.
 
->>> pipe = DiffusionPipeline.from_pretrained(
-...     folder, custom_pipeline=specmm.custom_pipeline, trust_remote_code=True
-... )
+>>> pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+
+Other folders, such as a pocket model's, are opened with ``custom_pipeline=specmm.custom_pipeline``.
 
 diffusers copies this file, imports the copy and makes the only pipeline in it from the components
 that :meth:`FamilyPipeline.extract_init_dict` names. It loads each component by its class, found by
@@ -18,17 +18,20 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from specmm import methods
 from specmm.image_ar.pipeline import ImagePipeline
 
 
 class FamilyPipeline(DiffusionPipeline, nn.Module):  # type: ignore[misc]  # modules get a dtype
     """Stands for the pipeline of a model's family until the folder says which it is."""
 
-    def __new__(cls, opened: Any) -> Any:
-        """``opened`` itself."""
+    def __new__(cls, opened: Any, method: Any = None) -> Any:
+        """``opened`` itself, which calls run by ``method``."""
+        if method is not None:
+            opened.method = methods.make(opened.registry, method)
         return opened
 
-    def __init__(self, opened: Any) -> None:
+    def __init__(self, opened: Any, method: Any = None) -> None:
         """Never runs: what ``__new__`` gives is another class's."""
 
     @classmethod

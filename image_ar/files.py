@@ -34,6 +34,7 @@ from specmm.zoo import SETTINGS as SETTINGS
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+OPENED_BY = ["pipeline", "FamilyPipeline"]  # a file and its class, as diffusers names them
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -64,12 +65,14 @@ def write_settings(settings: DataclassInstance, folder: Path) -> None:
     (folder / SETTINGS).write_text(json.dumps(asdict(settings), indent=1) + "\n")
 
 
-def write_index(pipeline: str, family: str, folder: Path) -> None:
-    """Write which ``pipeline`` saved the model in ``folder``, and its ``family``, by which it is
-    opened.
+def write_index(family: str, folder: Path) -> None:
+    """Write the ``family`` of the model in ``folder``, by which it is opened, and the file that
+    diffusers opens it by.
     """
-    index = {"_class_name": pipeline, "_specmm_version": __version__, "family": family}
+    index = {"_class_name": OPENED_BY, "_specmm_version": __version__, "family": family}
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
+    opener = Path(__file__).with_name("diffusers_pipeline.py").read_bytes()
+    (folder / f"{OPENED_BY[0]}.py").write_bytes(opener)
 
 
 def load_module(

@@ -33,6 +33,7 @@ from specmm.image_ar.calls import (
     Tell,
     Watch,
     check_call,
+    check_saving,
     labels_of,
     pictures_as,
     refuse_elsewhere,
@@ -342,16 +343,22 @@ class PicturePipeline(ABC, Generic[M]):
         self.moved()
         return self
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    def save_pretrained(
+        self, folder: str | Path, dtype: torch.dtype | None = None, **diffusers: Any
+    ) -> None:
         """Write everything ``from_pretrained`` reads, with the official parameter names, in
-        safetensors (in ``dtype``, such as bf16, which halves it).
+        safetensors (in ``dtype``, such as bf16, which halves it). What ``diffusers``' pipelines
+        also take is taken where it changes nothing here: a network's weights are one file.
+
+        Raises ``ValueError`` for what would be written otherwise.
         """
+        check_saving(diffusers)
         folder = Path(folder)
         for name in self.saved:
             if getattr(self, name) is not None:
                 save_module(getattr(self, name), folder / name, dtype)
         write_settings(self.settings, folder)
-        write_index(type(self).__name__.replace("Pictures", "Pipeline"), self.family, folder)
+        write_index(self.family, folder)
 
     @functools.cached_property
     def files(self) -> str:

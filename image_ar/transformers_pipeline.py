@@ -32,7 +32,7 @@ from specmm.hf.pictures.picture_tokens import (
 )
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.image_ar.autoencoder import to_uint8
-from specmm.image_ar.calls import Callback, negatives_of
+from specmm.image_ar.calls import Callback, check_saving, negatives_of
 from specmm.image_ar.files import SETTINGS, read_settings, write_settings
 from specmm.image_ar.pipeline import picture_type
 from specmm.image_ar.shared import Batch, Drawn, ImageOutput, made_when_asked
@@ -139,8 +139,11 @@ class TransformersImagePictures(TokenPictures):
         prepack(use_tree_attention(model))
         return cls(model, load_tokenizer(words), facts, folder, method, str(name))
 
-    def save_pretrained(self, folder: str | Path) -> None:  # type: ignore[override]  # as loaded
+    def save_pretrained(  # type: ignore[override]  # in the dtype that was loaded
+        self, folder: str | Path, **diffusers: Any
+    ) -> None:
         """Write model, tokenizer, settings, and what pixels are made with."""
+        check_saving(diffusers)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         if not folder.samefile(self.folder):

@@ -163,8 +163,10 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         settings = read_settings(MARSettings, folder)
         return cls(large, vae.to(place.where), second, settings, resolved, str(name))
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        super().save_pretrained(folder, dtype)
+    def save_pretrained(
+        self, folder: str | Path, dtype: torch.dtype | None = None, **diffusers: Any
+    ) -> None:
+        super().save_pretrained(folder, dtype, **diffusers)
         if self.small is not None:
             pair_with(self.vae, Path(folder))
 

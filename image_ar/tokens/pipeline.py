@@ -150,8 +150,10 @@ class LlamaGenPictures(TokenPictures):
             pipe.parts.take_given(kind_of(drafter))
         return pipe
 
-    def save_pretrained(self, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-        super().save_pretrained(folder, dtype)
+    def save_pretrained(
+        self, folder: str | Path, dtype: torch.dtype | None = None, **diffusers: Any
+    ) -> None:
+        super().save_pretrained(folder, dtype, **diffusers)
         save_drafters(self.parts.drafters, Path(folder) / "drafters", self.transformer, dtype)
 
     @property

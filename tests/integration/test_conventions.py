@@ -308,15 +308,29 @@ def test_diffusers_finds_the_class(tiny, tmp_path, monkeypatch, dtype):
     """By the documented line; the same pictures come."""
     monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path))
     given = {} if dtype is None else {"dtype": dtype}
+    here = dict(trust_remote_code=True, method="speculative", **given)
     pipe = DiffusionPipeline.from_pretrained(
-        str(tiny), custom_pipeline=specmm.custom_pipeline, trust_remote_code=True, **given
+        str(tiny), custom_pipeline=specmm.custom_pipeline, **here
     )
-    ours = specmm.ImagePipeline.from_pretrained(tiny, **given)
+    ours = specmm.ImagePipeline.from_pretrained(tiny, "speculative", **given)
     assert type(pipe) is type(ours) and pipe.dtype == ours.dtype
     assert dtype is None or pipe.dtype == dtype
-    drawn = dict(classes=[3], method="speculative", output_type="latent")
-    tokens = [each(**drawn, generator=seeded()).tokens for each in (pipe, ours)]
-    assert torch.equal(*tokens)
+    ours.save_pretrained(tmp_path / "saved", safe_serialization=True, max_shard_size="5GB")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        DiffusionPipeline.from_pretrained(str(tmp_path / "saved"))
+    saved = DiffusionPipeline.from_pretrained(str(tmp_path / "saved"), **here)
+    out = [each(classes=[3], output_type="latent", seed=0) for each in (pipe, ours, saved)]
+    assert torch.equal(out[0].tokens, out[1].tokens) and torch.equal(out[0].tokens, out[2].tokens)
+    assert {one.method for one in out} == {"speculative"}
+
+
+def test_saving_takes_diffusers_words(pipe, tmp_path):
+    for name, value in (("safe_serialization", False), ("variant", "fp16"), ("push_to_hub", True)):
+        with pytest.raises(ValueError, match=f"{name} must be .* weights are written as"):
+            pipe.save_pretrained(tmp_path / "never", **{name: value})
+    with pytest.raises(TypeError, match="unknown argument 'dtpe'; did you mean 'dtype'"):
+        pipe.save_pretrained(tmp_path / "never", dtpe=torch.float16)
+    assert not (tmp_path / "never").exists()
 
 
 def test_help_lists_what_a_call_takes(pipe):
