@@ -12,7 +12,6 @@ import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,13 +22,13 @@ from PIL.PngImagePlugin import PngInfo
 from torch import nn
 
 from specmm import __version__
-from specmm.choose.threads import in_use, settled
+from specmm.choose.threads import in_use
 from specmm.extending.kinds import shown, texts_of
 from specmm.extending.registry import unknown
 from specmm.image_ar.calls import class_ids, listed, negatives_of
 from specmm.loading.files import write_whole
 from specmm.methods import label
-from specmm.programs.batch_invariant import any_invariant, batch_invariant, serves
+from specmm.programs.batch_invariant import any_invariant, serves
 
 if TYPE_CHECKING:
     from specmm.core.stats import Certificate
@@ -144,10 +143,11 @@ def maker_in(record: Record) -> Record:
 
 def sealed(record: Record) -> str:
     """``record`` as text, with a sum by which a later change of it is told."""
-    return json.dumps({**record, SUM: _sum(record)}, ensure_ascii=True)
+    return json.dumps({**record, SUM: sum_of(record)}, ensure_ascii=True)
 
 
-def _sum(record: Record) -> str:
+def sum_of(record: Record) -> str:
+    """Digits by which an edited record is told."""
     content = {k: v for k, v in record.items() if k != SUM}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -191,69 +191,3 @@ def read_record(file: Path | IO[bytes]) -> Record:
         text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
     found: Record = json.loads(text)
     return found
-
-
-# ---- drawn again
-
-
-def checked_record(file: Path) -> Record:
-    """The record of a picture, for drawing it again.
-
-    Raises ``ValueError`` for a file without one, one that was edited, and what is no picture.
-    """
-    try:
-        record = read_record(file)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"{file} must be a picture that specmm saved, got: {error}") from None
-    if not isinstance(record, dict) or SUM not in record:
-        raise ValueError(f"{file} must be a picture that specmm saved, got one without a record")
-    if not record.keys() & {"class", "prompt"}:
-        raise ValueError(
-            f"{file} must be a picture of a class or prompt, got an answer's: ask again"
-        )
-    if record[SUM] != _sum(record):
-        raise ValueError(
-            f"the record in {file} was edited since: it does not say what the picture was drawn "
-            "from; give its seed, class and options to specmm generate yourself"
-        )
-    return record
-
-
-def differences(record: Record, pipe: PicturePipeline[Any]) -> list[str]:
-    """What is another here than it was for ``record``, as sentences; its bits may be, too."""
-    then = {**record["versions"], "the processor": record["processor"]}
-    here = {**versions(), "the processor": processor(pipe.device)}
-    found = [
-        f"{name} was {then.get(name)} and is {now}"
-        for name, now in here.items()
-        if then.get(name) != now
-    ]
-    if record["files"] != pipe.files:
-        found.append(f"the files of {record['model']} are others than they were")
-    return found
-
-
-def draw_again(record: Record, pipe: PicturePipeline[Any]) -> Image.Image:
-    """The picture of ``record`` by ``pipe``, opened in its dtype on its device."""
-    from specmm.runs.run import parse_methods
-
-    one = {name: record[name] for name in OWN if name in record}
-    asked = record.get("batch") or [one] * (record.get("rows", 1) if record["compiled"] else 1)
-    kind = "class" if "class" in record else "prompt"
-    given: dict[str, Any] = {pipe.takes: [one[kind] for one in asked]}
-    if any("negative_prompt" in one for one in asked):
-        given["negative_prompt"] = [one.get("negative_prompt", "") for one in asked]
-    method = parse_methods(pipe.registry, record["method"])[0]
-    seeds = [one["seed"] for one in asked]
-    invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
-    with settled(pipe.transformer, record["threads"]), invariant:
-        out = pipe(
-            **given,
-            **record["options"],
-            seed=seeds[0] if method.one_generator else seeds,
-            method=method,
-            batch_size=record.get("rows", 1),
-            compiled=record["compiled"],
-        )
-    image: Image.Image = out.images[record.get("place", 0)]
-    return image

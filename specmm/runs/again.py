@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from specmm.choose.threads import settled
 from specmm.image_ar.records import (
     FORMATS,
     MODELS,
-    checked_record,
-    differences,
-    draw_again,
+    OWN,
+    SUM,
+    Record,
     picture_file,
+    processor,
+    read_record,
+    sum_of,
+    versions,
 )
 from specmm.loading.files import write_whole
 from specmm.loading.hardware import Place
-from specmm.runs.run import open_model
+from specmm.programs.batch_invariant import batch_invariant
+from specmm.runs.run import open_model, parse_methods
 from specmm.zoo.model_files import digest_of_models
+
+if TYPE_CHECKING:
+    from specmm.runs.run import Images
 
 
 @dataclass
@@ -83,3 +93,64 @@ def draw_like(
     with Image.open(drawn) as opened:
         equal = np.array_equal(np.asarray(opened.convert("RGB")), wanted)
     return Again(file, drawn, equal, found)
+
+
+def checked_record(file: Path) -> Record:
+    """The record of a picture, for drawing it again.
+
+    Raises ``ValueError`` for a file without one, one that was edited, and what is no picture.
+    """
+    try:
+        record = read_record(file)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ValueError(f"{file} must be a picture that specmm saved, got: {error}") from None
+    if not isinstance(record, dict) or SUM not in record:
+        raise ValueError(f"{file} must be a picture that specmm saved, got one without a record")
+    if not record.keys() & {"class", "prompt"}:
+        raise ValueError(
+            f"{file} must be a picture of a class or prompt, got an answer's: ask again"
+        )
+    if record[SUM] != sum_of(record):
+        raise ValueError(
+            f"the record in {file} was edited since: it does not say what the picture was drawn "
+            "from; give its seed, class and options to specmm generate yourself"
+        )
+    return record
+
+
+def differences(record: Record, pipe: Images) -> list[str]:
+    """What is another here than it was for ``record``, as sentences; its bits may be, too."""
+    then = {**record["versions"], "the processor": record["processor"]}
+    here = {**versions(), "the processor": processor(pipe.device)}
+    found = [
+        f"{name} was {then.get(name)} and is {now}"
+        for name, now in here.items()
+        if then.get(name) != now
+    ]
+    if record["files"] != pipe.files:
+        found.append(f"the files of {record['model']} are others than they were")
+    return found
+
+
+def draw_again(record: Record, pipe: Images) -> Image.Image:
+    """The picture of ``record`` by ``pipe``, opened in its dtype on its device."""
+    one = {name: record[name] for name in OWN if name in record}
+    asked = record.get("batch") or [one] * (record.get("rows", 1) if record["compiled"] else 1)
+    kind = "class" if "class" in record else "prompt"
+    given: dict[str, Any] = {pipe.takes: [one[kind] for one in asked]}
+    if any("negative_prompt" in one for one in asked):
+        given["negative_prompt"] = [one.get("negative_prompt", "") for one in asked]
+    method = parse_methods(pipe.registry, record["method"])[0]
+    seeds = [one["seed"] for one in asked]
+    invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
+    with settled(pipe.transformer, record["threads"]), invariant:
+        out = pipe(
+            **given,
+            **record["options"],
+            seed=seeds[0] if method.one_generator else seeds,
+            method=method,
+            batch_size=record.get("rows", 1),
+            compiled=record["compiled"],
+        )
+    image: Image.Image = out.images[record.get("place", 0)]
+    return image

@@ -27,7 +27,7 @@ from PIL import Image
 
 from benchmarks.soak.kills import campaign, items_of
 from specmm.image_ar import records
-from specmm.image_ar.records import checked_record, draw_again, picture_file, read_record
+from specmm.image_ar.records import picture_file, read_record
 from specmm.image_ar.tokens import pipeline as llamagen
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
@@ -43,6 +43,7 @@ from specmm.jobs.workers import AnswerWorker, ImageWorker
 from specmm.loading import hardware
 from specmm.loading.extras import install
 from specmm.programs.batch_invariant import batch_invariant
+from specmm.runs.again import checked_record, draw_again
 from tests.commands import as_json, refused, run, succeed
 
 CLASSES = ("heart", "time", "2")
