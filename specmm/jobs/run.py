@@ -174,32 +174,32 @@ class _Runner:
         self.tries: dict[str, int] = {}
 
     def run(self, items: Sequence[Item]) -> JobCounts:
-        queue = deque(self._possible(items))
+        by_key: dict[Hashable, list[Item]] = {}
+        for item in items:
+            by_key.setdefault(self.worker.key(item), []).append(item)
+        queue = deque(item for group in by_key.values() for item in group)
         try:
             while queue:
-                self._attempt(self._next(queue), queue)
+                if batch := self._next(queue):
+                    self._attempt(batch, queue)
         except KeyboardInterrupt:
             self.counts.interrupted = True
         return self.counts
 
-    def _possible(self, items: Sequence[Item]) -> list[Item]:
-        """``items`` grouped by key; items that the model cannot make are set aside."""
-        by_key: dict[Hashable, list[Item]] = {}
-        for item in items:
+    def _next(self, queue: deque[Item]) -> list[Item]:
+        """The next batch of one key; items that the model cannot make are set aside."""
+        batch: list[Item] = []
+        key = self.worker.key(queue[0])
+        most = 1
+        while queue and len(batch) < most and self.worker.key(queue[0]) == key:
+            item = queue.popleft()
             try:
                 self.worker.check(item)
             except ValueError as error:
                 self._set_aside(item, error)
-            else:
-                by_key.setdefault(self.worker.key(item), []).append(item)
-        return [item for group in by_key.values() for item in group]
-
-    def _next(self, queue: deque[Item]) -> list[Item]:
-        batch = [queue.popleft()]
-        key = self.worker.key(batch[0])
-        most = self.sizer.size * self.worker.turns(batch[0])
-        while queue and len(batch) < most and self.worker.key(queue[0]) == key:
-            batch.append(queue.popleft())
+                continue
+            batch.append(item)
+            most = self.sizer.size * self.worker.turns(item)
         return batch
 
     def _attempt(self, batch: list[Item], queue: deque[Item]) -> None:
