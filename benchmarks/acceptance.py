@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from benchmarks.common import (
     load_pipeline,
 )
 from benchmarks.common import write_results as write
-from benchmarks.drafting import GreedyDrafter, IndependentDrafter, through_rank_one, widths_for
 from benchmarks.settings import Options
 from benchmarks.single import Recorder, single_position
 from specmm import methods
@@ -57,6 +57,8 @@ GUESS = (
     (0.35, 0.15, 0.08, 0.05, 0.04, 0.03),
 )  # acceptance by rank where the model's settings hold none
 Maker = Callable[[Any, LlamaGenTarget, TreeShape], BlockDrafter]
+INDEPENDENT: Maker = partial(BlockDrafter, siblings="independent")
+GREEDY: Maker = partial(BlockDrafter, siblings="likeliest and one")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def schedule(
                 yield contest, budget, form, shape
         widths = widths_for(budget, levels, 0.7)
         greedy = Contest(
-            "greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GreedyDrafter, "ar"
+            "greedy multi-draft", "top k - 1 and a sample", GreedyMultiDraft(), GREEDY, "ar"
         )
         yield greedy, budget, "spine", spine(widths)
         yield greedy, budget, "spine below the likeliest", through_rank_one(widths)
@@ -140,14 +142,37 @@ def shapes(budget: int, levels: int, acceptance: Any) -> list[tuple[str, TreeSha
     return [("spine", spine(widths_for(budget, levels, 0.7))), ("sequoia", tree)]
 
 
+def through_rank_one(widths: tuple[int, ...]) -> TreeShape:
+    """A spine whose chain goes on below the likeliest token: rank 1 where there is one."""
+    parents = [-1]
+    node = 0
+    for width in widths:
+        first = len(parents)
+        parents += [node] * width
+        node = first + (width > 1)
+    return TreeShape.from_parents(parents)
+
+
+def widths_for(budget: int, levels: int, ratio: float) -> tuple[int, ...]:
+    """Children by level of a spine of ``budget`` nodes, each ``ratio`` of the last, in ``levels``.
+
+    Every level has at least one; 1 spreads the nodes evenly, less puts more of them on top.
+    """
+    depth = min(levels, budget)
+    share = [ratio**d for d in range(depth)]
+    spare = budget - depth
+    widths = [1 + int(spare * s / sum(share)) for s in share]
+    for d in range(budget - sum(widths)):
+        widths[d % depth] += 1
+    return tuple(widths)
+
+
 def contests(table: Tensor | None) -> list[Contest]:
     """Every rule on the drafts it is exact for; relaxed rules on sampled and point-mass trees."""
     exact = [
         Contest("point mass", "top k", PointMass(), _top, "ar"),
         Contest("recursive, without replacement", "sampled", Recursive(), BlockDrafter, "ar"),
-        Contest(
-            "recursive, with replacement", "independent", Recursive(), IndependentDrafter, "ar"
-        ),
+        Contest("recursive, with replacement", "independent", Recursive(), INDEPENDENT, "ar"),
         Contest("traversal", "sampled", Traversal(), BlockDrafter, "ar"),
     ]
     return exact + (relaxed(table) if table is not None else [])

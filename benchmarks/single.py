@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.common import Row
-from benchmarks.drafting import draw_siblings
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import DraftTree
-from specmm.shape.trees import spine
+from specmm.shape.trees import Siblings, draw_siblings, spine
 from specmm.verify import (
     GreedyMultiDraft,
     Lantern,
@@ -84,7 +84,7 @@ def single_position(
             "bound (independent drafts)": bound,
         }
         for name, kind, rule in _rules(table):
-            if k > 1 or kind != "greedy":
+            if k > 1 or kind != "likeliest and one":
                 row[name] = acceptance(rule, kind, p, q, k)
         rows.append(row)
     return rows
@@ -104,30 +104,33 @@ def ot_bound(p: Tensor, q: Tensor, drafts: int) -> Tensor:
     return 1 + inside.amin(-1).clamp(max=0)
 
 
-def _rules(table: Tensor | None) -> list[tuple[str, str, Rule]]:
-    found: list[tuple[str, str, Rule]] = [
-        ("point mass", "top", PointMass()),
+def _rules(table: Tensor | None) -> list[tuple[str, Siblings | None, Rule]]:
+    found: list[tuple[str, Siblings | None, Rule]] = [
+        ("point mass", None, PointMass()),
         ("recursive, with replacement", "independent", Recursive()),
-        ("recursive, without replacement", "without", Recursive()),
-        ("traversal", "without", Traversal()),
-        ("greedy multi-draft", "greedy", GreedyMultiDraft()),
+        ("recursive, without replacement", "distinct", Recursive()),
+        ("traversal", "distinct", Traversal()),
+        ("greedy multi-draft", "likeliest and one", GreedyMultiDraft()),
     ]
     if table is not None:
         k = min(10, table.shape[1] - 1)
-        found.append((f"lantern++ λ=2 k={k}", "without", LanternPP(table, k, 2.0)))
+        found.append((f"lantern++ λ=2 k={k}", "distinct", LanternPP(table, k, 2.0)))
         wide = min(100, table.shape[1] - 1)
-        found.append((f"lantern δ=0.1 k={wide}", "without", Lantern(table, wide, 0.1)))
-        found.append((f"lantern δ=0.1 k={wide}, top k drafts", "top", Lantern(table, wide, 0.1)))
+        found.append((f"lantern δ=0.1 k={wide}", "distinct", Lantern(table, wide, 0.1)))
+        found.append((f"lantern δ=0.1 k={wide}, top k drafts", None, Lantern(table, wide, 0.1)))
     return found
 
 
 @torch.inference_mode()
-def acceptance(rule: Rule, kind: str, p: Tensor, q: Tensor, k: int, draws: int = DRAWS) -> float:
-    """Mean chance that ``rule`` keeps one of ``k`` siblings from ``q`` [M, V], for target ``p``."""
+def acceptance(rule: Rule, kind: Siblings | None, p: Tensor, q: Tensor, k: int) -> float:
+    """Mean chance that ``rule`` keeps one of ``k`` siblings from ``q`` [M, V], for target ``p``;
+    of no ``kind`` are the likeliest tokens.
+    """
     shape = spine((k,))
     probs_p = p[:, None].expand(-1, shape.size, -1)
+    draws = 1 if kind is None else DRAWS
     total = 0.0
-    for draw in range(1 if kind == "top" else draws):
+    for draw in range(draws):
         seed = torch.Generator().manual_seed(draw)
         uniforms = Uniforms(
             [
@@ -135,13 +138,11 @@ def acceptance(rule: Rule, kind: str, p: Tensor, q: Tensor, k: int, draws: int =
                 for s in torch.randint(2**40, (len(p),), generator=seed)
             ]
         )
-        tokens, probs = draw_siblings(kind, q[:, None], k, uniforms)
-        tokens = torch.cat([tokens.new_zeros(len(p), 1), tokens[:, 0]], dim=1)
-        padded = (
-            None
-            if probs is None
-            else torch.cat([torch.zeros_like(probs[:, 0, :1]), probs[:, 0]], dim=1)
-        )
+        tokens, padded = q.topk(k).indices, None
+        if kind is not None:
+            drawn, probs = draw_siblings(q[:, None], k, uniforms, kind)
+            tokens, padded = drawn[:, 0], F.pad(probs[:, 0], (0, 0, 1, 0))
+        tokens = F.pad(tokens, (1, 0))
         chances = rule.decisions(DraftTree(tokens, shape, padded), probs_p).accept[:, 1:]
         total += float((1 - (1 - chances.double()).prod(-1)).mean())
-    return total / (1 if kind == "top" else draws)
+    return total / draws

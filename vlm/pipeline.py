@@ -273,10 +273,9 @@ class VQAPipeline(Pipeline):
     ) -> Run:
         """Prepare a batch; nothing runs before the first round."""
         method = self._method(options)
-        captured = self.captures(options)
         if options.compiled is True and options.draw:
             raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
-        target = self._target(method, options, captured)
+        target = self._target(method, options)
         given = _asked(images, questions, videos, options)
 
         def prepared(some: slice) -> VLMPrompt:
@@ -302,12 +301,10 @@ class VQAPipeline(Pipeline):
         _check_serving(method)
         self._reader.check(max_new_tokens)
 
-    def _target(self, method: methods.VQAMethod, options: Options, captured: bool) -> VLMTarget:
-        """The model as a target, of rounds to be ``captured`` or not; raises ``ValueError`` for
-        pictures by methods without them.
-        """
+    def _target(self, method: methods.VQAMethod, options: Options) -> VLMTarget:
+        """The model as a target; raises ``ValueError`` for pictures by methods without them."""
         if not options.draw:
-            kind = CapturedTarget if captured else VLMTarget
+            kind = CapturedTarget if self.captures(options) else VLMTarget
             return kind(self.model, options.processor, self.name)
         _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)

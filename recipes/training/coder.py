@@ -59,13 +59,12 @@ def train_target(
     batch: int = 8,
     lr: float = 6e-3,
     seed: int = 0,
-    compiled: bool = True,
     evaluate_every: int = 200,
 ) -> None:
     """Train ``model`` in place on ``stream`` [T]; resumes from ``out``; ``loss.csv`` has the
     held-out loss, too.
     """
-    compile_layers(model.model.layers, compiled)
+    compile_layers(model.model.layers)
     found = {"held_out": torch.zeros(())}
 
     def step(i: int) -> Losses:

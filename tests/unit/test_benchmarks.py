@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import arithmetic, quality
-from benchmarks.acceptance import Contest, measure_acceptance, play
+from benchmarks.acceptance import measure_acceptance, through_rank_one, widths_for
 from benchmarks.common import (
     balanced_labels,
     label,
@@ -17,13 +17,6 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.contenders import QUALITY, SPEED
-from benchmarks.drafting import (
-    GreedyDrafter,
-    IndependentDrafter,
-    draw_siblings,
-    through_rank_one,
-    widths_for,
-)
 from benchmarks.report import write_report
 from benchmarks.run import main, read_arguments
 from benchmarks.samples import SampleSet
@@ -41,8 +34,6 @@ from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import Prompt, StaticTarget, log_likelihood
 from specmm.metrics.features import FeatureSet
-from specmm.shape.trees import spine
-from specmm.verify import PointMass, Recursive
 
 GPT = GPTConfig(16, 1, 2, 64, 16, num_classes=3, multiple_of=16)
 
@@ -204,33 +195,12 @@ def test_single_position_stays_below_the_bound():
     assert rows[0]["bound (independent drafts)"] == pytest.approx(rows[0]["overlap"], abs=1e-5)
 
 
-def test_greedy_drafts_and_spines():
-    dist = torch.tensor([[[0.5, 0.3, 0.2, 0.0]]])
-    tokens, probs = draw_siblings("greedy", dist, 3, Uniforms.from_seeds([0]))
-    assert tokens[0, 0].tolist() == [2, 0, 1] and probs[0, 0, 0].tolist() == [0, 0, 1, 0]
+def test_spines():
     assert through_rank_one((2, 1)).parents[0].tolist() == [-1, 0, 0, 2]
     for budget in (4, 8, 16, 26):
         widths = widths_for(budget, 5, 0.7)
         assert sum(widths) == budget and list(widths) == sorted(widths, reverse=True)
         assert min(widths) >= 1
-
-
-@pytest.mark.parametrize("make", [IndependentDrafter, GreedyDrafter])
-def test_recorded_probs_sum_to_one_and_drafts_have_probability(model, make):
-    class Spy(Recursive):
-        def decisions(self, tree, p, *, measure=False):
-            if tree.shape.size > 1:
-                drawn = (tree.shape.ranks[0] == 0) & (tree.shape.depths[0] > 0)
-                probs = tree.probs[:, drawn]
-                tokens = tree.tokens[:, drawn]
-                assert (probs >= 0).all()
-                assert torch.allclose(probs.sum(-1), torch.ones(probs.shape[:2]), atol=1e-4)
-                assert (probs.gather(-1, tokens[..., None]) > 0).all()
-            return PointMass().decisions(tree, p)
-
-    pipe = load_pipeline(model, torch.float32)
-    outcome = play(pipe, Contest("spy", "", Spy(), make), spine((3, 2, 1)), torch.arange(3))
-    assert outcome.stats.tokens == 3 * GPT.block_size
 
 
 def test_command_line(tmp_path, capsys):

@@ -62,9 +62,9 @@ def build_model(sizes: Sizes, tokenizer: Any, seed: int) -> Any:
     return model
 
 
-def compile_layers(layers: Any, compiled: bool = True) -> None:
+def compile_layers(layers: Any) -> None:
     """Compile each of ``layers`` by itself: they are alike, and a deep model as a whole takes many
     minutes.
     """
-    for layer in layers if compiled else ():
+    for layer in layers:
         layer.compile()
