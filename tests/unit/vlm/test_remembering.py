@@ -107,8 +107,8 @@ def test_what_is_sampled_is_counted_as_it_is_kept(made, rows):
     inputs = words(rows, return_tensors="pt")["input_ids"]
     fn = specmm.custom_generate(generator=torch.Generator().manual_seed(0))
     for _ in range(12):
-        given = dict(max_new_tokens=LENGTH, do_sample=True, temperature=4.0, custom_generate=fn)
-        out = model.generate(inputs, logits_processor=[Budget()], **given)
+        given = dict(max_new_tokens=LENGTH, min_new_tokens=9, do_sample=True, temperature=4.0)
+        out = model.generate(inputs, logits_processor=[Budget()], custom_generate=fn, **given)
         assert out[:, inputs.shape[1] + 8].eq(5).all()
     assert fn.last.stats.tau > 1.1
 
