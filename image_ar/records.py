@@ -32,7 +32,6 @@ from specmm.programs.batch_invariant import any_invariant, serves
 
 if TYPE_CHECKING:
     from specmm.core.stats import Certificate
-    from specmm.image_ar.shared import PicturePipeline
 
 Record = dict[str, Any]
 KEY = "specmm"  # of a PNG's text
@@ -47,9 +46,9 @@ OWN = ("class", "prompt", "negative_prompt", "seed")  # of a picture among other
 
 
 class Recorder:
-    """Makes the records of a call of ``pipe`` with the arguments ``given``."""
+    """Makes the records of a call of ``pipe``, a picture pipeline, with the arguments ``given``."""
 
-    def __init__(self, pipe: PicturePipeline[Any], given: Mapping[str, Any]) -> None:
+    def __init__(self, pipe: Any, given: Mapping[str, Any]) -> None:
         self.pipe = pipe
         self.wanted = _wanted(pipe, given)
         options = pipe.options_of({name: given[name] for name in pipe.sampling_options})
@@ -84,7 +83,7 @@ class Recorder:
         return found
 
 
-def _wanted(pipe: PicturePipeline[Any], given: Mapping[str, Any]) -> list[Record]:
+def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
     """The class or prompt of each picture of a call with the arguments ``given``."""
     found: list[Record]
     if pipe.takes == "prompt":
