@@ -21,16 +21,7 @@ import torch
 
 from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import (
-    Job,
-    Journal,
-    Ledger,
-    failure,
-    ledger,
-    occupied,
-    prepare,
-    remove_parts,
-)
+from specmm.jobs.folder import Job, Journal, Ledger, failure, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
 from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
@@ -68,8 +59,9 @@ def run_job(
             remove_parts(job.folder)
         if repair:
             unpack_torn(job.folder)
-        before = ledger(job.journals) if repair else Ledger()
         damaged = damage(job.folder) if repair else {}
+        known = Ledger(job.journals)
+        before = {identity: known[identity] for identity in damaged}
         for item in mine:
             if item.id in damaged and (problem := exchanged(item, before[item.id])):
                 raise ValueError(
@@ -85,7 +77,7 @@ def run_job(
             metrics.close()
         summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
     if repair:
-        now = ledger(job.journals)
+        now = Ledger(job.journals)
         again = [item.id for item in mine if item.id in damaged]
         other = [i for i in again if sums_of(now[i]) != sums_of(before[i])]
         summary |= {"repaired": len(again), "repaired_otherwise": len(other)}

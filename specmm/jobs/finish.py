@@ -12,13 +12,14 @@ import logging
 import os
 import tarfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specmm.image_ar.records import Record
-from specmm.jobs.folder import ARCHIVES, JOURNALS, MAKER, Spec, alone, ledger
+from specmm.jobs.folder import ARCHIVES, JOURNALS, MAKER, Ledger, Spec, alone
 from specmm.jobs.items import Item
 from specmm.jobs.programs import place_of_job
 from specmm.jobs.results import files_of
@@ -36,46 +37,64 @@ def finish(
     Raises ``OSError`` if they cannot be written; running the job again then writes them.
     """
     with alone(folder):
-        known = ledger(folder / JOURNALS)
-        rows = {n: known[i.id] for n, i in enumerate(items) if i.id in known}  # by place in the job
-        done = {n: row for n, row in rows.items() if row["state"] == "done"}
-        failed = [row for row in rows.values() if row["state"] == "failed"]
+        known = Ledger(folder / JOURNALS)
         if spec.layout == "tar":
             archive(folder, items, known, shard)
-        index = partial(_index, done, known.makers, spec, shard)
+        totals = Totals()
+        index = partial(_index, items, known, totals, spec, shard)
         _write_lines(folder / "index.jsonl", index())
-        _write_lines(folder / "failed.jsonl", failed)
-        if parquet:
-            _write_parquet(folder / "index.parquet", list(index()))
+        failed = [item.id for item in items if item.id in known and not known.is_done(item.id)]
+        _write_lines(folder / "failed.jsonl", (known[name] for name in failed))
         summary = {
             "model": spec.model,
             "method": spec.method,
             "method_options": list(spec.options),
             "seed": spec.seed,
             "items": len(items),
-            "done": len(done),
             "failed": len(failed),
-            "tokens": sum(row["stats"]["tokens"] for row in done.values()),
-            "seconds": sum(row["stats"]["seconds"] for row in done.values()),
-            "certificates": dict(Counter(row["certificate"]["kind"] for row in done.values())),
+            **vars(totals),
+            "certificates": dict(totals.certificates),
             "sampling": spec.sampling,
             "compiled": spec.compiled,
-            "compiled_items": sum(row.get("compiled", False) for row in done.values()),
             **place_of_job(folder),
         }
+        if parquet:
+            _write_parquet(folder / "index.parquet", list(index()))
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)
         sync_folder(folder)
     return summary
 
 
+@dataclass
+class Totals:
+    """Sums over the finished items of a job."""
+
+    done: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    certificates: Counter[str] = field(default_factory=Counter)
+    compiled_items: int = 0
+
+    def add(self, record: Record) -> None:
+        """Count a finished item."""
+        self.done += 1
+        self.tokens += record["stats"]["tokens"]
+        self.seconds += record["stats"]["seconds"]
+        self.certificates[record["certificate"]["kind"]] += 1
+        self.compiled_items += record.get("compiled", False)
+
+
 def _index(
-    done: Mapping[int, Record], makers: Mapping[str, Record], spec: Spec, shard: int
+    items: Sequence[Item], known: Ledger, totals: Totals, spec: Spec, shard: int
 ) -> Iterator[Record]:
-    """The index's rows of items ``done``, one at a time: a million at once would be gigabytes."""
-    for number, record in done.items():
-        maker = makers.get(record.get(MAKER, ""), {})
-        yield {**_indexed(spec, record, number, shard), **maker}
+    """The index's rows of finished items, one at a time: a million at once would be gigabytes."""
+    for number, item in enumerate(items):
+        if item.id in known and known.is_done(item.id):
+            record = known[item.id]
+            totals.add(record)
+            maker = known.makers.get(record.get(MAKER, ""), {})
+            yield {**_indexed(spec, record, number, shard), **maker}
 
 
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
@@ -113,15 +132,15 @@ def _archive_name(number: int, shard: int) -> str:
     return f"shard-{number // shard:05d}.tar"
 
 
-def archive(folder: Path, items: Sequence[Item], known: dict[str, Record], shard: int) -> None:
+def archive(folder: Path, items: Sequence[Item], known: Ledger, shard: int) -> None:
     """Move results into webdataset archives of ``shard`` items each, in the order of the job.
 
     An archive is written whole before the files in it are removed, so that a result is always
     somewhere. The bytes of an archive depend on its items only.
     """
     for first in range(0, len(items), shard):
-        records = [known[i.id] for i in items[first : first + shard] if i.id in known]
-        files = [file for r in records if r["state"] == "done" for file in files_of(r)]
+        some = [i.id for i in items[first : first + shard] if i.id in known]
+        files = [file for name in some if known.is_done(name) for file in files_of(known[name])]
         wanted = {Path(file["file"]).name: folder / file["file"] for file in files}
         loose = {name for name, file in wanted.items() if file.exists()}
         if not loose:

@@ -12,12 +12,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from sys import intern
 from typing import Any
 
 from specmm.choose.when_compiled import Compiled, check_compiled
@@ -152,6 +152,12 @@ def read_spec(folder: Path) -> Spec:
 
 # ---- what is done
 
+DIGEST = 2**64 - 1
+HEAD = re.compile(  # of a line about an item: its id, state and digest, without decoding the rest
+    rb'[0-9a-f]{8} {"id":("(?:[^"\\]|\\.)*"),"state":"(done|failed)",'
+    rb'(?:"at":[^,]*,)?"item":"([0-9a-f]{16})"'
+)
+
 
 def pack(record: Record) -> bytes:
     """A line of the journal."""
@@ -159,26 +165,22 @@ def pack(record: Record) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def _shared(fields: list[tuple[str, Any]]) -> Record:
-    """An object of a record whose names and texts are kept once for all records: half the memory
-    of a million.
-    """
-    return {intern(k): intern(v) if isinstance(v, str) else v for k, v in fields}
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_shared)
-
-
 def unpack(line: bytes) -> Record | None:
     """The record of a line; None for a line that was not written whole."""
-    text = line[9:-1]
+    if not _is_whole(line):
+        return None
     try:
-        if line[-1:] != b"\n" or int(line[:8], 16) != zlib.crc32(text):
-            return None
-        found = DECODER.decode(text.decode())
+        found = json.loads(line[9:])
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        return line[-1:] == b"\n" and int(line[:8], 16) == zlib.crc32(line[9:-1])
+    except ValueError:
+        return False
 
 
 @contextmanager
@@ -272,40 +274,88 @@ def read_journals(journals: Path) -> Iterator[Record]:
                     yield record
 
 
-class Ledger(dict[str, Record]):
-    """Records by their items' ids, and the ``makers`` that they name."""
+class Ledger(Mapping[str, Record]):
+    """The record that counts of every item, by id: "done" over "failed", the latest of several (a
+    repaired result has two; journals are read in no order of time, so a record holds the time).
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.makers: dict[str, Record] = {}
-
-
-def ledger(journals: Path) -> Ledger:
-    """The record that counts of every item, by id: "done" over "failed", the latest of several.
-
-    A repaired result has two. Journals are read in no order of time, so a record holds the time.
+    Records stay in the journals and are read when they are asked for: a million would be two
+    gigabytes. ``makers`` are what records name.
     """
-    found = Ledger()
-    for record in read_journals(journals):
+
+    def __init__(self, journals: Path) -> None:
+        self.makers: dict[str, Record] = {}
+        self._files = [file.open("rb") for file in sorted(journals.glob("*.log"))]
+        # offset and file of a record and the item's digest in one number, below 0 if it failed
+        self._places: dict[str, int] = {}
+        for number in range(len(self._files)):
+            self._scan(number)
+
+    def __getitem__(self, identity: str) -> Record:
+        return self._read(self._places[identity])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, identity: object) -> bool:
+        return identity in self._places
+
+    def is_done(self, identity: str) -> bool:
+        """Whether the item is done, and not set aside."""
+        return self._places[identity] > 0
+
+    def digest(self, identity: str) -> str:
+        """The digest of the item as it was made or set aside."""
+        return f"{abs(self._places[identity]) & DIGEST:016x}"
+
+    def _scan(self, number: int) -> None:
+        """Learn what a journal holds; lines that were not written whole are skipped."""
+        offset = 0
+        for line in self._files[number]:
+            if (head := self._head(line)) is not None:
+                name, state, digest = head
+                place = (((offset + 1) << 16 | number) << 64) | int(digest, 16)
+                if self._counts(name, state == "done", place):
+                    self._places[name] = place if state == "done" else -place
+            offset += len(line)
+
+    def _head(self, line: bytes) -> tuple[str, str, str] | None:
+        """Id, state and digest of a line about an item; of others, None, makers are kept."""
+        found = HEAD.match(line)
+        if found is not None:  # without decoding the rest
+            text, state, digest = (part.decode() for part in found.groups())
+            name = json.loads(text) if "\\" in text else text[1:-1]
+            return (name, state, digest) if _is_whole(line) else None
+        record = unpack(line) or {}
         if "is" in record:
-            found.makers[record[MAKER]] = record["is"]
-        if "id" in record and _counts(record, found.get(record["id"])):
-            found[record["id"]] = record
-    return found
+            self.makers[record[MAKER]] = record["is"]
+        return (record["id"], record["state"], record.get("item", "0")) if "id" in record else None
+
+    def _counts(self, name: str, done: bool, place: int) -> bool:
+        """Whether the record at ``place`` replaces the known one of its item."""
+        known = self._places.get(name, 0)
+        if known <= 0:
+            return True
+        return done and self._read(place).get("at", 0) > self._read(known).get("at", 0)
+
+    def _read(self, place: int) -> Record:
+        place = abs(place) >> 64
+        file = self._files[place & 0xFFFF]
+        before = file.tell()
+        file.seek((place >> 16) - 1)  # no record is at 0, which has no sign
+        found = unpack(file.readline())
+        file.seek(before)
+        assert found is not None, "it was whole before"
+        return found
 
 
-def _counts(record: Record, known: Record | None) -> bool:
-    """Whether ``record`` replaces the ``known`` record of its item."""
-    if known is None or known["state"] != "done":
-        return True
-    return bool(record["state"] == "done" and record.get("at", 0) > known.get("at", 0))
-
-
-def check_same(items: Sequence[Item], known: dict[str, Record]) -> None:
+def check_same(items: Sequence[Item], known: Ledger) -> None:
     """Raise ``ValueError`` when an item that is done has changed in the job file since."""
     for item in items:
-        record = known.get(item.id)
-        if record is not None and record["state"] == "done" and record["item"] != item.digest:
+        name = item.id
+        if name in known and known.is_done(name) and known.digest(name) != item.digest:
             raise ValueError(
                 f"item {item.id!r} is done but has changed in the job file; "
                 "give it a new id or choose another --out"

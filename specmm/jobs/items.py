@@ -10,7 +10,7 @@ import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,8 +55,9 @@ class Item:
     @property
     def digest(self) -> str:
         """Hash of the item's content, wherever the job file is: differs for a changed item."""
-        fields = {name: value for name, value in asdict(self).items() if name != "folder"}
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+        fields = self.id, self.kind, self.text, self.seed, self.images, self.method, self.videos
+        content = repr((*fields, self.draw, self.options)).encode()
+        return hashlib.blake2b(content, digest_size=8).hexdigest()
 
     @property
     def pictures(self) -> list[str]:

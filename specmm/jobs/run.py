@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from specmm.jobs.folder import JOURNALS, Job, Journal, check_same, failure, ledger
+from specmm.jobs.folder import JOURNALS, Job, Journal, Ledger, check_same, failure
 from specmm.jobs.items import Item
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import save
@@ -133,11 +133,16 @@ def pending(
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
-    known = ledger(folder / JOURNALS)
+    known = Ledger(folder / JOURNALS)
     check_same(items, known)
-    failed = {i: record["item"] for i, record in known.items() if record["state"] == "failed"}
-    again = {i.id for i in items if i.id in failed and (retry_failed or failed[i.id] != i.digest)}
-    return [i for i in items if i.id not in known or i.id in again or i.id in damaged]
+
+    def is_left(item: Item) -> bool:
+        name = item.id
+        if name not in known or name in damaged:
+            return True
+        return not known.is_done(name) and (retry_failed or known.digest(name) != item.digest)
+
+    return [item for item in items if is_left(item)]
 
 
 def work(

@@ -15,7 +15,7 @@ from typing import Any
 
 from specmm.image_ar.records import Record, read_record
 from specmm.jobs.finish import members
-from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, alone, ledger
+from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Ledger, alone
 from specmm.jobs.items import Item, digests_of
 from specmm.jobs.results import files_of
 from specmm.loading.files import write_whole
@@ -38,25 +38,26 @@ class Findings:
 
 def verify(folder: Path, items: Sequence[Item]) -> Findings:
     """Read every result in ``folder`` and compare it with the journal and the job's ``items``."""
-    known = ledger(folder / JOURNALS)
+    known = Ledger(folder / JOURNALS)
     found = Findings(len(items))
     files = _files(folder)
     packed = _packed(folder, found.problems)
     for item in items:
-        record = known.pop(item.id, None)
-        if record is None:
+        if item.id not in known:
             found.left += 1
             continue
-        if record["state"] == "failed":
+        if not known.is_done(item.id):
             found.failed += 1
             continue
         found.done += 1
+        record = known[item.id]
         problem = _problem(record, files, packed)
         if not problem and record["item"] != item.digest:
             problem = "was made from other fields than the job file has now"
         problem = problem or exchanged(item, record)
         found.problems += [f"{item.id}: {problem}"] if problem else []
-    found.problems += [f"{identity}: is not in the job file" for identity in known]
+    there = {item.id for item in items}
+    found.problems += [f"{name}: is not in the job file" for name in known if name not in there]
     for name in (*files, *packed):
         part = name.endswith(".part") and name in files
         what = "was never finished; the next run removes it" if part else "belongs to no item"
@@ -79,7 +80,7 @@ def damage(folder: Path) -> dict[str, str]:
     """Problems by id: results that are missing or differ from the bytes that were written."""
     files = _files(folder)
     packed = _packed(folder, [])
-    done = {i: r for i, r in ledger(folder / JOURNALS).items() if r["state"] == "done"}
+    done = {i: r for i, r in Ledger(folder / JOURNALS).items() if r["state"] == "done"}
     problems = {identity: _problem(record, files, packed) for identity, record in done.items()}
     return {identity: problem for identity, problem in problems.items() if problem}
 
@@ -104,7 +105,7 @@ def unpack_torn(folder: Path) -> None:
     Their other results are missing then, and a repair makes them again.
     """
     with alone(folder):
-        done = [r for r in ledger(folder / JOURNALS).values() if r["state"] == "done"]
+        done = [r for r in Ledger(folder / JOURNALS).values() if r["state"] == "done"]
         known = {Path(each["file"]).name: each for r in done for each in files_of(r)}
         for file in sorted((folder / ARCHIVES).glob("*.tar")):
             found: dict[str, bytes] = {}

@@ -27,7 +27,7 @@ from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.registry import unknown
 from specmm.jobs import run
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import JOURNALS, Job, Journal, Spec, ledger, pack, prepare, unpack
+from specmm.jobs.folder import JOURNALS, Job, Journal, Ledger, Spec, pack, prepare, unpack
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import name_of, place_of
@@ -58,7 +58,7 @@ def test_a_torn_tail_is_cut_off(tmp_path_factory, records, torn):
     journal.append([{"id": "x", "state": "done"}])
     journal.close()
     assert (folder / "a.log").read_bytes() == data + pack({"id": "x", "state": "done"})
-    assert ledger(folder)["x"]["state"] == "done"
+    assert Ledger(folder)["x"]["state"] == "done"
 
 
 @QUICK
@@ -80,7 +80,7 @@ def test_done_stands_against_failed_in_any_order(tmp_path):
         journal = Journal(tmp_path, name)
         journal.append([{"id": "x", "state": state}])
         journal.close()
-    assert ledger(tmp_path)["x"]["state"] == "done"
+    assert Ledger(tmp_path)["x"]["state"] == "done"
 
 
 # ---- items
