@@ -24,7 +24,8 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from specmm.extending.kinds import check_numbers
 from specmm.loading.extras import install
-from specmm.vlm.pictures import Source, open_image, rgb
+from specmm.loading.pictures import endings, rgb
+from specmm.vlm.pictures import Source, open_image
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
 Choice = Callable[[VideoMetadata], Sequence[int]]  # of frames, by number
@@ -159,8 +160,9 @@ def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Vi
 
 def _frame_files(folder: Path) -> list[Path]:
     """The pictures in ``folder``, frame 2 before frame 10."""
-    known = Image.registered_extensions()
-    found = [file for file in folder.iterdir() if file.suffix.lower() in known]
+    known = endings()
+    shown = (file for file in folder.iterdir() if not file.name.startswith("."))
+    found = [file for file in shown if file.suffix.lower() in known]
     return sorted(found, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
 
 

@@ -1,14 +1,18 @@
-"""Files that are written whole or not at all, names for them, and what their errors say.
+"""Files that are written whole or not at all, texts read by lines, and what errors say.
 
 The command line imports this module before anything else, so it needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+JSON_LINES = (".jsonl", ".ndjson")
 
 
 def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False) -> None:
@@ -27,6 +31,39 @@ def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def text_lines(file: Path) -> Iterator[str]:
+    """Lines of UTF-8 text with what ends them: \\n, \\r\\n or \\r, no other character that may look
+    like an end. A byte-order mark is no part of the first.
+
+    Raises ``ValueError`` for text of another encoding.
+    """
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            yield from stream
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it"
+        ) from None
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Those of ``text_lines`` that are not blank, each after its place, for messages."""
+    for number, line in enumerate(text_lines(file), 1):
+        if line.strip():
+            yield f"{file} line {number}", line
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Values of lines that are not blank, each after its place; ``ValueError`` names a bad one."""
+    for where, line in numbered_lines(file):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            got = f"{line.strip()[:40]!r} ({sentence_of(error)})"
+            raise ValueError(f"{where} must be JSON, got {got}; repair it") from None
+        yield where, value
 
 
 def writable(folder: Path, option: str = "--out") -> Path:

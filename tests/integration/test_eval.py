@@ -17,7 +17,7 @@ from specmm.cli.evaluate.sources import SourceReader, is_file_of_numbers
 from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
-from tests import commands
+from tests import commands, odd_files
 from tests.commands import run, succeed
 
 SIDE = 8
@@ -146,8 +146,26 @@ def test_bad_pictures_are_named_and_left_out_on_request(folder, tiny_network):
     result = evaluate("fid", folder, folder, "--skip-bad", "--json")
     found = json.loads(result.stdout)
     assert found["protocol"]["counts"] == [11, 11]
-    assert "could not be read" in found["protocol"]["note"]
+    numbers = {"files": 12, "pictures": 11, "unreadable": 1}
+    assert found["protocol"]["files"] == {str(folder): numbers}
     assert "left out" in result.stderr and "05.png" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["fid", "kid"])
+@pytest.mark.parametrize("kind", ["folder", "tar", "zip"])
+def test_every_file_is_counted_or_named(command, kind, folder, tmp_path, tiny_network):
+    """Some forty of each kind that people have."""
+    place = tmp_path / f"odd.{kind}"
+    expected = getattr(odd_files, f"fill_{kind}")(place)
+    assert "must be a whole picture" in refused(command, place, folder)
+    result = evaluate(command, place, folder, "--skip-bad", "--json", "--workers", 0)
+    protocol = json.loads(result.stdout)["protocol"]
+    assert protocol["counts"] == [expected["pictures"], 12]
+    assert protocol["files"] == {str(place): expected, str(folder): {"files": 12, "pictures": 12}}
+    assert f"{place}: {expected['files']} files, " in result.stderr  # before anything is read
+    assert result.stderr.count("left out ") == expected["unreadable"]
+    text = evaluate(command, place, folder, "--skip-bad", "--workers", 0).stdout
+    assert f"{expected['hidden']} hidden, " in text and f"{folder}: 12 files, 12 pictures" in text
 
 
 def test_features_and_statistics_are_written(folder, sets, tmp_path, tiny_network):

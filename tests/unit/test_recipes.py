@@ -155,5 +155,5 @@ def test_pictures_in_folders_of_their_class(tmp_path):
     assert found.images[:, 0, 0, 0].tolist() == [200, 10]
     alone = pictures("", (), 3, 4)
     assert alone.images is None and alone.labels.tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="a folder of pictures for each class, got none in"):
+    with pytest.raises(ValueError, match=r"a folder of pictures for each class, got .*a\.png in none"):
         pictures(str(tmp_path / "cat"), (), 3, 4)

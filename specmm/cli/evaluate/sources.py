@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from specmm.cli.output import say
+from specmm.cli.output import counted, say
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,7 @@ class SourceReader:
     workers: int | None = None
     batch: int = 32
     device: str = "auto"
-    skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of pictures
-    checked: set[str] = field(default_factory=set)  # sources compared with their job's journal
+    opened: dict[str, PictureSource] = field(default_factory=dict)  # sources of pictures
 
     @cached_property
     def extractor(self) -> Extractor:
@@ -114,18 +113,19 @@ class SourceReader:
         from specmm.jobs.verify import check_whole
         from specmm.metrics.inputs import open_pictures
 
-        if source not in self.checked:
+        if source not in self.opened:
             check_whole(Path(source))
-            self.checked.add(source)
-        return open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
+            found = open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
+            self.opened[source] = found
+            if found.left_out:
+                say(f"{source}: {counted(found.counts())}")
+        return self.opened[source]
 
     def noted(self, found: Noted) -> Noted:
-        """The result ``found`` with a note about pictures that were left out."""
-        if not self.skipped:
-            return found
-        notes = [found.protocol["note"]] if "note" in found.protocol else []
-        notes.append(f"{len(self.skipped)} pictures could not be read and were left out")
-        return replace(found, protocol={**found.protocol, "note": "; ".join(notes)})
+        """The result ``found`` with how many files were measured and how many were left out."""
+        counts = {name: pictures.counts() for name, pictures in self.opened.items()}
+        files = {name: count for name, count in counts.items() if count}
+        return replace(found, protocol={**found.protocol, "files": files}) if files else found
 
     def _blocks(self, source: str) -> Iterator[FeatureSet]:
         pictures = self.pictures(source)
@@ -137,7 +137,6 @@ class SourceReader:
     def _report(self, pictures: PictureSource) -> None:
         for name, reason in pictures.skipped:
             say(f"left out {name}: {reason}")
-        self.skipped += pictures.skipped
 
 
 def stored_features(source: str) -> FeatureSet | None:
@@ -201,7 +200,7 @@ def is_reference(source: str) -> bool:
 
 def npz_names(source: str) -> set[str]:
     """The arrays in an .npz file, none for anything else; ``ValueError`` for a damaged one."""
-    if Path(source).suffix != ".npz" or not Path(source).is_file():
+    if Path(source).suffix.lower() != ".npz" or not Path(source).is_file():
         return set()
     try:
         with zipfile.ZipFile(source) as found:

@@ -111,7 +111,7 @@ def _texts(files: Mapping[str, Path]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, path in files.items():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
