@@ -16,10 +16,16 @@ from PIL.PngImagePlugin import PngInfo
 
 SIDE = 8
 ODD_TEXTS = ("a\u2028b", "c\u0085d", "e\u2029f\x0b", "g\x0ch\x1ci", "grün", "")  # no end of a line
-ENDINGS = "png PNG jpg jpe jfif jpeg avif webp bmp gif tif tiff ppm pgm jp2 j2k tga qoi mpo".split()
+ENDINGS = ["png", "PNG", "jpg", "jpeg", "jpe", "jfif", "avif", "webp", "bmp", "gif", "tif", "tiff"]
+ENDINGS += ["ppm", "pgm", "jp2", "j2k", "tga", "qoi", "mpo"]
 HIDDEN = (".ipynb_checkpoints/0-checkpoint.png", "a/._0.png", "__MACOSX/a/0.png", "a/.cache/b.jpg")
 OTHERS = {"README.txt": "ending .txt", "a/b.json": "ending .json", "a/Thumbs.db": "ending .db"}
-OTHERS |= {"a/LICENSE": "without ending", "a/0.heic": "ending .heic", "a/0.h5": "ending .h5"}
+OTHERS |= {
+    "a/LICENSE": "without ending",
+    "a/0.heic": "ending .heic",
+    "a/0.h5": "ending .h5",
+    "a/0.eps": "ending .eps",
+}
 
 
 def picture(number: int, ending: str = "png") -> bytes:

@@ -15,7 +15,8 @@ from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from specmm.loading.files import sentence_of
 
 DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
-NO_PICTURES = {"BUFR", "GRIB", "HDF5", "MPEG", "PALM", "PDF"}  # formats that Pillow only knows of
+# formats that Pillow only knows of, or that another program would draw
+NO_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "PALM", "PDF", "WMF"}
 # ComfyUI's workflows are longer than Pillow takes one text for; all texts together stay below this
 PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY)
 
@@ -51,9 +52,9 @@ def _opened(file: str | IO[bytes], most: int) -> Image.Image:
         raise ValueError(f"must have 1 to {most:,} pixels, got {got}; scale it down") from error
     except UnidentifiedImageError as error:
         raise ValueError("must be a picture, got a file of another kind or an empty one") from error
-    except OSError:
-        raise
     except Exception as error:  # a damaged header fails in any way
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file, and clear by itself
         got = sentence_of(error)
         raise ValueError(f"must be a picture that can be read, got: {got}") from error
 

@@ -37,10 +37,10 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
         if not all(isinstance(text, str) for text in texts):
             got = ", ".join(named)[:200]
             raise ValueError(f"{where} must hold texts file and prompt, got {got}")
-        place = (file.parent / row["file"]).resolve(), texts[2]
+        place = _place(file.parent / row["file"]), texts[2]
         if found.setdefault(place, row["prompt"]) != row["prompt"]:
             raise ValueError(f"{where}: {row['file']} has two prompts; keep one")
-    wanted = [(picture.path.resolve(), picture.member) for picture in pictures]
+    wanted = [(_place(picture.path), picture.member) for picture in pictures]
     lacking = [
         picture for picture, place in zip(pictures, wanted, strict=True) if place not in found
     ]
@@ -48,6 +48,11 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
         first = f"{lacking[0]} of {len(lacking)} without" if lacking else "no files of pictures"
         raise ValueError(f"{file} must name every picture with its prompt, got {first}; add them")
     return [found[place] for place in wanted]
+
+
+def _place(path: Path) -> Path:
+    """``path`` by its real folder; of two links to one file each may have its own prompt."""
+    return path.parent.resolve() / path.name
 
 
 def _surprise(names: Sequence[str]) -> str:

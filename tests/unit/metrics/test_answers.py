@@ -18,6 +18,7 @@ from specmm.metrics.answers import (
     relaxed_accuracy,
     relaxed_match,
 )
+from tests import odd_files
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,9 @@ def test_sixteen_bits_keep_the_high_byte(tmp_path: Path) -> None:
 
 def test_floats_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((2, 3), 0.5, np.float32)).save(tmp_path / "a.tif")
-    with pytest.raises(ValueError, match=r"a\.tif must be a picture of 8 or 16 bits, got pixels of 32"):
+    with pytest.raises(
+        ValueError, match=r"a\.tif must be a picture of 8 or 16 bits, got pixels of 32"
+    ):
         only(tmp_path / "a.tif")
 
 

@@ -47,6 +47,8 @@ def test_frames_of_a_folder_come_by_their_numbers(frames, tmp_path):
     for i, frame in enumerate(frames):
         frame.save(tmp_path / f"frame{i}.png")  # "frame10" is before "frame2" by letters
     (tmp_path / "notes.txt").write_text("no frame")
+    (tmp_path / "._frame0.png").write_text("what macOS leaves on other disks")
+    (tmp_path / "film.mpg").write_text("Pillow knows the name alone")
     found, _ = open_video(tmp_path).frames()
     assert greys(found) == WANTED
 
