@@ -32,12 +32,12 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
 def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
     found: dict[tuple[Path, str], str] = {}
     for where, row in json_lines(file):
-        named = row if isinstance(row, dict) else {type(row).__name__: None}
-        texts = [named.get("file"), named.get("prompt"), named.get("member", "")]
-        if not all(isinstance(text, str) for text in texts):
-            got = ", ".join(named)[:200]
+        row = row if isinstance(row, dict) else {type(row).__name__: None}
+        names = {"file", "prompt", *({"member"} & row.keys())}
+        if not all(isinstance(row.get(name), str) for name in names):
+            got = ", ".join(row)[:200]
             raise ValueError(f"{where} must hold texts file and prompt, got {got}")
-        place = _place(file.parent / row["file"]), texts[2]
+        place = _place(file.parent / row["file"]), row.get("member", "")
         if found.setdefault(place, row["prompt"]) != row["prompt"]:
             raise ValueError(f"{where}: {row['file']} has two prompts; keep one")
     wanted = [(_place(picture.path), picture.member) for picture in pictures]
