@@ -397,7 +397,7 @@ def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         return stack.enter_context(path.open("rb"))
     try:
         archive = stack.enter_context(zipfile.ZipFile(path))

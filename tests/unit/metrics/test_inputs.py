@@ -73,8 +73,14 @@ def test_numpy_files(tmp_path: Path, names: tuple[str, ...]) -> None:
     given = pictures()
     np.savez_compressed(tmp_path / "a.npz", **dict(zip(names, (given, np.arange(4)), strict=False)))
     np.save(tmp_path / "a.npy", given)
-    for name in ("a.npz", "a.npy"):
+    (tmp_path / "B.NPY").write_bytes((tmp_path / "a.npy").read_bytes())
+    for name in ("a.npz", "a.npy", "B.NPY"):
         assert same(open_pictures(tmp_path / name), given)
+    damaged = bytearray((tmp_path / "a.npz").read_bytes())
+    damaged[400:410] = bytes(10)  # within the pictures
+    (tmp_path / "a.npz").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a\.npz must be a numpy file, got a broken one"):
+        list(open_pictures(tmp_path / "a.npz"))
 
 
 def test_arrays_iterables_and_pipelines() -> None:

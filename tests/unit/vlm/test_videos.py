@@ -128,9 +128,12 @@ def test_arrays_of_other_shapes_are_refused(given, sentence):
         open_video(given)
 
 
-def test_files_that_hold_no_video(tmp_path):
+def test_files_that_hold_no_video(tmp_path, monkeypatch):
     Image.new("RGB", (4, 4)).save(tmp_path / "still.png")
     with pytest.raises(ValueError, match="a picture that does not move; ask it as one"):
+        open_video(tmp_path / "still.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(ValueError, match=r"still\.png must have 1 to 2 pixels, got more"):
         open_video(tmp_path / "still.png")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="frames of one size, got none"):
