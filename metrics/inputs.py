@@ -294,7 +294,7 @@ def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[Pictu
     kind = Path(place).suffix.lower()
     found: dict[str, PictureFile] = {}
     links: dict[str, str] = {}
-    try:
+    with whole(place, f"{kind} archive", Exception):  # a damaged one fails in any way
         for entry, link in (_zipped if kind == ".zip" else _tarred)(place):
             if entry.member in found or entry.member in links:
                 left_out["replaced by a later one"] += 1
@@ -304,8 +304,6 @@ def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[Pictu
                 found[entry.member] = entry
             else:
                 links[entry.member] = link
-    except Exception as error:  # a damaged one fails in any way
-        raise _broken(place, f"{kind} archive", error) from None
     for name in links:
         target, steps = links[name], 0
         while target in links and steps < len(links):
@@ -350,19 +348,23 @@ def _beside(name: str, target: str) -> str:
     return os.path.normpath(os.path.join(os.path.dirname(name), target))
 
 
-def _broken(path: str | Path, what: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"{path} must be a {what}, got a broken one ({sentence_of(error)}); write it again"
-    )
+@contextlib.contextmanager
+def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Errors of what is read within, also ``errors``, become the ``ValueError`` that ``path`` must
+    be a ``what``.
+    """
+    damage = (zipfile.BadZipFile, zlib.error, OSError, EOFError, *errors)
+    try:
+        yield
+    except damage as error:
+        got = f"a broken one ({sentence_of(error)})"
+        raise ValueError(f"{path} must be a whole {what}, got {got}; write it again") from None
 
 
 def _rows(path: Path) -> Iterator[np.ndarray]:
     with _array(path) as (file, (count, *shape)):
         for number in range(count):  # one by one: the file may be larger than memory
-            try:
-                data = file.read(math.prod(shape))
-            except (zipfile.BadZipFile, zlib.error, OSError, EOFError) as error:
-                raise _broken(path, "numpy file", error) from None
+            data = file.read(math.prod(shape))
             if len(data) < math.prod(shape):
                 raise ValueError(f"{path} must hold {count} pictures, got {number} and a part")
             yield np.frombuffer(data, np.uint8).reshape(shape)
@@ -370,12 +372,10 @@ def _rows(path: Path) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, whole(path, "numpy file"):
         file = _open_array(path, stack)
-        try:
+        with whole(path, "numpy file", ValueError):
             shape, fortran, dtype = array_header(file)
-        except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
-            raise _broken(path, "numpy file", error) from None
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran or not math.prod(shape):
             raise ValueError(
                 f"{path} must hold pictures uint8 [N, H, W, 3] in C order, got {dtype} "
@@ -399,10 +399,7 @@ def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
     if path.suffix.lower() == ".npy":
         return stack.enter_context(path.open("rb"))
-    try:
-        archive = stack.enter_context(zipfile.ZipFile(path))
-    except zipfile.BadZipFile as error:
-        raise _broken(path, "numpy archive", error) from None
+    archive = stack.enter_context(zipfile.ZipFile(path))
     names = [n.removesuffix(".npy") for n in archive.namelist()]
     chosen = next((n for n in NAMES if n in names), names[0] if len(names) == 1 else None)
     if chosen is None:

@@ -195,7 +195,7 @@ def test_mistakes_about_sources(sets, folder, tmp_path, tiny_network):
     (tmp_path / "empty").mkdir()
     assert "got none" in refused("fid", tmp_path / "empty", folder)
     (tmp_path / "broken.npz").write_bytes(b"PK nonsense")
-    assert "damaged" in refused("fid", tmp_path / "broken.npz", folder)
+    assert "got a broken one" in refused("fid", tmp_path / "broken.npz", folder)
     assert "use specmm eval fd" in refused("fid", folder, folder, "--features", "dinov2")
     assert "device must be" in refused("fid", folder, folder, "--device", "tpu9")
     assert SourceReader().device == "auto"  # as of every other command
@@ -212,7 +212,7 @@ def test_damaged_and_odd_archives_are_named(sets, tmp_path):
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
         odd.writestr("readme.txt", "hello")
     for sides in (f"{tmp_path}/flipped.npz {sets}/c.npz", f"{sets}/c.npz {tmp_path}/flipped.npz"):
-        assert "flipped.npz must be a whole .npz" in refused(f"fd {sides}")
+        assert "flipped.npz must be a whole numpy file" in refused(f"fd {sides}")
     assert "odd.npz must hold an array" in refused("kid", tmp_path / "odd.npz", sets / "c.npz")
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,10 +142,11 @@ def stored_features(source: str) -> FeatureSet | None:
     import numpy as np
 
     from specmm.metrics.features import FeatureSet, as_features
+    from specmm.metrics.inputs import whole
 
     if not holds_features(source):
         return None
-    with _damage_named(source):
+    with whole(source, "numpy file"):
         if len(npz_names(source)) > 1:
             return FeatureSet.load(Path(source))
         with np.load(source) as data:
@@ -159,7 +158,7 @@ def holds_features(source: str) -> bool:
 
     Raises ``ValueError`` for a damaged one.
     """
-    from specmm.metrics.inputs import array_header
+    from specmm.metrics.inputs import array_header, whole
 
     names = npz_names(source)
     if {"values", "protocol"} <= names:
@@ -167,7 +166,7 @@ def holds_features(source: str) -> bool:
     if len(names) != 1:
         return False
     with (
-        _damage_named(source),
+        whole(source, "numpy file"),
         zipfile.ZipFile(source) as found,
         found.open(found.namelist()[0]) as array,
     ):
@@ -183,16 +182,6 @@ def is_file_of_numbers(source: str) -> bool:
     return is_reference(source) or holds_features(source)
 
 
-@contextlib.contextmanager
-def _damage_named(source: str) -> Iterator[None]:
-    try:
-        yield
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{source} must be a whole .npz file, got a damaged one ({error}); write it again"
-        ) from None
-
-
 def is_reference(source: str) -> bool:
     """Whether ``source`` is a file of reference statistics."""
     return npz_names(source) >= REFERENCE_NAMES or Path(source).suffix == ".pt"
@@ -202,11 +191,10 @@ def npz_names(source: str) -> set[str]:
     """The arrays in an .npz file, none for anything else; ``ValueError`` for a damaged one."""
     if Path(source).suffix.lower() != ".npz" or not Path(source).is_file():
         return set()
-    try:
-        with zipfile.ZipFile(source) as found:
-            return {n.removesuffix(".npy") for n in found.namelist()}
-    except (zipfile.BadZipFile, OSError):
-        raise ValueError(f"{source} must be an .npz file, got a damaged one") from None
+    from specmm.metrics.inputs import whole
+
+    with whole(source, "numpy file"), zipfile.ZipFile(source) as found:
+        return {n.removesuffix(".npy") for n in found.namelist()}
 
 
 def name_of(source: str) -> str:

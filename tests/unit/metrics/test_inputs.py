@@ -79,7 +79,7 @@ def test_numpy_files(tmp_path: Path, names: tuple[str, ...]) -> None:
     damaged = bytearray((tmp_path / "a.npz").read_bytes())
     damaged[400:410] = bytes(10)  # within the pictures
     (tmp_path / "a.npz").write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"a\.npz must be a numpy file, got a broken one"):
+    with pytest.raises(ValueError, match=r"a\.npz must be a whole numpy file, got a broken one"):
         list(open_pictures(tmp_path / "a.npz"))
 
 
