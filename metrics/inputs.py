@@ -353,7 +353,13 @@ def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[Non
     """Errors of what is read within, also ``errors``, become the ``ValueError`` that ``path`` must
     be a ``what``.
     """
-    damage = (zipfile.BadZipFile, zlib.error, OSError, EOFError, *errors)
+    damage: tuple[type[Exception], ...] = (
+        zipfile.BadZipFile,
+        zlib.error,
+        OSError,
+        EOFError,
+        *errors,
+    )
     try:
         yield
     except damage as error:
