@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from specmm.loading.files import sentence_of
+from specmm.loading.files import files_below, hidden, sentence_of
 from specmm.loading.pictures import endings, header, upright
 from specmm.metrics.features import Protocol
 
@@ -247,10 +247,9 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
 def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
     """Pictures' files and archives at ``source``, each with why it is left out, else ""."""
     if os.path.isdir(source):
-        length = len(os.path.join(source, ""))
         inside = {*known, ".tar"}
-        for place, reason in _walked(source, []):
-            yield place, reason or _why_not(place[length:], inside)
+        for place, reason in files_below(source):
+            yield place, reason or _other(place, inside)
     elif os.path.isfile(source):
         if Path(source).suffix.lower() in PACKED:
             raise ValueError(f"{source} must be unpacked, or made a .zip or an uncompressed .tar")
@@ -259,32 +258,8 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
         yield from ((f, "") for f in sorted(glob.glob(source, recursive=True)) if os.path.isfile(f))
 
 
-def _walked(folder: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """The files below ``folder`` in the order of their names, through links, and what is wrong.
-
-    ``above`` are the folders that this one lies in, by device and number: a link to one of them
-    would never end.
-    """
-    about = os.stat(folder)
-    here = [*above, (about.st_dev, about.st_ino)]
-    if here[-1] in above:
-        yield folder, "link to a folder above"
-        return
-    with os.scandir(folder) as entries:
-        listed = sorted(entries, key=lambda entry: entry.name)
-    for entry in listed:
-        if os.path.isdir(entry.path):  # unlike the entry's own, False for a link to itself
-            yield from _walked(entry.path, here)
-        else:
-            linked = "link to no file" if entry.is_symlink() else "no regular file"
-            yield entry.path, "" if os.path.isfile(entry.path) else linked
-
-
-def _why_not(name: str, known: set[str]) -> str:
-    """Why the file called ``name`` within its folder or archive is no picture, "" if it is one."""
-    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
-    if "__MACOSX" in parts or any(part.startswith(".") for part in parts):
-        return "hidden"
+def _other(name: str, known: set[str]) -> str:
+    """Which ending the file called ``name`` has that is not among the ``known`` ones, else ""."""
     ending = os.path.splitext(name)[1].lower()
     return "" if ending in known else f"ending {ending}" if ending else "without ending"
 
@@ -312,7 +287,7 @@ def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[Pictu
             found[name] = replace(found[target], member=name)
         else:
             left_out["link to no file"] += 1
-    reasons = {name: _why_not(name, known) for name in found}
+    reasons = {name: "hidden" if hidden(name) else _other(name, known) for name in found}
     left_out.update(filter(None, reasons.values()))
     return [found[name] for name in sorted(found) if not reasons[name]]
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, texts read by lines, and what errors say.
+"""Files that are written whole or not at all, found in folders, read by lines; what errors say.
 
 The command line imports this module before anything else, so it needs nothing but Python.
 """
@@ -31,6 +31,40 @@ def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def hidden(name: str) -> bool:
+    """Whether the file ``name`` in a folder or archive is what notebooks and macOS put there."""
+    parts = name.split("/")
+    return "__MACOSX" in parts or any(p.startswith(".") and p not in (".", "..") for p in parts)
+
+
+def files_below(folder: str) -> Iterator[tuple[str, str]]:
+    """The files in ``folder`` and its folders, linked ones too, as paths in the order of their
+    names, each with a reason to leave it out, or "".
+    """
+    length = len(os.path.join(folder, ""))
+    for place, reason in _walked(folder, []):
+        yield place, reason or ("hidden" if hidden(place[length:]) else "")
+
+
+def _walked(folder: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
+    """As ``files_below``; ``above`` are the folders that this one lies in, by device and number: a
+    link to one of them would never end.
+    """
+    about = os.stat(folder)
+    here = [*above, (about.st_dev, about.st_ino)]
+    if here[-1] in above:
+        yield folder, "link to a folder above"
+        return
+    with os.scandir(folder) as entries:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
+        if os.path.isdir(entry.path):  # unlike the entry's own, False for a link to itself
+            yield from _walked(entry.path, here)
+        else:
+            linked = "link to no file" if entry.is_symlink() else "no regular file"
+            yield entry.path, "" if os.path.isfile(entry.path) else linked
 
 
 def text_lines(file: Path) -> Iterator[str]:
