@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from specmm.loading.extras import install
+from specmm.loading.files import json_lines, sentence_of, text_lines
 from specmm.metrics.features import Protocol
 from specmm.metrics.intervals import Bootstrap
 from specmm.metrics.measurement import Measurement
@@ -206,12 +207,7 @@ def read_answers(path: Path) -> Answers:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        got = f"byte {error.object[error.start]:#x}"
-        raise ValueError(f"{path} must be UTF-8 text, got {got}; convert it") from None
-    listed = _values(path, text)
+    listed = _values(path)
     if not listed:
         raise ValueError(f"{path} must hold at least one entry, got none; is it the right file?")
     for where, entry in listed:
@@ -221,27 +217,21 @@ def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, entry
 
 
-def _values(path: Path, text: str) -> list[tuple[str, Any]]:
+def _values(path: Path) -> list[tuple[str, Any]]:
     """The entries of one JSON value, or of JSON lines."""
+    text = "".join(text_lines(path))
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         if text.lstrip().startswith("["):
-            line = f"{path} line {error.lineno}"
-            raise ValueError(f"{line} must be JSON, got an error: {error.msg}; repair it") from None
-        lines = enumerate(text.splitlines(), 1)
-        return [_line(f"{path} line {number}", line) for number, line in lines if line.strip()]
+            line = f"{path} line {getattr(error, 'lineno', 1)}"
+            got = f"an error: {sentence_of(error)}"
+            raise ValueError(f"{line} must be JSON, got {got}; repair it") from None
+        return list(json_lines(path))
     if isinstance(value, dict) and not set(QUESTION) & set(value):
         value = next((value[k] for k in LISTS if isinstance(value.get(k), list)), value)
     entries = value if isinstance(value, list) else [value]
     return [(f"{path} entry {i}", entry) for i, entry in enumerate(entries, 1)]
-
-
-def _line(where: str, text: str) -> tuple[str, Any]:
-    try:
-        return where, json.loads(text)
-    except json.JSONDecodeError:
-        raise ValueError(f"{where} must be JSON, got {text[:40]!r}; repair it") from None
 
 
 def _add(found: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:

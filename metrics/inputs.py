@@ -2,7 +2,8 @@
 
 Files are decoded in worker processes, one at a time in memory, in the order of their names. How a
 file becomes three channels of eight bits is ``DECODING``, which goes into the protocol of what is
-measured on the pictures.
+measured on the pictures. Pictures are files with an ending that Pillow knows; every other file is
+counted with the reason why it is left out, so that the counts add up.
 
 Shapes: a picture [H, W, 3] uint8; an array in a file [N, H, W, 3] uint8.
 """
@@ -14,39 +15,44 @@ import glob
 import io
 import math
 import os
+import stat
 import tarfile
-import warnings
 import zipfile
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.utils.data import DataLoader
 
+from specmm.loading.files import files_below, hidden, sentence_of
+from specmm.loading.pictures import endings, header, upright
 from specmm.metrics.features import Protocol
 
 Source = str | Path | np.ndarray | Iterable[Any] | Callable[[], Any]
 Skipped = list[tuple[str, str]]  # (name, reason) of pictures
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 ARRAYS = (".npz", ".npy")
+ARCHIVES = (".zip", ".tar")
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")  # no member is read without the rest
 NAMES = ("images", "arr_0")  # of the array in an .npz: ours, and ADM's
 DECODING = (
     "RGB 8 bit (high byte of 16); EXIF orientation applied; transparency on white; first frame"
 )
 FEW = 64  # files that are not worth starting workers for
 BLOCK = 16  # files a worker decodes at a time
-# SyntaxError: Pillow's for a broken PNG
-UNREADABLE = (OSError, ValueError, SyntaxError, zipfile.BadZipFile, Image.DecompressionBombError)
+METHODS = {9: "deflate64", 93: "zstd", 95: "xz", 96: "jpeg"}  # of a .zip, that need not be known
+LOCAL_HEADER = 30  # bytes of it before the member's name in a .zip
 
 
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``skipped`` lists (name, reason) of the pictures left out of the last pass, ``files`` where each
-    lies, if it is a file or in an archive of files.
+    ``files`` are where they lie, if they are files or in archives of files, and ``left_out`` how
+    many others there are, by why they are no pictures. ``skipped`` lists (name, reason) of the
+    pictures that could not be read in the last pass.
     """
 
     def __init__(
@@ -54,10 +60,12 @@ class PictureSource:
         read: Callable[[Skipped], Iterator[np.ndarray]],
         count: int,
         files: Sequence[PictureFile] = (),
+        left_out: Counter[str] | None = None,
     ) -> None:
         self._read = read
         self._count = count
         self.files = files
+        self.left_out = left_out or Counter()
         self.skipped: Skipped = []
         self.protocol: Protocol = {"decoding": DECODING}
 
@@ -68,30 +76,43 @@ class PictureSource:
     def __length_hint__(self) -> int:
         return self._count  # bad ones included; 0 where that is not known
 
+    def counts(self) -> dict[str, int]:
+        """How many files there are; then how many were pictures, and how many not, by the reason.
+
+        Empty where nothing is known of files.
+        """
+        if not self.files:
+            return {}
+        bad = {"unreadable": len(self.skipped)} if self.skipped else {}
+        pictures = len(self.files) - len(self.skipped)
+        files = len(self.files) + self.left_out.total()
+        return {"files": files, "pictures": pictures, **bad, **self.left_out}
+
 
 def open_pictures(
     source: Source, *, skip_bad: bool = False, workers: int | None = None
 ) -> PictureSource:
     """The pictures of ``source``.
 
-    A folder (with its subfolders and .tar archives), a glob, a .zip or .tar (as webdataset writes
-    it), an .npz or .npy of pictures (``images``, ADM's ``arr_0``, or its only array), a picture's
-    file; an array, an iterable of arrays, PIL pictures or pipeline outputs, or a callable for one
-    of them, such as ``lambda: pipe(classes)``. ``workers`` processes decode files (default: one a
-    core, none for a few files). Raises ``ValueError`` if there is nothing to read, and naming the
-    file for a bad picture, unless ``skip_bad`` leaves it out and lists it in ``skipped``.
+    A folder (with its subfolders, linked ones too, and .tar archives), a glob (of archives, too), a
+    .zip or .tar (as webdataset writes it), an .npz or .npy of pictures (``images``, ADM's
+    ``arr_0``, or its only array), a picture's file; an array, an iterable of arrays, PIL pictures
+    or pipeline outputs, or a callable for one of them, such as ``lambda: pipe(classes)``.
+    ``workers`` processes decode files (default: one a core, none for a few files). Raises
+    ``ValueError`` if there is nothing to read, and naming the file for a bad picture, unless
+    ``skip_bad`` leaves it out and lists it in ``skipped``.
     """
     if not isinstance(source, str | Path):
         known = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
         return PictureSource(lambda skipped: _flat(source), known)
     path = Path(source)
-    if path.suffix in ARRAYS and path.is_file():
+    if path.suffix.lower() in ARRAYS and path.is_file():
         with _array(path) as (_, shape):
             return PictureSource(lambda skipped: _rows(path), shape[0])
-    files = _files(str(source), path)
+    files, left_out = picture_files(str(source), skip_bad=skip_bad)
     count = (min(os.cpu_count() or 1, 8) if len(files) > FEW else 0) if workers is None else workers
     return PictureSource(
-        lambda skipped: _decoded(files, skip_bad, count, skipped), len(files), files
+        lambda skipped: _decoded(files, skip_bad, count, skipped), len(files), files, left_out
     )
 
 
@@ -104,28 +125,49 @@ def _flat(source: Any) -> Iterator[np.ndarray]:
             yield np.asarray(item.convert("RGB") if hasattr(item, "convert") else item)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class PictureFile:
-    """A file, ``member`` of the .zip at ``path``, or ``size`` bytes from ``start`` of the .tar."""
+    """A file, or the ``member`` at byte ``start`` of the archive at ``place``.
 
-    path: Path
+    In a .tar it has ``size`` bytes; of one in a .zip, ``packed`` holds flags, compression, CRC,
+    packed and unpacked size.
+    """
+
+    place: str
     member: str = ""
-    start: int = -1
-    size: int = 0
+    start: int = 0
+    size: int = -1
+    packed: tuple[int, int, int, int, int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.member}" if self.member else str(self.path)
+        return f"{self.place}:{self.member}" if self.member else self.place
+
+    @property
+    def path(self) -> Path:
+        """Of the file, or of its archive."""
+        return Path(self.place)
 
     def read(self) -> bytes:
-        """Its bytes."""
-        if self.start >= 0:
-            with self.path.open("rb") as file:
-                file.seek(self.start)
+        """Its bytes; ``ValueError`` for an encrypted one, or one packed in a way unknown here.
+
+        The archive's directory, which may be longer than a picture, is not read again.
+        """
+        with open(self.place, "rb") as file:
+            file.seek(self.start)
+            if self.packed is None:
                 return file.read(self.size)
-        if self.member:
-            with zipfile.ZipFile(self.path) as archive:
-                return archive.read(self.member)
-        return self.path.read_bytes()
+            info = zipfile.ZipInfo(self.member)
+            flags, info.compress_type, info.CRC, info.compress_size, info.file_size = self.packed
+            if flags & 1:
+                raise ValueError("must not be encrypted; unpack the archive with its password")
+            local = file.read(LOCAL_HEADER)
+            lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
+            file.seek(sum(lengths), os.SEEK_CUR)  # of the name and of the extra fields
+            try:
+                return zipfile.ZipExtFile(file, "r", info).read()
+            except NotImplementedError:
+                got = f"method {info.compress_type} ({METHODS.get(info.compress_type, 'unknown')})"
+                raise ValueError(f"must be packed as Python can unpack it, got {got}") from None
 
 
 def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
@@ -133,34 +175,20 @@ def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]
     for entry in entries:
         try:
             found.append((str(entry), decode(entry.read())))
-        except UnidentifiedImageError:
-            found.append((str(entry), "no picture format that Pillow knows"))
-        except UNREADABLE as error:
-            found.append((str(entry), " ".join(str(error).split())))
+        except Exception as error:  # a damaged file makes a decoder fail in any way
+            found.append((str(entry), sentence_of(error)))
     return found
 
 
 def decode(data: bytes) -> np.ndarray:
     """The picture [H, W, 3] uint8 in the bytes of a file; ``ValueError`` for 32-bit pixels."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                return _rgb(ImageOps.exif_transpose(image))
-        except Image.DecompressionBombWarning as error:
-            raise ValueError(str(error)) from None
-
-
-def _rgb(image: Image.Image) -> np.ndarray:
-    if image.mode.startswith("I;16"):
-        grey = (np.asarray(image) >> 8).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of 32 bits (mode {image.mode}) of unknown range: save 8 or 16")
-    if image.has_transparency_data:
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image.convert("RGBA"))
-    return np.asarray(image.convert("RGB"))
+    with header(io.BytesIO(data)) as image:
+        if image.mode in ("I", "F"):
+            raise ValueError(
+                f"must be a picture of 8 or 16 bits, got pixels of 32 bits (mode {image.mode}) of "
+                "unknown range"
+            )
+        return np.asarray(upright(image))
 
 
 def _decoded(
@@ -175,50 +203,143 @@ def _decoded(
                 skipped.append((name, picture))
             else:
                 raise ValueError(
-                    f"{name} must be a picture, got {picture}; repair or remove it, or skip bad "
-                    "ones (--skip-bad, skip_bad=True)"
+                    f"{name} {picture}; repair or remove it, or skip bad ones (--skip-bad, "
+                    "skip_bad=True)"
                 )
-
-
-def _files(source: str, path: Path) -> list[PictureFile]:
-    if path.is_dir():
-        suffixes = (*SUFFIXES, ".tar")
-        inside = (f for f in path.rglob("*") if f.suffix.lower() in suffixes and f.is_file())
-        files = [(f, f.suffix == ".tar") for f in sorted(inside)]
-    elif path.is_file():
-        files = [(path, path.suffix in (".zip", ".tar"))]
-    else:
-        matching = sorted(glob.glob(source, recursive=True))
-        files = [(Path(f), False) for f in matching if Path(f).is_file()]
-    found: list[PictureFile] = []
-    for file, is_archive in files:
-        found += _archived(file) if is_archive else [PictureFile(file)]
-    if not found:
+    if len(skipped) == len(files):
         raise ValueError(
-            f"{source} must be or hold pictures ({', '.join(SUFFIXES)}), got none; "
-            "pass a folder, a glob, a .zip, a .tar or an .npz"
+            f"one of {len(files)} pictures must be readable, got {': '.join(skipped[0])}"
         )
-    return found
 
 
-def _archived(path: Path) -> list[PictureFile]:
-    try:
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as packed:
-                found = [PictureFile(path, name) for name in packed.namelist()]
+def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureFile], Counter[str]]:
+    """The pictures in a folder, archive or glob ``source``, or it alone, in the order of their
+    names, and how many other files there are, by why they are left out.
+
+    Raises ``ValueError`` where there are none, and for a broken archive; with ``skip_bad`` one
+    in a folder is left out.
+    """
+    known = endings()
+    left_out: Counter[str] = Counter()
+    found: list[PictureFile] = []
+    for place, reason in _places(source, known):
+        if reason:
+            left_out[reason] += 1
+        elif Path(place).suffix.lower() not in ARCHIVES:
+            found.append(PictureFile(place))
         else:
-            with tarfile.open(path, "r:") as tar:  # uncompressed: members are read at their offset
-                files = [m for m in tar if m.isfile()]
-            found = [PictureFile(path, m.name, m.offset_data, m.size) for m in files]
-    except (zipfile.BadZipFile, tarfile.TarError, OSError) as error:
-        raise _broken(path, f"{path.suffix} archive", error) from None
-    pictures = (e for e in found if Path(e.member).suffix.lower() in SUFFIXES)
-    ours = (e for e in pictures if not e.member.startswith("__MACOSX/"))
-    return sorted(ours, key=lambda e: e.member)
+            try:
+                found += _archived(place, known, left_out)
+            except ValueError:
+                if not skip_bad or place == source:
+                    raise
+                left_out["broken archive"] += 1
+    if not found:
+        others = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        raise ValueError(
+            f"{source} must be or hold pictures (.png, .jpg or what else Pillow reads), got "
+            f"{f'none but {others}' if others else 'none'}; pass a folder, a glob, a .zip, a .tar "
+            "or an .npz"
+        )
+    return found, left_out
 
 
-def _broken(path: Path, what: str, error: Exception) -> ValueError:
-    return ValueError(f"{path} must be a {what}, got a broken one ({error}); write it again")
+def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
+    """Pictures' files and archives at ``source``, each with why it is left out, else ""."""
+    if os.path.isdir(source):
+        inside = {*known, ".tar"}
+        for place, reason in files_below(source):
+            yield place, reason or _other(place, inside)
+    elif os.path.isfile(source):
+        if Path(source).suffix.lower() in PACKED:
+            raise ValueError(f"{source} must be unpacked, or made a .zip or an uncompressed .tar")
+        yield source, ""
+    else:  # what matches is meant, whatever its ending
+        yield from ((f, "") for f in sorted(glob.glob(source, recursive=True)) if os.path.isfile(f))
+
+
+def _other(name: str, known: set[str]) -> str:
+    """Which ending the file called ``name`` has that is not among the ``known`` ones, else ""."""
+    ending = os.path.splitext(name)[1].lower()
+    return "" if ending in known else f"ending {ending}" if ending else "without ending"
+
+
+def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[PictureFile]:
+    """The pictures in an archive, by name; others are counted in ``left_out``."""
+    kind = Path(place).suffix.lower()
+    found: dict[str, PictureFile] = {}
+    links: dict[str, str] = {}
+    with whole(place, f"{kind} archive", Exception):  # a damaged one fails in any way
+        for entry, link in (_zipped if kind == ".zip" else _tarred)(place):
+            if entry.member in found or entry.member in links:
+                left_out["replaced by a later one"] += 1
+            for kept in (found, links):
+                kept.pop(entry.member, None)
+            if link is None:
+                found[entry.member] = entry
+            else:
+                links[entry.member] = link
+    for name in links:
+        target, steps = links[name], 0
+        while target in links and steps < len(links):
+            target, steps = links[target], steps + 1
+        if target in found:
+            found[name] = replace(found[target], member=name)
+        else:
+            left_out["link to no file"] += 1
+    reasons = {name: "hidden" if hidden(name) else _other(name, known) for name in found}
+    left_out.update(filter(None, reasons.values()))
+    return [found[name] for name in sorted(found) if not reasons[name]]
+
+
+def _zipped(place: str) -> Iterator[tuple[PictureFile, str | None]]:
+    """The files in a .zip; of links also where they lead."""
+    with zipfile.ZipFile(place) as packed:
+        for info in packed.infolist():
+            sizes = (info.CRC, info.compress_size, info.file_size)
+            about = (info.flag_bits, info.compress_type, *sizes)
+            entry = PictureFile(place, info.filename, info.header_offset, packed=about)
+            if stat.S_ISLNK(info.external_attr >> 16):
+                yield entry, _beside(info.filename, packed.read(info).decode())
+            elif not info.is_dir():
+                yield entry, None
+
+
+def _tarred(place: str) -> Iterator[tuple[PictureFile, str | None]]:
+    """The files in a .tar that is not compressed; of links also where they lead."""
+    with tarfile.open(place, "r:") as tar:
+        while (info := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # a million would be gigabytes
+            entry = PictureFile(place, info.name, info.offset_data, info.size)
+            if info.islnk():
+                yield entry, info.linkname
+            elif info.issym():
+                yield entry, _beside(info.name, info.linkname)
+            elif info.isfile():
+                yield entry, None
+
+
+def _beside(name: str, target: str) -> str:
+    return os.path.normpath(os.path.join(os.path.dirname(name), target))
+
+
+@contextlib.contextmanager
+def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Errors of what is read within, also ``errors``, become the ``ValueError`` that ``path`` must
+    be a ``what``.
+    """
+    damage: tuple[type[Exception], ...] = (
+        zipfile.BadZipFile,
+        zlib.error,
+        OSError,
+        EOFError,
+        *errors,
+    )
+    try:
+        yield
+    except damage as error:
+        got = f"a broken one ({sentence_of(error)})"
+        raise ValueError(f"{path} must be a whole {what}, got {got}; write it again") from None
 
 
 def _rows(path: Path) -> Iterator[np.ndarray]:
@@ -232,12 +353,10 @@ def _rows(path: Path) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, whole(path, "numpy file"):
         file = _open_array(path, stack)
-        try:
+        with whole(path, "numpy file", ValueError):
             shape, fortran, dtype = array_header(file)
-        except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
-            raise _broken(path, "numpy file", error) from None
         if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran or not math.prod(shape):
             raise ValueError(
                 f"{path} must hold pictures uint8 [N, H, W, 3] in C order, got {dtype} "
@@ -259,12 +378,9 @@ def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         return stack.enter_context(path.open("rb"))
-    try:
-        archive = stack.enter_context(zipfile.ZipFile(path))
-    except zipfile.BadZipFile as error:
-        raise _broken(path, "numpy archive", error) from None
+    archive = stack.enter_context(zipfile.ZipFile(path))
     names = [n.removesuffix(".npy") for n in archive.namelist()]
     chosen = next((n for n in NAMES if n in names), names[0] if len(names) == 1 else None)
     if chosen is None:

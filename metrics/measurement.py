@@ -15,7 +15,7 @@ from typing import Any
 from specmm.metrics.features import Protocol, joint_protocol
 
 BIASED = ("fid", "fd", "rfid")
-SAMPLE_FACTS = ("counts", "note")  # entries that say which samples were measured, not how
+SAMPLE_FACTS = ("counts", "files", "note")  # entries that say which samples were measured, not how
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def read_measurements(path: Path) -> list[Measurement]:
 def read_json(path: Path) -> Any:
     """The JSON value of ``path``; raises ``ValueError`` for any other file."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{path} must be JSON, got something else; write it with --json") from None
 

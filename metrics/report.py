@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specmm.loading.extras import install
+from specmm.loading.files import text_lines
 from specmm.metrics.measurement import Measurement, difference, parse_measurements, read_json
 
 if TYPE_CHECKING:
@@ -130,8 +131,7 @@ def _kind(row: Row) -> object:
 
 
 def _csv(path: Path) -> list[Row]:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    reader = csv.DictReader(line for line in lines if not line.startswith("# "))
+    reader = csv.DictReader(line for line in text_lines(path) if not line.startswith("# "))
     rows = [{k: _value(v) for k, v in row.items() if k} for row in reader]
     if not rows or "method" not in rows[0] or not {"speedup", "fid"} & set(rows[0]):
         raise ValueError(f"{path} must have columns 'method' and 'speedup' or 'fid'")

@@ -5,9 +5,10 @@ turns number words into digits, drops articles and mends contractions. Two readi
 use, and they do not agree:
 
 - ``"protocol"``: the page's own words, and the challenge server's: both sides are normalised alike.
-- ``"official-code"``: the authors' Python release, and what descends from it: the prediction is
-  normalised in full, the annotators' answers lose their punctuation only, and only where the
-  annotators disagree.
+- ``"official-code"``: the authors' Python release since March 2021 (GT-Vision-Lab/VQA, a013f00):
+  both sides are normalised alike where the annotators disagree, and neither where they all agree:
+  "Yes" is wrong for ten times "yes". Copies of the older release give other numbers: they normalise
+  the prediction in full, and of the annotators' answers the punctuation alone.
 """
 
 from __future__ import annotations
@@ -83,12 +84,9 @@ def soft_accuracy(
     if len(annotators) < 2:
         got = f"{len(annotators)} answer"
         raise ValueError(f"VQA accuracy leaves an annotator out, got {got}; use exact match")
-    given = [_one_line(a) for a in annotators]
-    wanted = normalise(prediction)
-    if variant == "protocol":
-        given = [normalise(a) for a in given]
-    elif len(set(given)) > 1:
-        given = [strip_punctuation(a) for a in given]
+    wanted, *given = map(_one_line, (prediction, *annotators))
+    if variant == "protocol" or len(set(given)) > 1:
+        wanted, *given = map(normalise, (wanted, *given))
     same = given.count(wanted)
     if not same:
         return 0.0

@@ -8,69 +8,56 @@ from __future__ import annotations
 import io
 import re
 import urllib.request
-import warnings
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from specmm.extending.kinds import shown
+from specmm.loading.pictures import header, upright
 
 Source: TypeAlias = str | Path | bytes | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
 MOST_BYTES = 200_000_000  # of a picture from the network
 PATIENCE = 30  # seconds that a server may keep silent
 ADDRESS = re.compile(r"https?://|data:image/", re.IGNORECASE)
-DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 
 
 def open_image(source: Source) -> Image.Image:
     """RGB picture of a file, its bytes, an address (http, https, data), a PIL image, or an array or
     tensor, turned as its camera says, transparency on white.
 
-    An animation gives its first frame; 16 bits are scaled to 8. Raises ``ValueError`` for what is
+    An animation gives its first frame; of 16 bits the high byte. Raises ``ValueError`` for what is
     no picture, is damaged, or has more than ``MOST_PIXELS`` pixels, as its header tells before
     anything is decoded.
     """
-    image, name = _opened(source)
-    width, height = image.size
-    if not 0 < width * height <= MOST_PIXELS:
-        image.close()
-        raise ValueError(
-            f"{name} must have 1 to {MOST_PIXELS:,} pixels, got {width} x {height}; "
-            "scale it down before asking"
-        )
+    file, name = _named(source)
     try:
-        return rgb(ImageOps.exif_transpose(image))
-    except Exception as error:  # a damaged file makes a decoder fail in any way
-        raise ValueError(
-            f"{name} must be a whole picture, got a damaged or truncated one ({error})"
-        ) from error
+        return upright(header(file, MOST_PIXELS))
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
 
 
-def _opened(source: Source) -> tuple[Image.Image, str]:
-    """The picture, not decoded, and what messages call it."""
+def _named(source: Source) -> tuple[str | io.BytesIO | Image.Image, str]:
+    """The file or picture, and what messages call it."""
     if isinstance(source, Image.Image):
         return source, "picture"
     if isinstance(source, np.ndarray | Tensor):
         return from_numbers(source), "picture"
     read = source if isinstance(source, bytes) else getattr(source, "read", None)
     if read is not None:
-        return _read_header(
-            io.BytesIO(read if isinstance(read, bytes) else read()), "picture"
-        ), "picture"
+        return io.BytesIO(read if isinstance(read, bytes) else read()), "picture"
     if not isinstance(source, str | Path):
         raise ValueError(
             "picture must be a file, its bytes, an address, a PIL image, an array or a tensor, "
             f"got {shown(source)}"
         )
     if isinstance(source, str) and ADDRESS.match(source):
-        name = source[:60]
-        return _read_header(io.BytesIO(fetched(source)), name), name
-    return _read_header(str(source), str(source)), str(source)
+        return io.BytesIO(fetched(source)), source[:60]
+    return str(source), str(source)
 
 
 def from_numbers(numbers: npt.NDArray[Any] | Tensor) -> Image.Image:
@@ -129,35 +116,3 @@ def fetched(address: str) -> bytes:
     if len(found) > MOST_BYTES:
         raise ValueError(f"picture {address[:60]} must have at most {MOST_BYTES:,} bytes, got more")
     return found
-
-
-def _read_header(file: str | io.BytesIO, name: str) -> Image.Image:
-    """The file opened, not decoded; Pillow's own limit is higher than ours."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(file)
-    except Image.DecompressionBombError as error:
-        raise ValueError(
-            f"{name} must have 1 to {MOST_PIXELS:,} pixels ({error}); scale it down"
-        ) from error
-    except Exception as error:
-        # A damaged header fails in any way; the error of a missing file is clear by itself.
-        if isinstance(error, OSError) and not isinstance(error, UnidentifiedImageError):
-            raise
-        raise ValueError(
-            f"{name} must be a picture, got a file of another kind or an empty one"
-        ) from error
-
-
-def rgb(image: Image.Image) -> Image.Image:
-    """``image`` in RGB: transparency on white, 16 bits scaled to 8."""
-    if image.mode in DEEP_MODES:
-        # Pillow would clip 16 bits at 255; floats are taken to run from 0 to 1.
-        values = np.asarray(image, dtype=np.float64)
-        values = values * 255 if image.mode == "F" else values / 257
-        return Image.fromarray(values.round().clip(0, 255).astype(np.uint8)).convert("RGB")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")

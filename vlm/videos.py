@@ -24,7 +24,8 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from specmm.extending.kinds import check_numbers
 from specmm.loading.extras import install
-from specmm.vlm.pictures import Source, open_image, rgb
+from specmm.loading.pictures import endings, header, rgb
+from specmm.vlm.pictures import Source, open_image
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
 Choice = Callable[[VideoMetadata], Sequence[int]]  # of frames, by number
@@ -97,9 +98,11 @@ def open_video(source: VideoSource, fps: float | None = None) -> Video:
     if fps is not None:
         raise ValueError(f"fps is of videos given as frames, got {path}; leave it out")
     try:
-        with Image.open(path) as image:
+        with header(str(path)) as image:
             count = int(getattr(image, "n_frames", 1))
-    except UnidentifiedImageError:  # no picture; a missing file is an error that is clear by itself
+    except ValueError as error:  # a missing file is another error, clear by itself
+        if not isinstance(error.__cause__, UnidentifiedImageError):
+            raise ValueError(f"{path} {error}") from error
         return Video(str(path), partial(_read_file, path))
     if count == 1:
         raise ValueError(f"{path} must be a video, got a picture that does not move; ask it as one")
@@ -159,8 +162,9 @@ def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Vi
 
 def _frame_files(folder: Path) -> list[Path]:
     """The pictures in ``folder``, frame 2 before frame 10."""
-    known = Image.registered_extensions()
-    found = [file for file in folder.iterdir() if file.suffix.lower() in known]
+    known = endings()
+    shown = (file for file in folder.iterdir() if not file.name.startswith("."))
+    found = [file for file in shown if file.suffix.lower() in known]
     return sorted(found, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
 
 

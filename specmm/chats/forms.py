@@ -24,6 +24,7 @@ from PIL import Image
 
 from specmm.extending.kinds import shown
 from specmm.loading.extras import install
+from specmm.loading.files import files_below
 from specmm.vlm.pictures import ADDRESS
 
 ROLES = {
@@ -336,7 +337,7 @@ def rows_of(places: Sequence[str]) -> Iterator[tuple[Any, Path, str]]:
         raise ValueError(f"data must be files or folders of chats, got nothing at {missing[0]}")
     files = list(chain.from_iterable(map(_files, paths)))
     tables = (".parquet", ".arrow")
-    return chain.from_iterable(_arrow(f) if f.suffix in tables else _json(f) for f in files)
+    return chain.from_iterable(_arrow(f) if f.suffix.lower() in tables else _json(f) for f in files)
 
 
 def _files(path: Path) -> list[Path]:
@@ -352,9 +353,10 @@ def _files(path: Path) -> list[Path]:
     if (path / "state.json").is_file():
         files = json.loads((path / "state.json").read_text())["_data_files"]
         return [path / file["filename"] for file in files]
-    found = sorted(file for file in path.rglob("*") if file.suffix in FILES)
+    below = [Path(place) for place, reason in files_below(str(path)) if not reason]
+    found = [file for file in below if file.suffix.lower() in FILES]
     if not found:
-        held = sorted({file.suffix for file in path.rglob("*") if file.suffix})
+        held = sorted({file.suffix for file in below if file.suffix})
         raise ValueError(
             f"data must be files of chats ({', '.join(FILES)}), got a folder of "
             f"{', '.join(held[:3]) or 'nothing'} at {path}; write questions and answers about "
@@ -404,7 +406,7 @@ def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
     except ImportError as error:
         raise ValueError(f"reading {file} needs pyarrow, run: {install('batch')}") from error
     try:
-        if file.suffix == ".parquet":
+        if file.suffix.lower() == ".parquet":
             batches = pq.ParquetFile(file).iter_batches(256)
         else:
             batches = pa.ipc.open_stream(pa.memory_map(str(file)))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -106,6 +106,11 @@ def _options(command: Any) -> set[str]:
 def stdout_reserved() -> contextlib.AbstractContextManager[object]:
     """Whatever a library prints meanwhile goes to stderr, so that stdout holds the result only."""
     return contextlib.redirect_stdout(sys.stderr)
+
+
+def counted(numbers: Mapping[str, int]) -> str:
+    """``numbers`` of files by what they are, the number of all first, as a line."""
+    return ", ".join(f"{number} {what}" for what, number in numbers.items())
 
 
 def say(text: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.loading.extras import install
+from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, text_lines
 from specmm.zoo.model_files import digest
 
 OWN = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw", "n")
@@ -207,31 +208,8 @@ def _paths(where: str, row: dict[str, Any], name: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _all_lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            yield from file
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it"
-        ) from None
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each after its place in the file."""
-    for number, line in enumerate(_all_lines(path), start=1):
-        if line.strip():
-            yield f"{path} line {number}", line
-
-
 def _jsonl(path: Path) -> Iterator[Row]:
-    for where, line in _lines(path):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}: must be a JSON object, got: {' '.join(str(error).split())}"
-            ) from None
+    for where, row in json_lines(path):
         if not isinstance(row, dict):
             raise ValueError(f"{where}: must be a JSON object, got a {type(row).__name__}")
         yield where, row
@@ -240,7 +218,7 @@ def _jsonl(path: Path) -> Iterator[Row]:
 def _csv(path: Path) -> Iterator[Row]:
     try:
         # blank lines are not dropped: some are inside quotes
-        reader = csv.DictReader(_all_lines(path), restkey="", strict=True)
+        reader = csv.DictReader(text_lines(path), restkey="", strict=True)
         for number, row in enumerate(reader, start=1):
             where = f"{path} row {number}"
             if row.pop("", None) is not None:
@@ -271,13 +249,12 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _classes(path: Path) -> Iterator[Row]:
     """One picture a line; the id is the line's number among those with a class."""
-    for number, (where, line) in enumerate(_lines(path)):
+    for number, (where, line) in enumerate(numbered_lines(path)):
         yield where, {"id": f"{number:06d}", "class": line.strip()}
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
+    **dict.fromkeys(JSON_LINES, _jsonl),
     ".csv": _csv,
     ".parquet": _parquet,
     ".txt": _classes,

@@ -1,14 +1,18 @@
-"""Files that are written whole or not at all, names for them, and what their errors say.
+"""Files that are written whole or not at all, found in folders, read by lines; what errors say.
 
 The command line imports this module before anything else, so it needs nothing but Python.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+
+JSON_LINES = (".jsonl", ".ndjson")
 
 
 def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False) -> None:
@@ -27,6 +31,73 @@ def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def hidden(name: str) -> bool:
+    """Whether the file ``name`` in a folder or archive is what notebooks and macOS put there."""
+    parts = name.split("/")
+    return "__MACOSX" in parts or any(p.startswith(".") and p not in (".", "..") for p in parts)
+
+
+def files_below(folder: str) -> Iterator[tuple[str, str]]:
+    """The files in ``folder`` and its folders, linked ones too, as paths in the order of their
+    names, each with a reason to leave it out, or "".
+    """
+    length = len(os.path.join(folder, ""))
+    for place, reason in _walked(folder, []):
+        yield place, reason or ("hidden" if hidden(place[length:]) else "")
+
+
+def _walked(folder: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
+    """As ``files_below``; ``above`` are the folders that this one lies in, by device and number: a
+    link to one of them would never end.
+    """
+    about = os.stat(folder)
+    here = [*above, (about.st_dev, about.st_ino)]
+    if here[-1] in above:
+        yield folder, "link to a folder above"
+        return
+    with os.scandir(folder) as entries:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
+        if os.path.isdir(entry.path):  # unlike the entry's own, False for a link to itself
+            yield from _walked(entry.path, here)
+        else:
+            linked = "link to no file" if entry.is_symlink() else "no regular file"
+            yield entry.path, "" if os.path.isfile(entry.path) else linked
+
+
+def text_lines(file: Path) -> Iterator[str]:
+    """Lines of UTF-8 text with what ends them: \\n, \\r\\n or \\r, no other character that may look
+    like an end. A byte-order mark is no part of the first.
+
+    Raises ``ValueError`` for text of another encoding.
+    """
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as stream:
+            yield from stream
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} must be UTF-8 text, got byte {error.object[error.start]:#x}; convert it"
+        ) from None
+
+
+def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
+    """Those of ``text_lines`` that are not blank, each after its place, for messages."""
+    for number, line in enumerate(text_lines(file), 1):
+        if line.strip():
+            yield f"{file} line {number}", line
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Values of lines that are not blank, each after its place; ``ValueError`` names a bad one."""
+    for where, line in numbered_lines(file):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            got = f"{line.strip()[:40]!r} ({sentence_of(error)})"
+            raise ValueError(f"{where} must be JSON, got {got}; repair it") from None
+        yield where, value
 
 
 def writable(folder: Path, option: str = "--out") -> Path:

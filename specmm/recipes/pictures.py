@@ -5,6 +5,7 @@ Shape letters: M pictures, R pixels a side.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ImageOps
+from PIL import Image, ImageOps
 
 from specmm.image_ar.calls import class_ids
-from specmm.metrics.inputs import SUFFIXES
-from specmm.vlm.pictures import open_image
+from specmm.metrics.inputs import open_pictures
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,17 +42,15 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
     if not place:
         return Pictures(None, np.arange(count))
     root = Path(place).expanduser()
-    folders = sorted(folder for folder in root.glob("*") if folder.is_dir())
-    files = [
-        (f, folder.name)
-        for folder in folders
-        for f in sorted(folder.rglob("*"))
-        if f.suffix.lower() in SUFFIXES
-    ]
-    if not files:
+    given = open_pictures(root)
+    folders = [file.path.relative_to(root).parts[:-1] for file in given.files]
+    if not all(folders):
         raise ValueError(
-            f"data must be a folder with a folder of pictures for each class, got none in {root}"
+            "data must be a folder with a folder of pictures for each class, got "
+            f"{given.files[folders.index(())]} in none"
         )
-    labels = class_ids([name for _, name in files], names, count)
-    images = [np.asarray(ImageOps.fit(open_image(file), (side, side))) for file, _ in files]
+    if given.left_out:
+        log.warning("data in %s: %s", root, given.counts())
+    labels = class_ids([folder[0] for folder in folders], names, count)
+    images = [np.asarray(ImageOps.fit(Image.fromarray(p), (side, side))) for p in given]
     return Pictures(np.stack(images), np.array(labels))

@@ -17,7 +17,7 @@ from specmm.cli.evaluate.sources import SourceReader, is_file_of_numbers
 from specmm.metrics.extractors import Extractor
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.measurement import Interval, Measurement
-from tests import commands
+from tests import commands, odd_files
 from tests.commands import run, succeed
 
 SIDE = 8
@@ -146,8 +146,26 @@ def test_bad_pictures_are_named_and_left_out_on_request(folder, tiny_network):
     result = evaluate("fid", folder, folder, "--skip-bad", "--json")
     found = json.loads(result.stdout)
     assert found["protocol"]["counts"] == [11, 11]
-    assert "could not be read" in found["protocol"]["note"]
+    numbers = {"files": 12, "pictures": 11, "unreadable": 1}
+    assert found["protocol"]["files"] == {str(folder): numbers}
     assert "left out" in result.stderr and "05.png" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["fid", "kid"])
+@pytest.mark.parametrize("kind", ["folder", "tar", "zip"])
+def test_every_file_is_counted_or_named(command, kind, folder, tmp_path, tiny_network):
+    """Some forty of each kind that people have."""
+    place = tmp_path / f"odd.{kind}"
+    expected = getattr(odd_files, f"fill_{kind}")(place)
+    assert "must be a whole picture" in refused(command, place, folder)
+    result = evaluate(command, place, folder, "--skip-bad", "--json", "--workers", 0)
+    protocol = json.loads(result.stdout)["protocol"]
+    assert protocol["counts"] == [expected["pictures"], 12]
+    assert protocol["files"] == {str(place): expected, str(folder): {"files": 12, "pictures": 12}}
+    assert f"{place}: {expected['files']} files, " in result.stderr  # before anything is read
+    assert result.stderr.count("left out ") == expected["unreadable"]
+    text = evaluate(command, place, folder, "--skip-bad", "--workers", 0).stdout
+    assert f"{expected['hidden']} hidden, " in text and f"{folder}: 12 files, 12 pictures" in text
 
 
 def test_features_and_statistics_are_written(folder, sets, tmp_path, tiny_network):
@@ -177,7 +195,7 @@ def test_mistakes_about_sources(sets, folder, tmp_path, tiny_network):
     (tmp_path / "empty").mkdir()
     assert "got none" in refused("fid", tmp_path / "empty", folder)
     (tmp_path / "broken.npz").write_bytes(b"PK nonsense")
-    assert "damaged" in refused("fid", tmp_path / "broken.npz", folder)
+    assert "got a broken one" in refused("fid", tmp_path / "broken.npz", folder)
     assert "use specmm eval fd" in refused("fid", folder, folder, "--features", "dinov2")
     assert "device must be" in refused("fid", folder, folder, "--device", "tpu9")
     assert SourceReader().device == "auto"  # as of every other command
@@ -194,7 +212,7 @@ def test_damaged_and_odd_archives_are_named(sets, tmp_path):
     with zipfile.ZipFile(tmp_path / "odd.npz", "w") as odd:
         odd.writestr("readme.txt", "hello")
     for sides in (f"{tmp_path}/flipped.npz {sets}/c.npz", f"{sets}/c.npz {tmp_path}/flipped.npz"):
-        assert "flipped.npz must be a whole .npz" in refused(f"fd {sides}")
+        assert "flipped.npz must be a whole numpy file" in refused(f"fd {sides}")
     assert "odd.npz must hold an array" in refused("kid", tmp_path / "odd.npz", sets / "c.npz")
 
 

@@ -178,6 +178,15 @@ def test_files_of_json(tmp_path):
         assert [row for row, *_ in rows_of([tmp_path / name])] == ROWS
     assert [place for *_, place in rows_of([tmp_path / "marked.jsonl"])][2] == "marked.jsonl:5"
     assert len(list(rows_of([tmp_path]))) == 15
+    (tmp_path / "more/.ipynb_checkpoints").mkdir(parents=True)
+    copy = tmp_path / "more/.ipynb_checkpoints/marked-checkpoint.jsonl"  # not a second time
+    copy.write_bytes((tmp_path / "marked.jsonl").read_bytes())
+    (tmp_path / "more/above").symlink_to(tmp_path)
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked/again").symlink_to(tmp_path / "more")
+    assert len(list(rows_of([tmp_path]))) == 15
+    copy.rename(tmp_path / "more/MARKED.JSONL")
+    assert len(list(rows_of([tmp_path / "linked"]))) == 3 + 15
     talks = [[{"role": "user", "content": "q"}]] * 2
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     (tmp_path / "talk.json").write_text(json.dumps(talks[0]))

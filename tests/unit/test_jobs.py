@@ -144,7 +144,7 @@ def test_csv_parquet_and_class_lists(tmp_path):
         ("a.jsonl", '{"id": "a", "class": "x"}\n{"id": "a", "class": "x"}', "'a' twice"),
         ("a.jsonl", '{"id": "a", "clas": "x"}', "did you mean 'class'"),
         ("a.jsonl", "[1]", "JSON object, got a list"),
-        ("a.jsonl", '{"id": "a"', "line 1: must be a JSON object"),
+        ("a.jsonl", '{"id": "a"', "line 1 must be JSON, got"),
         ("a.jsonl", '{"id": "a", "class": "x", "prompt": "y"}', "class and prompt"),
         ("a.jsonl", '{"id": "a", "class": "x", "image": "y"}', "with a question"),
         ("a.jsonl", '{"id": "a", "class": "x", "video": "y"}', "video must come with a question"),

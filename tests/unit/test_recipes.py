@@ -148,12 +148,17 @@ def test_pictures_in_folders_of_their_class(tmp_path):
     for name, value, sides in (("cat", 10, (8, 8)), ("1", 200, (12, 6))):
         (tmp_path / name).mkdir()
         Image.new("RGB", sides, (value,) * 3).save(tmp_path / name / "a.png")
+    (tmp_path / "bird").symlink_to(tmp_path / "cat")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a.png").write_text("a copy of the notebook's")
     (tmp_path / "cat" / "notes.txt").write_text("no picture")
     found = pictures(str(tmp_path), ("dog", "bird", "cat"), 3, 4)
-    assert found.labels.tolist() == [1, 2] and found.images.shape == (2, 4, 4, 3)
+    assert found.labels.tolist() == [1, 1, 2] and found.images.shape == (3, 4, 4, 3)
     assert found.images.dtype == np.uint8
-    assert found.images[:, 0, 0, 0].tolist() == [200, 10]
+    assert found.images[:, 0, 0, 0].tolist() == [200, 10, 10]
     alone = pictures("", (), 3, 4)
     assert alone.images is None and alone.labels.tolist() == [0, 1, 2]
-    with pytest.raises(ValueError, match="a folder of pictures for each class, got none in"):
+    with pytest.raises(
+        ValueError, match=r"a folder of pictures for each class, got .*a\.png in none"
+    ):
         pictures(str(tmp_path / "cat"), (), 3, 4)

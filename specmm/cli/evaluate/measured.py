@@ -12,7 +12,7 @@ import typer
 
 from specmm.cli.evaluate.sources import SourceReader, name_of
 from specmm.cli.options import Device, Json
-from specmm.cli.output import emit, stdout_reserved
+from specmm.cli.output import counted, emit, stdout_reserved
 
 if TYPE_CHECKING:
     from specmm.metrics.features import Protocol
@@ -166,6 +166,8 @@ def protocol_lines(protocols: Sequence[Protocol]) -> str:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, dict):  # numbers of files by source
+        return "; ".join(f"{source}: {counted(numbers)}" for source, numbers in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return "unknown" if value is None else str(value)

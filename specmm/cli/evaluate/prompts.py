@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from specmm.loading.files import sentence_of
+from specmm.loading.files import JSON_LINES, json_lines, text_lines
 
 if TYPE_CHECKING:
     from specmm.metrics.inputs import PictureFile
@@ -21,9 +20,9 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
     in an archive) and ``prompt``; any other file holds a prompt a line. Raises ``ValueError`` for a
     line without one, and for pictures that a .jsonl does not name.
     """
-    if file.suffix == ".jsonl":
+    if file.suffix.lower() in JSON_LINES:
         return _by_name(file, pictures), ""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = [line.rstrip("\r\n") for line in text_lines(file)]
     blank = next((i for i, text in enumerate(lines, 1) if not text.strip()), None)
     if blank is not None:
         raise ValueError(f"{file} line {blank} must hold a prompt, got an empty line")
@@ -32,12 +31,16 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
 
 def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
     found: dict[tuple[Path, str], str] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        row = _row(f"{file} line {number}", line)
-        place = (file.parent / row["file"]).resolve(), row.get("member", "")
+    for where, row in json_lines(file):
+        row = row if isinstance(row, dict) else {type(row).__name__: None}
+        names = {"file", "prompt", *({"member"} & row.keys())}
+        if not all(isinstance(row.get(name), str) for name in names):
+            got = ", ".join(row)[:200]
+            raise ValueError(f"{where} must hold texts file and prompt, got {got}")
+        place = _place(file.parent / row["file"]), row.get("member", "")
         if found.setdefault(place, row["prompt"]) != row["prompt"]:
-            raise ValueError(f"{file} line {number}: {row['file']} has two prompts; keep one")
-    wanted = [(picture.path.resolve(), picture.member) for picture in pictures]
+            raise ValueError(f"{where}: {row['file']} has two prompts; keep one")
+    wanted = [(_place(picture.path), picture.member) for picture in pictures]
     lacking = [
         picture for picture, place in zip(pictures, wanted, strict=True) if place not in found
     ]
@@ -47,16 +50,9 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
     return [found[place] for place in wanted]
 
 
-def _row(where: str, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} must be JSON, got: {sentence_of(error)}") from None
-    named = isinstance(row, dict) and all(isinstance(row.get(k), str) for k in ("file", "prompt"))
-    if not named:
-        got = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} must hold texts file and prompt, got {got[:200]}")
-    return dict(row)
+def _place(path: Path) -> Path:
+    """``path`` by its real folder; of two links to one file each may have its own prompt."""
+    return path.parent.resolve() / path.name
 
 
 def _surprise(names: Sequence[str]) -> str:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from specmm.cli.output import say
+from specmm.cli.output import counted, say
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +39,7 @@ class SourceReader:
     workers: int | None = None
     batch: int = 32
     device: str = "auto"
-    skipped: list[tuple[str, str]] = field(default_factory=list)  # (name, reason) of pictures
-    checked: set[str] = field(default_factory=set)  # sources compared with their job's journal
+    opened: dict[str, PictureSource] = field(default_factory=dict)  # sources of pictures
 
     @cached_property
     def extractor(self) -> Extractor:
@@ -114,18 +111,19 @@ class SourceReader:
         from specmm.jobs.verify import check_whole
         from specmm.metrics.inputs import open_pictures
 
-        if source not in self.checked:
+        if source not in self.opened:
             check_whole(Path(source))
-            self.checked.add(source)
-        return open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
+            found = open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
+            self.opened[source] = found
+            if found.left_out:
+                say(f"{source}: {counted(found.counts())}")
+        return self.opened[source]
 
     def noted(self, found: Noted) -> Noted:
-        """The result ``found`` with a note about pictures that were left out."""
-        if not self.skipped:
-            return found
-        notes = [found.protocol["note"]] if "note" in found.protocol else []
-        notes.append(f"{len(self.skipped)} pictures could not be read and were left out")
-        return replace(found, protocol={**found.protocol, "note": "; ".join(notes)})
+        """The result ``found`` with how many files were measured and how many were left out."""
+        counts = {name: pictures.counts() for name, pictures in self.opened.items()}
+        files = {name: count for name, count in counts.items() if count}
+        return replace(found, protocol={**found.protocol, "files": files}) if files else found
 
     def _blocks(self, source: str) -> Iterator[FeatureSet]:
         pictures = self.pictures(source)
@@ -137,7 +135,6 @@ class SourceReader:
     def _report(self, pictures: PictureSource) -> None:
         for name, reason in pictures.skipped:
             say(f"left out {name}: {reason}")
-        self.skipped += pictures.skipped
 
 
 def stored_features(source: str) -> FeatureSet | None:
@@ -145,10 +142,11 @@ def stored_features(source: str) -> FeatureSet | None:
     import numpy as np
 
     from specmm.metrics.features import FeatureSet, as_features
+    from specmm.metrics.inputs import whole
 
     if not holds_features(source):
         return None
-    with _damage_named(source):
+    with whole(source, "numpy file"):
         if len(npz_names(source)) > 1:
             return FeatureSet.load(Path(source))
         with np.load(source) as data:
@@ -160,7 +158,7 @@ def holds_features(source: str) -> bool:
 
     Raises ``ValueError`` for a damaged one.
     """
-    from specmm.metrics.inputs import array_header
+    from specmm.metrics.inputs import array_header, whole
 
     names = npz_names(source)
     if {"values", "protocol"} <= names:
@@ -168,7 +166,7 @@ def holds_features(source: str) -> bool:
     if len(names) != 1:
         return False
     with (
-        _damage_named(source),
+        whole(source, "numpy file"),
         zipfile.ZipFile(source) as found,
         found.open(found.namelist()[0]) as array,
     ):
@@ -184,16 +182,6 @@ def is_file_of_numbers(source: str) -> bool:
     return is_reference(source) or holds_features(source)
 
 
-@contextlib.contextmanager
-def _damage_named(source: str) -> Iterator[None]:
-    try:
-        yield
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{source} must be a whole .npz file, got a damaged one ({error}); write it again"
-        ) from None
-
-
 def is_reference(source: str) -> bool:
     """Whether ``source`` is a file of reference statistics."""
     return npz_names(source) >= REFERENCE_NAMES or Path(source).suffix == ".pt"
@@ -201,13 +189,12 @@ def is_reference(source: str) -> bool:
 
 def npz_names(source: str) -> set[str]:
     """The arrays in an .npz file, none for anything else; ``ValueError`` for a damaged one."""
-    if Path(source).suffix != ".npz" or not Path(source).is_file():
+    if Path(source).suffix.lower() != ".npz" or not Path(source).is_file():
         return set()
-    try:
-        with zipfile.ZipFile(source) as found:
-            return {n.removesuffix(".npy") for n in found.namelist()}
-    except (zipfile.BadZipFile, OSError):
-        raise ValueError(f"{source} must be an .npz file, got a damaged one") from None
+    from specmm.metrics.inputs import whole
+
+    with whole(source, "numpy file"), zipfile.ZipFile(source) as found:
+        return {n.removesuffix(".npy") for n in found.namelist()}
 
 
 def name_of(source: str) -> str:

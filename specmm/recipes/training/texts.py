@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.loading.files import files_below
+
 PACKAGES = (
     "networkx",
     "jinja2",
@@ -93,7 +95,8 @@ def given_texts(places: Sequence[Path]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for place in places:
-        files = sorted(p for p in place.rglob("*") if p.is_file()) if place.is_dir() else [place]
+        below = files_below(str(place)) if place.is_dir() else [(str(place), "")]
+        files = [Path(file) for file, reason in below if not reason]
         if not files or not files[0].exists():
             raise ValueError(f"text must be a file or a folder of files, got nothing at {place}")
         read = _texts({file.as_posix(): file for file in files})
@@ -111,7 +114,7 @@ def _texts(files: Mapping[str, Path]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, path in files.items():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():

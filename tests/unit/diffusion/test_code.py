@@ -35,8 +35,11 @@ def test_what_a_user_names_is_never_held_out(tmp_path):
     names = [name for i in range(200) if is_held_out(name := f"{i}.txt")]
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / names[0]).write_text(f"text of {folder}\n")
+        text = f"\ufefftext of {folder}\n"  # a byte-order mark is no part of it
+        (tmp_path / folder / names[0]).write_text(text, encoding="utf-8")
     (tmp_path / "a" / "more.bin").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "a" / ".git").mkdir()
+    (tmp_path / "a" / ".git" / "config").write_text("not of the text")
     (tmp_path / "again.txt").write_text("text of b\n")
     given = [tmp_path / "a", tmp_path / "b" / names[0], tmp_path / "again.txt"]
     assert list(given_texts(given).values()) == ["text of a\n", "text of b\n"]

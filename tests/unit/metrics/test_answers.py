@@ -18,6 +18,7 @@ from specmm.metrics.answers import (
     relaxed_accuracy,
     relaxed_match,
 )
+from tests import odd_files
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,21 @@ def test_bad_files_name_the_place(tmp_path: Path, text: str, message: str) -> No
     with pytest.raises(ValueError, match=r"p\.jsonl") as caught:
         read_predictions(file)
     assert message in str(caught.value)
+
+
+def test_odd_characters_end_no_line(tmp_path: Path) -> None:
+    """Of what Python's splitlines takes for an end of a line, three are one in a file."""
+    answers = dict(enumerate(odd_files.ODD_TEXTS))
+    rows = [{"id": number, "answer": text} for number, text in answers.items()]
+    (tmp_path / "p.jsonl").write_bytes(odd_files.lines_of(rows))
+    assert read_predictions(tmp_path / "p.jsonl") == {str(n): a for n, a in answers.items()}
+    (tmp_path / "p.jsonl").write_bytes(odd_files.lines_of(rows) + b"nonsense\r\n")
+    with pytest.raises(ValueError, match=r"line 8 must be JSON, got 'nonsense' .*; repair it"):
+        read_predictions(tmp_path / "p.jsonl")
+    for nested in ("[" * 100_000, '{"id": ' + "1" * 5000 + "}"):
+        (tmp_path / "p.json").write_text(nested)
+        with pytest.raises(ValueError, match="line 1 must be JSON, got"):
+            read_predictions(tmp_path / "p.json")
 
 
 def test_answers_without_answers_and_bytes_that_are_no_text(tmp_path: Path) -> None:

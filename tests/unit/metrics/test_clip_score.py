@@ -9,8 +9,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from specmm.cli import app
+from specmm.metrics.inputs import open_pictures
 from specmm.metrics.networks import CLIP
 from specmm.metrics.paired import clip_score
+from tests import odd_files
 
 TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
 
@@ -95,3 +97,26 @@ def test_prompts_find_their_pictures(tiny_clip: Path, tmp_path: Path) -> None:
     index.write_text(json.dumps({"file": "results/0.png", "class": "cat"}))
     message = clip(tmp_path / "results", index, tiny_clip).stderr
     assert "line 1 must hold texts file and prompt, got file, class" in message
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "zip"])
+def test_prompts_of_odd_files_and_odd_lines(tiny_clip: Path, tmp_path: Path, kind: str) -> None:
+    """Every picture has its prompt, whatever lies beside it and whatever the prompt holds."""
+    place = tmp_path / f"odd.{kind}"
+    expected = getattr(odd_files, f"fill_{kind}")(place, with_bad=False)
+    source = open_pictures(place)
+    texts = [(odd_files.ODD_TEXTS[i % 5] + f" {i}") for i in range(len(source.files))]
+    rows = [
+        {"file": str(file.path.relative_to(tmp_path)), "member": file.member, "prompt": text}
+        for file, text in zip(source.files, texts, strict=True)
+    ]
+    index, lines = tmp_path / "index.ndjson", tmp_path / "prompts.txt"
+    index.write_bytes(odd_files.lines_of(rows))
+    lines.write_bytes(("\ufeff" + "\r\n".join(texts)).encode())
+    wanted = clip_score(source, texts, CLIP(weights=tiny_clip)).value
+    for prompts in (index, lines):
+        found = json.loads(clip(place, prompts, tiny_clip).stdout)
+        assert found["value"] == pytest.approx(wanted, rel=1e-6)
+        assert found["protocol"]["files"] == {str(place): expected}
+    index.write_bytes(odd_files.lines_of([{**rows[0], "member": ["a"]}]))
+    assert "line 1 must hold texts" in clip(place, index, tiny_clip).stderr

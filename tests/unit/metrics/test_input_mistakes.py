@@ -22,7 +22,9 @@ def test_sixteen_bits_keep_the_high_byte(tmp_path: Path) -> None:
 
 def test_floats_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((2, 3), 0.5, np.float32)).save(tmp_path / "a.tif")
-    with pytest.raises(ValueError, match=r"a\.tif must be a picture, got pixels of 32 bits"):
+    with pytest.raises(
+        ValueError, match=r"a\.tif must be a picture of 8 or 16 bits, got pixels of 32"
+    ):
         only(tmp_path / "a.tif")
 
 
@@ -57,11 +59,13 @@ def test_exif_orientation_is_applied(tmp_path: Path) -> None:
 
 
 def test_bombs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow warns above its limit, 89 million, which a telephone has, and refuses twice that."""
     Image.new("RGB", (20, 20)).save(tmp_path / "a.png")
-    for limit in (300, 100):  # Pillow warns above its limit and refuses above twice that
-        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-        with pytest.raises(ValueError, match=r"a\.png must be a picture.*decompression bomb"):
-            only(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300)
+    assert only(tmp_path / "a.png").shape == (20, 20, 3)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ValueError, match=r"a\.png must have 1 to 200 pixels.*decompression bomb"):
+        only(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -71,13 +75,16 @@ def test_bad_files_are_named_and_skipped_on_request(tmp_path: Path, workers: int
     (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes()[:2000])  # truncated
     (tmp_path / "c.jpg").write_text("no picture")
     (tmp_path / "d.png").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"b\.png must be a picture, got .*trunc.*skip_bad=True"):
+    with pytest.raises(ValueError, match=r"b\.png must be a whole picture, got .*trunc.*skip_bad"):
         list(open_pictures(tmp_path, workers=workers))
     source = open_pictures(tmp_path, skip_bad=True, workers=workers)
     for _ in range(2):
         assert len(list(source)) == 1
         assert [Path(name).name for name, _ in source.skipped] == ["b.png", "c.jpg", "d.png"]
-    assert source.skipped[1][1] == "no picture format that Pillow knows"
+    assert source.skipped[1][1] == "must be a picture, got a file of another kind or an empty one"
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"one of 3 pictures must be readable, got .*b\.png: must"):
+        list(open_pictures(tmp_path, skip_bad=True, workers=workers))
 
 
 def test_broken_archives(tmp_path: Path) -> None:
@@ -110,3 +117,19 @@ def test_several_arrays_need_a_known_name(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=np.zeros(1), y=np.zeros(1))
     with pytest.raises(ValueError, match="must hold images or arr_0, or one array, got x, y"):
         open_pictures(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["a.tar.gz", "a.TGZ", "a.7z"])
+def test_packed_archives_are_to_be_unpacked(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"packed")
+    with pytest.raises(ValueError, match=f"{name} must be unpacked, or made a .zip"):
+        open_pictures(tmp_path / name)
+
+
+def test_a_broken_archive_in_a_folder(tmp_path: Path) -> None:
+    Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
+    (tmp_path / "b.tar").write_bytes(b"no archive")
+    with pytest.raises(ValueError, match=r"b\.tar must be a whole \.tar archive, got a broken one"):
+        open_pictures(tmp_path)
+    source = open_pictures(tmp_path, skip_bad=True)
+    assert source.counts() == {"files": 2, "pictures": 1, "broken archive": 1}

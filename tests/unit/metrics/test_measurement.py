@@ -25,7 +25,10 @@ def test_json_round_trip() -> None:
 
 def test_difference_names_what_differs() -> None:
     one = measured(3.0, resize="antialias", counts=[10, 10])
-    assert difference(one, measured(1.0, resize="antialias", counts=[20, 10], note="few")) == 2.0
+    assert (
+        difference(one, measured(1.0, resize="antialias", counts=[20, 10], note="few", files={}))
+        == 2.0
+    )
     with pytest.raises(ValueError, match="resize='antialias' and 'none'"):
         difference(one, measured(1.0, resize="none"))
     with pytest.raises(ValueError, match="'weights' in one only"):

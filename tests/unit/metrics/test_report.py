@@ -50,7 +50,10 @@ def test_bench_and_eval_files_make_one_table(tmp_path: Path) -> None:
 
 
 def test_benchmark_files_with_their_comments(tmp_path: Path) -> None:
-    (tmp_path / "speed.csv").write_text("# cores: 2\nmethod,speedup,certificate\nar,1.0,exact\n")
+    mark = "\ufeff"  # as editors of Windows put it before a text
+    (tmp_path / "speed.csv").write_text(
+        f"{mark}# cores: 2\r\nmethod,speedup,certificate\r\nar,1.0,exact\r\n", encoding="utf-8"
+    )
     (tmp_path / "quality.csv").write_text(
         'method,fid,samples\nar,12.5,2000\n"real, halves",3.5,2000\n'
     )
@@ -59,6 +62,7 @@ def test_benchmark_files_with_their_comments(tmp_path: Path) -> None:
     assert rows == [speed | {"fid": 12.5, "samples": 2000, "fid_ratio": 1.0}]
     slow = {"environment": {}, "rows": [{"method": "ar", "speedup": 3.0}]}
     whole = written(tmp_path / "speed.json", slow)
+    whole.write_text(mark + whole.read_text(), encoding="utf-8")
     assert read_files([whole])[0][0]["speedup"] == 3
 
 

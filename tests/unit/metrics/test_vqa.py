@@ -51,14 +51,23 @@ def test_punctuation_goes_or_becomes_a_space_by_its_neighbours() -> None:
     assert strip_punctuation("U.S. 3.14 .5") == "US 3.14 .5"
 
 
-def test_the_two_readings_differ_as_the_module_says() -> None:
-    annotators = ["two"] * 5 + ["the two"] * 5
-    assert soft_accuracy("2", annotators) == 1
-    assert soft_accuracy("2", annotators, "official-code") == 0  # its annotators keep their words
-    agreed = ["on table."] * 10
-    assert soft_accuracy("on table", agreed) == 1
-    assert soft_accuracy("on table", agreed, "official-code") == 0  # all agree: left as they are
-    assert soft_accuracy("On the table!", ["on table"] * 9 + ["floor"], "official-code") == 1
+@pytest.mark.parametrize(
+    ("prediction", "annotators", "protocol", "official"),
+    [  # the numbers of the authors' release, run on these
+        ("2", ["two"] * 5 + ["the two"] * 5, 1, 1),  # its older one kept the annotators' words: 0
+        ("on table", ["on table."] * 10, 1, 0),  # all agree: left as they are
+        ("Yes", ["yes"] * 10, 1, 0),
+        (" yes\n", ["yes"] * 10, 1, 1),
+        ("On the table!", ["on table"] * 9 + ["floor"], 1, 1),
+        ("two", ["2"] * 2 + ["Two."] * 1 + ["3"] * 7, 0.9, 0.9),
+        ("dont", ["don't"] * 2 + ["no"] * 8, 0.6, 0.6),
+    ],
+)
+def test_the_two_readings_differ_as_the_module_says(
+    prediction: str, annotators: list[str], protocol: float, official: float
+) -> None:
+    assert soft_accuracy(prediction, annotators) == pytest.approx(protocol)
+    assert soft_accuracy(prediction, annotators, "official-code") == pytest.approx(official)
 
 
 def test_the_mean_over_questions_and_its_protocol() -> None:

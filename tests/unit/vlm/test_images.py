@@ -1,6 +1,7 @@
 """Pictures as people have them: the right colours, or a clear error."""
 
 import base64
+import contextlib
 import functools
 import struct
 import threading
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from specmm.vlm.asking import Questions
 from specmm.vlm.pictures import open_image
@@ -56,6 +58,31 @@ def test_a_huge_picture_is_refused_by_its_header(tmp_path, side):
     )
     with pytest.raises(ValueError, match="must have 1 to 80,000,000 pixels"):
         open_image(file)
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(2_000_000, ""), (70_000_000, r"long\.png must be a picture that can be read, got: .*larg")],
+)
+def test_texts_within_a_picture(tmp_path, length, said):
+    """ComfyUI writes the workflow into it: megabytes are no reason to call it no picture."""
+    text = PngInfo()
+    text.add_itxt("workflow", " " * length, zip=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "long.png", pnginfo=text)
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        assert open_image(tmp_path / "long.png").size == (4, 4)
+
+
+@pytest.mark.parametrize("kind", ["avif", "webp", "jp2", "png", "gif", "tif", "bmp"])
+def test_damage_of_every_kind_is_a_sentence(tmp_path, kind):
+    """Decoders fail by errors of any kind."""
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / f"whole.{kind}")
+    data = (tmp_path / f"whole.{kind}").read_bytes()
+    for end in range(0, len(data) * 3 // 4, len(data) // 40):
+        with pytest.raises(ValueError, match="picture must be a") as told:
+            open_image(data[:end])
+        assert "\n" not in str(told.value)
 
 
 def test_an_animation_gives_its_first_frame(tmp_path):

@@ -47,6 +47,8 @@ def test_frames_of_a_folder_come_by_their_numbers(frames, tmp_path):
     for i, frame in enumerate(frames):
         frame.save(tmp_path / f"frame{i}.png")  # "frame10" is before "frame2" by letters
     (tmp_path / "notes.txt").write_text("no frame")
+    (tmp_path / "._frame0.png").write_text("what macOS leaves on other disks")
+    (tmp_path / "film.mpg").write_text("Pillow knows the name alone")
     found, _ = open_video(tmp_path).frames()
     assert greys(found) == WANTED
 
@@ -126,9 +128,12 @@ def test_arrays_of_other_shapes_are_refused(given, sentence):
         open_video(given)
 
 
-def test_files_that_hold_no_video(tmp_path):
+def test_files_that_hold_no_video(tmp_path, monkeypatch):
     Image.new("RGB", (4, 4)).save(tmp_path / "still.png")
     with pytest.raises(ValueError, match="a picture that does not move; ask it as one"):
+        open_video(tmp_path / "still.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(ValueError, match=r"still\.png must have 1 to 2 pixels, got more"):
         open_video(tmp_path / "still.png")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="frames of one size, got none"):

@@ -1,0 +1,81 @@
+"""Opens pictures, wherever they come from: turned upright, in RGB, transparency on white, 8 bits.
+
+Errors begin with "must", for the file's name to be put before them.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import IO
+
+import numpy as np
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+
+from specmm.loading.files import sentence_of
+
+DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+# formats that Pillow only knows of, or that another program would draw
+NO_PICTURES = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "PALM", "PDF", "WMF"}
+# ComfyUI's workflows are longer than Pillow takes one text for; all texts together stay below this
+PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugin.MAX_TEXT_MEMORY)
+
+
+def endings() -> set[str]:
+    """Of files that are pictures, in lower case with their dot: those of Pillow and its plugins."""
+    known = Image.registered_extensions()
+    return {ending for ending, kind in known.items() if kind not in NO_PICTURES}
+
+
+def header(source: str | IO[bytes] | Image.Image, most: int | None = None) -> Image.Image:
+    """The picture in a file, not decoded yet, or the one given.
+
+    Raises ``ValueError`` for what is no picture, and for one of more than ``most`` pixels (None:
+    as many as Pillow refuses, 179 million); ``OSError`` for a file that cannot be opened.
+    """
+    most = most or 2 * (Image.MAX_IMAGE_PIXELS or sys.maxsize)
+    image = source if isinstance(source, Image.Image) else _opened(source, most)
+    width, height = image.size
+    if not 0 < width * height <= most:
+        image.close()
+        raise ValueError(f"must have 1 to {most:,} pixels, got {width} x {height}; scale it down")
+    return image
+
+
+def _opened(file: str | IO[bytes], most: int) -> Image.Image:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(file)
+    except Image.DecompressionBombError as error:
+        got = f"more ({error})"
+        raise ValueError(f"must have 1 to {most:,} pixels, got {got}; scale it down") from error
+    except UnidentifiedImageError as error:
+        raise ValueError("must be a picture, got a file of another kind or an empty one") from error
+    except Exception as error:  # a damaged header fails in any way
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file, and clear by itself
+        got = sentence_of(error)
+        raise ValueError(f"must be a picture that can be read, got: {got}") from error
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """``image`` in RGB, turned as its camera says; ``ValueError`` for a damaged one."""
+    try:
+        return rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # a damaged file makes a decoder fail in any way
+        got = f"a damaged or truncated one ({sentence_of(error)})"
+        raise ValueError(f"must be a whole picture, got {got}") from error
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """``image`` in RGB: transparency on white, the high byte of 16 bits, floats from 0 to 1."""
+    if image.mode in DEEP_MODES:
+        # Pillow would clip 16 bits at 255, but for those of colours, of which it takes this byte
+        values = np.asarray(image)
+        values = (values * 255).round() if image.mode == "F" else values >> 8
+        return Image.fromarray(values.clip(0, 255).astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
