@@ -26,11 +26,12 @@ import torch
 from benchmarks.common import EMOJI, environment
 from benchmarks.vlm_speed import ask
 from recipes.scenes.stream import load_world
+from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.engines import run_local, run_rank
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import RESULTS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
-from specmm.jobs.workers import AnswerWorker, ImageWorker
+from specmm.jobs.workers import ImageWorker
 
 Runner = Callable[..., Any]
 

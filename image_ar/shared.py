@@ -137,15 +137,13 @@ class Moving:
         return is_watched() or not self.bar.disable
 
     def ended(self, count: int) -> None:
-        """So many more pictures are done."""
+        """So many more pictures are done; what moves next counts them no longer."""
         self.done += count
-        self(0.0)
 
-    def __call__(self, pictures: float) -> None:
-        so_far = self.done + round(pictures, 1) if pictures else self.done
-        self.bar.n = so_far
+    def __call__(self, pictures: float = 0.0) -> None:
+        self.bar.n = self.done + round(pictures, 1) if pictures else self.done
         self.bar.refresh()
-        tell(PicturesSoFar(so_far))
+        tell(PicturesSoFar(self.bar.n))
 
 
 class PicturePipeline(ABC, Generic[M]):
@@ -233,6 +231,7 @@ class PicturePipeline(ABC, Generic[M]):
                 found = recorder.records(part, own, decided, batch_size, programs, claim)
                 records += found if drawn.whole else [one | {"interrupted": True} for one in found]
                 move.ended(first + len(own) - move.done)
+                move()
                 if not drawn.whole:
                     break
         certificate = merged_certificate([(part.certificate, part.measured) for part in parts])

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.engines import run_job
 from specmm.jobs.folder import ARCHIVES, RESULTS, Job, Limits, Spec
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.verify import verify
-from specmm.jobs.workers import AnswerWorker, ImageWorker
+from specmm.jobs.workers import ImageWorker
 
 Worker = ImageWorker | AnswerWorker
 

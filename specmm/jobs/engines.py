@@ -23,10 +23,11 @@ from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, Ledger, failure, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
+from specmm.jobs.programs import Programs, check_compiled_items
 from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, exchanged, unpack_torn
-from specmm.jobs.workers import Worker, open_worker
+from specmm.jobs.workers import ImageWorker, Worker, kind_of_items
 from specmm.loading.extras import install
 from specmm.zoo.model_files import files_of_models
 
@@ -82,6 +83,26 @@ def run_job(
         other = [i for i in again if sums_of(now[i]) != sums_of(before[i])]
         summary |= {"repaired": len(again), "repaired_otherwise": len(other)}
     return summary, counts
+
+
+def open_worker(
+    job: Job,
+    items: Sequence[Item],
+    device: str = "auto",
+    left: Mapping[str | None, int] | None = None,
+) -> Worker:
+    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit.
+
+    ``left`` are how many it will make by method, None: ``items`` are all.
+    """
+    check_compiled_items(job.spec.compiled, items)
+    kind = kind_of_items(job.spec.model, items)
+    if kind == "images":
+        made = Counter(item.method for item in items) if left is None else left
+        return ImageWorker(job.spec, device, programs=Programs(job), left=made)
+    from specmm.jobs.answers import AnswerWorker  # which imports transformers
+
+    return AnswerWorker(job.spec, kind == "questions", device)
 
 
 def run_local(

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from sys import intern
 from typing import Any, Literal
 
 from specmm.extending.kinds import shown
@@ -20,7 +21,7 @@ from specmm.loading.extras import install
 from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, text_lines
 from specmm.zoo.model_files import digest
 
-OWN = ("id", "class", "prompt", "image", "video", "question", "seed", "method", "draw", "n")
+KINDS = ("class", "prompt", "question")
 OPTIONS = (  # of a call; each model takes some of them
     *("cfg", "guidance_scale", "cfg_interval", "cfg_schedule", "negative_prompt"),
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
@@ -98,8 +99,9 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
     if not path.is_file():
         raise ValueError(f"JOBS must be a file, got {path}, which is not there")
     found: dict[str, Item] = {}
+    folder = path.parent
     for number, (where, row) in enumerate(reader(path)):
-        for item in parse(where, row, base, path.parent, f"{number:06d}"):
+        for item in parse(where, row, base, folder, f"{number:06d}"):
             if item.id in found:
                 raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
             found[item.id] = item
@@ -112,47 +114,51 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = 
     """The item of a ``row``, called ``name`` without an id, or the ``n`` of it, whose ids end in
     /0, /1 and so on; raises ``ValueError`` beginning with ``where``.
     """
-    row = {"id": name} | {k: v for k, v in row.items() if v is not None and v != ""}
-    for name in row.keys() - {*OWN, *OPTIONS}:
-        raise ValueError(f"{where}: {unknown('field', name, (*OWN, *OPTIONS))}")
-    identity = _text(where, row, "id")
-    kinds = [k for k in ("class", "prompt", "question") if k in row]
+    found: dict[str, Any] = {"id": name}
+    for field, value in row.items():
+        if value is not None and value != "":
+            if field not in FIELDS:
+                raise ValueError(f"{where}: {unknown('field', field, FIELDS)}")
+            found[field] = FIELDS[field](where, field, value)
+    if not found["id"]:
+        raise ValueError(f"{where}: id must be text that is not empty, got none")
+    kinds = [kind for kind in KINDS if kind in found]
     if len(kinds) != 1:
         got = " and ".join(kinds) or "none of them"
         raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
-    for name in ("image", "video", "draw"):
-        if name in row and kinds != ["question"]:
-            raise ValueError(f"{where}: {name} must come with a question, got a {kinds[0]}")
-    method = _text(where, row, "method") if "method" in row else None
     kind: Any = kinds[0]
-    text = _text(where, row, kind)
-    images = _paths(where, row, "image")
-    videos = _paths(where, row, "video")
-    place = str(folder) if images or videos else ""
-    draw = _flag(where, row, "draw")
-    options = tuple((name, _option(row[name])) for name in OPTIONS if name in row)
-    count = _count(where, row.get("n", 1))
-    ids = [identity] if count == 1 else [f"{identity}/{i}" for i in range(count)]
-    first = _seed(where, row["seed"]) if "seed" in row else None
-    seeds = [seed_of(one, base) if first is None else first + i for i, one in enumerate(ids)]
+    if kind != "question":
+        for field in ("image", "video", "draw"):
+            if field in found:
+                raise ValueError(f"{where}: {field} must come with a question, got a {kind}")
+    given: dict[str, Any] = {}
+    if len(found) > 2:
+        shown = {"images": found.get("image", ()), "videos": found.get("video", ())}
+        given = {"method": found.get("method"), "draw": found.get("draw"), **shown}
+        given["folder"] = str(folder) if any(shown.values()) else ""
+        given["options"] = tuple((one, found[one]) for one in OPTIONS if one in found)
+    # texts of classes come again and again
+    text = intern(found[kind]) if kind == "class" else found[kind]
+    count = found.get("n", 1)
+    ids = [found["id"]] if count == 1 else [f"{found['id']}/{i}" for i in range(count)]
     return [
-        Item(one, kind, text, seed, images, method, place, videos, draw, options)
-        for one, seed in zip(ids, seeds, strict=True)
+        Item(one, kind, text, found["seed"] + i if "seed" in found else seed_of(one, base), **given)
+        for i, one in enumerate(ids)
     ]
 
 
-def _count(where: str, value: Any) -> int:
+def _count(where: str, name: str, value: Any) -> int:
     """The number of items that a line asks for."""
     text = str(value).strip()
     if type(value) in (int, str) and text.isdecimal() and 1 <= int(text) <= MOST_OF_ONE:
         return int(text)
-    raise ValueError(f"{where}: n must be from 1 to {MOST_OF_ONE}, got {shown(value)}")
+    raise ValueError(f"{where}: {name} must be from 1 to {MOST_OF_ONE}, got {shown(value)}")
 
 
-def _option(value: Any) -> Any:
+def _option(where: str, name: str, value: Any) -> Any:
     """An option's ``value``; a CSV's is text, and is what it would be in JSON where it is that."""
     if isinstance(value, list):
-        return tuple(map(_option, value))
+        return tuple(_option(where, name, one) for one in value)
     if not isinstance(value, str):
         return value
     try:
@@ -162,17 +168,12 @@ def _option(value: Any) -> Any:
     return found if isinstance(found, int | float) else value
 
 
-def _text(where: str, row: dict[str, Any], name: str) -> str:
+def _text(where: str, name: str, value: Any) -> str:
     """A field as text; a whole number becomes text, since a class may be an id."""
-    value = row.get(name)
     if type(value) is int:
         value = str(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{where}: {name} must be text that is not empty, got {shown(value)}")
-    if name == "id" and (len(value) > MOST_ID or not value.isprintable()):
-        raise ValueError(
-            f"{where}: id must be at most {MOST_ID} printable characters, got {value[:40]!r}…"
-        )
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -182,30 +183,49 @@ def _text(where: str, row: dict[str, Any], name: str) -> str:
     return value
 
 
-def _seed(where: str, value: Any) -> int:
+def _id(where: str, name: str, value: Any) -> str:
+    text = _text(where, name, value)
+    if len(text) > MOST_ID or not text.isprintable():
+        raise ValueError(
+            f"{where}: id must be at most {MOST_ID} printable characters, got {text[:40]!r}…"
+        )
+    return text
+
+
+def _seed(where: str, name: str, value: Any) -> int:
     text = str(value).strip()
     if type(value) in (int, str) and text.isdecimal() and len(text) < 20 and int(text) < 2**63:
         return int(text)
     raise ValueError(
-        f"{where}: seed must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
+        f"{where}: {name} must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
     )
 
 
-def _flag(where: str, row: dict[str, Any], name: str) -> bool | None:
-    """A field that is true or false, in JSON or as text; None where it is missing."""
-    value = row.get(name)
+def _flag(where: str, name: str, value: Any) -> bool:
+    """A field that is true or false, in JSON or as text."""
     found = {"true": True, "false": False}.get(str(value).lower())
-    if value is not None and found is None:
+    if found is None:
         raise ValueError(f"{where}: {name} must be true or false, got {shown(value)}")
     return found
 
 
-def _paths(where: str, row: dict[str, Any], name: str) -> tuple[str, ...]:
-    value = row.get(name)
-    given = value if isinstance(value, list) else [] if value is None else [value]
+def _paths(where: str, name: str, value: Any) -> tuple[str, ...]:
+    given = value if isinstance(value, list) else [value]
     if not all(isinstance(v, str) and v and "\0" not in v for v in given):
         raise ValueError(f"{where}: {name} must be a path or a list of paths, got {shown(value)}")
     return tuple(given)
+
+
+FIELDS: dict[str, Callable[[str, str, Any], Any]] = {  # how each is read: at its place, by name
+    "id": _id,
+    **dict.fromkeys((*KINDS, "method"), _text),
+    "image": _paths,
+    "video": _paths,
+    "seed": _seed,
+    "draw": _flag,
+    "n": _count,
+    **dict.fromkeys(OPTIONS, _option),
+}
 
 
 def _jsonl(path: Path) -> Iterator[Row]:

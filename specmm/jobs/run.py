@@ -204,7 +204,8 @@ class _Runner:
                 self._set_aside(item, error)
                 continue
             batch.append(item)
-            most = self.sizer.size * self.worker.turns(item)
+            turns = self.worker.turns(item) if self.counts.done else 1  # the first come soon
+            most = self.sizer.size * turns
         return batch
 
     def _attempt(self, batch: list[Item], queue: deque[Item]) -> None:

@@ -1,5 +1,5 @@
-"""Workers turn items into results by a pipeline: pictures, answers to questions about pictures, and
-continued texts.
+"""Workers turn items into results by a pipeline: pictures here, answers in
+:mod:`specmm.jobs.answers`.
 
 An item's generator is seeded by the item, and rounding does not depend on the batch
 (``batch_invariant``), so neither does the result.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,18 +17,14 @@ from torch import nn
 
 from specmm.choose.when_compiled import Compiled, Turn
 from specmm.extending.registry import Registry
-from specmm.hf.models.families import Family
-from specmm.hf.prompts.options import Options
-from specmm.image_ar.records import made_by
-from specmm.jobs.folder import Job, Spec
-from specmm.jobs.items import Item, digests_of
-from specmm.jobs.programs import Programs, check_compiled_items, padded
+from specmm.jobs.folder import Spec
+from specmm.jobs.items import Item
+from specmm.jobs.programs import Programs, padded
 from specmm.jobs.results import Result
 from specmm.methods import label
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.programs.compiled import UNCOMPILED
 from specmm.runs.run import Kind, Place, check_sampling, draws, methods_of, open_model, parse_method
-from specmm.zoo.model_files import digest_of_models
 
 TURNS = 4  # batches' worth of items that a killed job may have to make again
 
@@ -69,25 +64,7 @@ def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
     return "text" if "prompt" in kinds and not draws(model) else "images"
 
 
-def open_worker(
-    job: Job,
-    items: Sequence[Item],
-    device: str = "auto",
-    left: Mapping[str | None, int] | None = None,
-) -> Worker:
-    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit.
-
-    ``left`` are how many it will make by method, None: ``items`` are all.
-    """
-    check_compiled_items(job.spec.compiled, items)
-    kind = kind_of_items(job.spec.model, items)
-    if kind == "images":
-        made = Counter(item.method for item in items) if left is None else left
-        return ImageWorker(job.spec, device, programs=Programs(job), left=made)
-    return AnswerWorker(job.spec, kind == "questions", device)
-
-
-class _Methods:
+class JobMethods:
     """The methods of a job by name; the spec's options belong to the job's own method."""
 
     def __init__(self, registry: Registry, spec: Spec) -> None:
@@ -102,7 +79,8 @@ class _Methods:
         return self._known[item.method]
 
 
-def _check_timed(method: Any, timed: bool) -> None:
+def check_timed(method: Any, timed: bool) -> None:
+    """Raise ``ValueError`` for a ``method`` that is ``timed``: it decides by measured seconds."""
     if timed:
         raise ValueError(
             f"a job's method must not depend on measured seconds, got {method.name}; "
@@ -127,7 +105,7 @@ class ImageWorker:
         left: Mapping[str | None, int] | None = None,
     ) -> None:
         self.spec = spec
-        self.methods = _Methods(methods_of("images", spec.model), spec)
+        self.methods = JobMethods(methods_of("images", spec.model), spec)
         place = Place.named(device, spec.dtype)
         given = dict(drafter=spec.drafter, text_encoder=spec.text_encoder)
         self.pipe = pipe or open_model("images", spec.model, place, **given)
@@ -170,7 +148,7 @@ class ImageWorker:
         if item.options:
             self._check_options(item)
         method = self.methods.of(item)
-        _check_timed(method, self.pipe.timed(method))
+        check_timed(method, self.pipe.timed(method))
         taken = "class" if self.pipe.takes == "classes" else "prompt"
         if item.kind != taken:
             raise ValueError(
@@ -213,7 +191,7 @@ class ImageWorker:
         else:
             out = self._drawn(made, rows or len(items))
         seconds = (time.perf_counter() - start) * len(made) / len(items)  # copies are not for free
-        facts = _facts(method, out, made, rows, seconds)
+        facts = facts_of(method, out, made, rows, seconds)
         drawn = list(zip(items, out.images, out.records, strict=False))  # without copies
         return [
             Result(item, dict(facts), record=record, image=image) for item, image, record in drawn
@@ -257,101 +235,7 @@ class ImageWorker:
         return self.programs.rows(label(method), pays)
 
 
-class AnswerWorker:
-    """Answers to questions about pictures, or texts after prompts, by transformers models.
-
-    Rows that end take waiting items where the method can do that; else a batch lasts as long as its
-    longest answer.
-    """
-
-    def __init__(self, spec: Spec, questions: bool, device: str = "auto", pipe: Any = None) -> None:
-        kind: Kind = "questions" if questions else "text"
-        self.spec = spec
-        self.questions = questions
-        self.methods = _Methods(methods_of(kind, spec.model), spec)
-        self.options = Options.of(dict(spec.sampling))
-        names = {"model": spec.model, "drafter": spec.drafter}
-        self.source = {name: value for name, value in names.items() if value is not None}
-        self.files = digest_of_models(self.source.values())
-        place = Place.named(device, spec.dtype)
-        self.pipe = pipe or open_model(kind, spec.model, place, self.methods.own, spec.drafter)
-        self.network = self.pipe.model
-        self._check_drawing(self.methods.own, self.options.draw)
-
-    def check(self, item: Item) -> None:
-        method = self.methods.of(item)
-        _check_timed(method, method.timed)
-        if not method.streams:
-            known = [name for name in self.methods.registry if name != method.name]
-            raise ValueError(
-                f"a job's method must answer by itself, got {method.name}; "
-                f"choose from: {', '.join(known)}"
-            )
-        if item.options:
-            Options.of(self.spec.sampling | dict(item.options))
-        self._check_drawing(method, self._draws(item))
-
-    def _draws(self, item: Item) -> bool:
-        """Whether the item's answer may hold pictures."""
-        return self.options.draw if item.draw is None else item.draw
-
-    def _check_drawing(self, method: Any, draw: bool) -> None:
-        if draw and self.questions:  # of texts the call itself refuses it
-            self.pipe.check_drawing(method, self.options.max_new_tokens)
-
-    def key(self, item: Item) -> Hashable:
-        shown = len(item.images), len(item.videos)
-        return item.method, *shown, self._draws(item), item.options
-
-    def turns(self, item: Item) -> int:
-        # positions or pictures that depend on the batch leave no room for waiting items
-        family = Family.of(self.pipe.model)
-        fixed = family.turning_point is not None or family.reads_pictures_apart
-        return TURNS if self.methods.of(item).can_refill and not fixed else 1
-
-    def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
-        start = time.perf_counter()
-        method = self.methods.of(items[0])
-        shown = ([i.pictures for i in items],) if self.questions else ()
-        options: dict[str, Any] = dict(method=method)
-        sampling = self.spec.sampling | dict(items[0].options)
-        if sampling.get("temperature"):
-            options["seed"] = [item.seed for item in items]
-        if any(item.videos for item in items):
-            options["videos"] = [item.films for item in items]
-        options["batch_size"] = (rows or len(items)) if method.can_refill else 0
-        options |= sampling
-        drawn = self._draws(items[0])
-        if drawn != self.options.draw:
-            options["draw"] = drawn
-        with batch_invariant():
-            out = self.pipe(*shown, [i.text for i in items], **options)
-            maker = made_by(self.source, self.files, sampling, self.network)
-        facts = _facts(method, out, items, rows, time.perf_counter() - start)
-        answers = out.answers if self.questions else out.texts
-        pictures = out.pictures if drawn else [None] * len(items)
-        shares = [
-            {"tokens": len(n), "tau": tau} for n, tau in zip(out.tokens, out.taus, strict=True)
-        ]
-        made = zip(items, answers, shares, pictures, strict=True)
-        return [
-            Result(
-                item,
-                _with_share(facts, share),
-                {**maker, "inputs": digests_of(item)},
-                answer=answer,
-                pictures=shown,
-            )
-            for item, answer, share, shown in made
-        ]
-
-
-def _with_share(facts: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
-    """``facts`` of a batch with the ``share`` of an item, which is known."""
-    return {**facts, "stats": facts["stats"] | share}
-
-
-def _facts(
+def facts_of(
     method: Any, out: Any, items: Sequence[Item], rows: int, seconds: float
 ) -> dict[str, Any]:
     """Facts for the index: tokens and seconds an item, tau and certificate of its batch."""

@@ -84,9 +84,10 @@ def text_lines(file: Path) -> Iterator[str]:
 
 def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
     """Those of ``text_lines`` that are not blank, each after its place, for messages."""
+    name = str(file)
     for number, line in enumerate(text_lines(file), 1):
         if line.strip():
-            yield f"{file} line {number}", line
+            yield f"{name} line {number}", line
 
 
 def json_lines(file: Path) -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,7 @@ from specmm.image_ar.tokens import pipeline as llamagen
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
+from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.engines import run_job, run_local, run_rank, share
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, Limits, Spec, occupied, pack, prepare, unpack
@@ -39,7 +40,7 @@ from specmm.jobs.items import Item, read_items
 from specmm.jobs.results import Result, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
-from specmm.jobs.workers import AnswerWorker, ImageWorker
+from specmm.jobs.workers import ImageWorker
 from specmm.loading import hardware
 from specmm.loading.extras import install
 from specmm.programs.batch_invariant import batch_invariant

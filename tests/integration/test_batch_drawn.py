@@ -14,10 +14,10 @@ from PIL import Image
 import specmm
 from benchmarks.soak.kills import campaign
 from specmm.image_ar.records import read_record
+from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.folder import Spec
 from specmm.jobs.items import read_items
 from specmm.jobs.results import files_of, save
-from specmm.jobs.workers import AnswerWorker
 from specmm.programs.batch_invariant import batch_invariant
 from tests.integration.test_batch import refused, run
 from tests.noisy import noisy
