@@ -220,7 +220,7 @@ class Journal:
         self.told: set[str] = set()  # makers
         self.handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _lock(self.handle, fcntl.LOCK_EX, journals)
-        self.size = _whole(file.read_bytes())
+        self.size = _whole(self.handle)
         os.ftruncate(self.handle, self.size)
 
     def append(self, records: Sequence[Record]) -> None:
@@ -255,13 +255,21 @@ class Journal:
         os.close(self.handle)
 
 
-def _whole(data: bytes) -> int:
-    """Bytes up to the end of the last whole line."""
-    end = place = 0
-    for line in data.splitlines(keepends=True):
-        place += len(line)
-        end = place if unpack(line) is not None else end
-    return end
+def _whole(handle: int) -> int:
+    """Bytes of an open file up to the end of its last whole line, which is looked for from behind:
+    a long job's is hundreds of megabytes.
+    """
+    size = os.fstat(handle).st_size
+    for back in (2**i for i in range(16, 64)):
+        start = max(size - back, 0)
+        place = size
+        for line in reversed(os.pread(handle, size - start, start).splitlines(keepends=True)):
+            if unpack(line) is not None:
+                return place
+            place -= len(line)
+        if start == 0:
+            break
+    return 0
 
 
 def read_journals(journals: Path) -> Iterator[Record]:
