@@ -8,7 +8,9 @@ that repeatedly kills its actor is set aside.
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import time
 import uuid
 from collections import Counter, deque
@@ -31,6 +33,9 @@ from specmm.jobs.workers import ImageWorker, Worker, kind_of_items
 from specmm.loading.extras import install
 from specmm.zoo.model_files import files_of_models
 
+log = logging.getLogger(__name__)
+LOCAL = "127.0.0.1"
+ANSWER = 5.0  # seconds in which a cluster must answer
 CHUNK = 32  # items an actor is given at a time, which it makes in batches
 
 
@@ -179,16 +184,41 @@ def run_ray(
     except ModuleNotFoundError as error:
         raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
     if not ray.is_initialized():
+        _check_address(os.environ.get("RAY_ADDRESS", ""))
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
     job = replace(job, folder=job.folder.absolute())
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    cores = int(ray.cluster_resources()["CPU"])
-    count = min(job.limits.actors or gpus or cores, max(len(items), 1))
+    cores = int(ray.cluster_resources().get("CPU", 0))
+    if not cores:
+        raise ValueError(
+            "the Ray cluster must have a node with a CPU for workers, got none; start one (ray "
+            "start --address …) and run the same command again"
+        )
+    fit = gpus or cores  # others would wait for ever, and their items with them
+    if job.limits.actors > fit:
+        log.warning("%d workers fit into the cluster, not %d", fit, job.limits.actors)
+    count = min(job.limits.actors or fit, fit, max(len(items), 1))
     kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(Actor)
     left = Counter(item.method for item in items)
     share = {method: each // count for method, each in left.items()}
     start = partial(kind.remote, job, opener, max(1, cores // count), share)
     return _Pool(job, start, count, bar).run(items)
+
+
+def _check_address(address: str) -> None:
+    """Raise ``ValueError`` for a cluster's ``address`` where nothing answers; Ray would wait for a
+    minute and a half and warn.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host or LOCAL, int(port)), timeout=ANSWER).close()
+    except OSError as error:
+        raise ValueError(
+            f"RAY_ADDRESS must be a cluster's, got {address}, where nothing answers ({error}); "
+            "start a node there, or unset it to use this machine"
+        ) from None
 
 
 ENGINES = {"local": run_local, "accelerate": run_rank, "ray": run_ray}
@@ -238,11 +268,12 @@ class _Pool:
         actor, batch = self.busy.pop(call)
         try:
             done, failed = ray.get(call)
-        except ray.exceptions.RayActorError as error:
-            self._share_out(batch, f"its worker died: {' '.join(str(error).split())[:300]}")
-            return self.start()
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, ValueError) else error from None
+        except ray.exceptions.RayError as error:  # dead, out of memory, its node lost
+            self._share_out(batch, f"its worker died: {' '.join(str(error).split())[:300]}")
+            ray.kill(actor)
+            return self.start()
         self.counts.done += done
         self.counts.failed += failed
         if self.bar is not None:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -343,10 +344,10 @@ class Ledger(Mapping[str, Record]):
 
     def _counts(self, name: str, done: bool, place: int) -> bool:
         """Whether the record at ``place`` replaces the known one of its item."""
-        known = self._places.get(name, 0)
-        if known <= 0:
-            return True
-        return done and self._read(place).get("at", 0) > self._read(known).get("at", 0)
+        known = self._places.get(name)
+        if known is None or done != (known > 0):
+            return known is None or done
+        return bool(self._read(place).get("at", 0) > self._read(known).get("at", 0))
 
     def _read(self, place: int) -> Record:
         place = abs(place) >> 64
@@ -372,7 +373,8 @@ def check_same(items: Sequence[Item], known: Ledger) -> None:
 
 def failure(item: Item, error: str, tries: int) -> Record:
     """The record of an item that is set aside."""
-    return {"id": item.id, "state": "failed", "item": item.digest, "error": error, "tries": tries}
+    now = {"at": time.time(), "item": item.digest}
+    return {"id": item.id, "state": "failed", **now, "error": error, "tries": tries}
 
 
 def remove_parts(folder: Path) -> None:

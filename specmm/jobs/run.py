@@ -164,6 +164,12 @@ def work(
         journal.close()
 
 
+def kept_of(job: Job) -> int:
+    """How many items are done, by all processes."""
+    known = Ledger(job.journals)
+    return sum(known.is_done(name) for name in known)
+
+
 @dataclass
 class _Runner:
     """Works through items with one pipeline and one journal."""
@@ -262,8 +268,8 @@ class _Runner:
         except OSError as error:
             raise ValueError(
                 f"writing to {self.job.folder} failed ({error.strerror or error}); "
-                f"{len(self.counts.done)} items done now are kept, "
-                "make room and run the same command again"
+                f"{kept_of(self.job)} items are done and kept, make room and run the same command "
+                "again"
             ) from error
 
 

@@ -103,6 +103,11 @@ def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 def writable(folder: Path, option: str = "--out") -> Path:
     """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
+    if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):
+        raise ValueError(
+            f"{option} must be a folder of this machine, got the address {folder}; write to a "
+            "folder and copy it there, or mount it"
+        )
     probe = folder / f".specmm-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -633,3 +633,13 @@ def test_a_picture_that_was_exchanged_since_is_told(tmp_path):
         "1 damaged or missing results made again, bit for bit" in succeed(*given, "--repair").stdout
     )
     assert results(out) == before
+
+
+def test_an_address_is_no_folder(tiny, tmp_path, monkeypatch):
+    """A local folder "s3:" would look like success."""
+    monkeypatch.chdir(tmp_path)
+    file = jobs(tmp_path, 1)
+    for given in (["batch", file, "--model", tiny], ["generate", tiny, "--class", "heart"]):
+        line = refused(*given, "--out", "s3://bucket/job")
+        assert "--out must be a folder of this machine, got the address s3:/bucket/job" in line
+    assert [one.name for one in tmp_path.iterdir()] == [file.name]

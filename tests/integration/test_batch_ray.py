@@ -8,6 +8,8 @@ from __future__ import (
 
 import json
 import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +90,53 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
     found = verify(tmp_path, items)
     assert (found.done, found.failed, found.left, found.problems) == (5, 1, 0, [])
     assert pending(tmp_path, items) == []
+
+
+def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
+    """Where Ray would warn for a minute and a half."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    prepare(tmp_path, spec := Spec("any"))
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match=rf"got 127.0.0.1:{port}, where nothing answers"):
+        run_ray(Job(tmp_path, spec), [Item("a", "class", "heart", 1)])
+    assert time.perf_counter() - begin < 20  # with the import of ray
+
+
+@pytest.mark.slow
+def test_as_many_workers_as_fit(one_core: Any, tmp_path: Path, caplog: Any) -> None:
+    """Four where there is one core: the others would never start, nor their items end."""
+
+    def opener() -> Any:
+        from PIL import Image
+
+        from specmm.jobs.results import Result
+
+        class Flat:
+            network = None
+
+            def check(self, item: Item) -> None:
+                pass
+
+            def key(self, item: Item) -> int:
+                return 0
+
+            def turns(self, item: Item) -> int:
+                return 1
+
+            def run(self, items: list[Item], rows: int = 0) -> list[Result]:
+                stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
+                claim = {"kind": "exact", "reason": "", "tv": 0.0}
+                facts = {"method": "ar", "certificate": claim, "stats": stats}
+                return [Result(i, facts, image=Image.new("RGB", (4, 4))) for i in items]
+
+        return Flat()
+
+    items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(4)]
+    prepare(tmp_path, spec := Spec("any"))
+    job = Job(tmp_path, spec, Limits(batch=2, actors=4))
+    counter = run_ray(job, items, opener=opener)
+    assert sorted(counter.done) == [item.id for item in items] and not counter.failed
+    assert "1 workers fit into the cluster, not 4" in caplog.text

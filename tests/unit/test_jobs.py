@@ -27,7 +27,18 @@ from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.registry import unknown
 from specmm.jobs import run
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import JOURNALS, Job, Journal, Ledger, Spec, pack, prepare, unpack
+from specmm.jobs.folder import (
+    JOURNALS,
+    MAKER,
+    Job,
+    Journal,
+    Ledger,
+    Spec,
+    failure,
+    pack,
+    prepare,
+    unpack,
+)
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import name_of, place_of
@@ -81,6 +92,39 @@ def test_done_stands_against_failed_in_any_order(tmp_path):
         journal.append([{"id": "x", "state": state}])
         journal.close()
     assert Ledger(tmp_path)["x"]["state"] == "done"
+
+
+def test_the_latest_failure_counts_in_any_order(tmp_path):
+    """An item set aside under Ray, and again here for another reason."""
+    for name, at in (("b", 1.0), ("a", 2.0), ("c", 1.5)):
+        journal = Journal(tmp_path, name)
+        journal.append([{**failure(item("x"), f"reason {at}", 1), "at": at}])
+        journal.close()
+    assert Ledger(tmp_path)["x"]["error"] == "reason 2.0"
+
+
+def test_a_line_of_the_journal_is_known_by_its_head(tmp_path):
+    """Ids of any letters, whose records are read when they are asked for."""
+    ids = ['quote " and \\\\', "é 漢", "plain", "\\u0041"]
+    journal = Journal(tmp_path, "a")
+    made = [{"id": one, "state": "done", "at": 1.0, "item": item(one).digest} for one in ids]
+    journal.append([{**record, MAKER: {"model": "m"}} for record in made])
+    journal.append([failure(item("bad"), "no", 1)])
+    journal.close()
+    known = Ledger(tmp_path)
+    assert list(known) == [*ids, "bad"] and list(known.makers.values()) == [{"model": "m"}]
+    assert [known.is_done(one) for one in known] == [True] * 4 + [False]
+    assert all(known.digest(one) == item(one).digest for one in known)
+    assert all(known[record["id"]].items() >= record.items() for record in made)
+
+
+def test_a_torn_journal_ends_at_its_last_whole_line(tmp_path):
+    lines = [pack({"id": f"{i}", "state": "done", "much": "x" * 70_000}) for i in range(3)]
+    for torn in (b"", b"torn", lines[0][:-1], b"torn\nlines\n"):
+        (tmp_path / "a.log").write_bytes(b"".join(lines) + torn)
+        journal = Journal(tmp_path, "a")
+        assert journal.size == sum(map(len, lines))
+        journal.close()
 
 
 # ---- items
