@@ -104,7 +104,7 @@ def named_device(name: str | torch.device | None) -> torch.device:
         return choose_device()
     try:
         device = torch.device(name)
-        torch.empty(0, device=device).tolist()  # of meta there are no numbers
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(
             f"device must be one of this machine's, such as cpu, got {name!r}"

@@ -172,7 +172,7 @@ def test_bad_records_are_one_sentence(drawn, tmp_path):
         (bare, "got one without a record"),
         (text, "must be a picture that specmm saved"),
         (card, "device must be one of this machine's"),
-        (numbers, "device must be one of this machine's"),
+        (numbers, "must hold device as specmm writes it, got 'meta'"),
         (camera, "got one without a record"),
         (other, "must be PNG, WebP or JPEG, got TIFF"),
     ):
