@@ -185,8 +185,11 @@ def write_pictures(
 
 
 def read_record(file: Path | IO[bytes]) -> Record:
-    """The record in a picture's ``file``, {} if there is none."""
+    """The record in a picture's ``file``, {} if there is none but what other programs say."""
     with Image.open(file) as image:
         text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
-    found: Record = json.loads(text)
-    return found
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -164,7 +164,7 @@ def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_
             option = {"option": "o", "compile_all": "compile"}.get(name, name)
             refuse("pictures that are drawn --like one", **{option: True})
     with stdout_reserved():
-        found = draw_like(like, writable(out), model, say)
+        found = draw_like(like, out, model, say)
     if as_json:
         emit(found.as_dict())
     else:

@@ -62,7 +62,7 @@ class AnswerWorker:
 
     def key(self, item: Item) -> Hashable:
         shown = len(item.images), len(item.videos)
-        return item.method, *shown, self._draws(item), item.options
+        return item.method, *shown, self._draws(item), repr(item.options)
 
     def turns(self, item: Item) -> int:
         # positions or pictures that depend on the batch leave no room for waiting items

@@ -161,7 +161,7 @@ class ImageWorker:
     def key(self, item: Item) -> Hashable:
         # a prompt's padding depends on the longest of its batch, and rounding on the padding
         length = 0 if self.pipe.batch_invariant else self.pipe.length_of(item.text)
-        return item.kind, item.method, item.options, length
+        return item.kind, item.method, repr(item.options), length  # 2 and 2.0 are two records
 
     def _check_options(self, item: Item) -> None:
         """Raise ``ValueError`` for options of an ``item`` that this model does not take."""

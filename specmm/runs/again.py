@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from specmm.choose.threads import settled
+from specmm.extending.kinds import shown
+from specmm.extending.registry import unknown
 from specmm.image_ar.records import (
     FORMATS,
     MODELS,
@@ -25,14 +26,23 @@ from specmm.image_ar.records import (
     sum_of,
     versions,
 )
-from specmm.loading.files import write_whole
+from specmm.loading.files import sentence_of, writable, write_whole
 from specmm.loading.hardware import Place
+from specmm.loading.pictures import upright
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.runs.run import open_model, parse_methods
 from specmm.zoo.model_files import digest_of_models
 
 if TYPE_CHECKING:
     from specmm.runs.run import Images
+
+KINDS: dict[str, type] = {  # of what a record must say
+    **dict.fromkeys(("method", "model", "files", "dtype", "device", "processor"), str),
+    **dict.fromkeys(("options", "versions"), dict),
+    **dict.fromkeys(("compiled", "batch_invariant"), bool),
+    **dict.fromkeys(("seed", "threads"), int),
+}
+MOST = 1024  # threads, and rows of a program: a record is a stranger's, and more would end Python
 
 
 @dataclass
@@ -70,9 +80,14 @@ def draw_like(
     """
     record = checked_record(file)
     with Image.open(file) as opened:
-        kind = {name: kind for kind, name in FORMATS.items()}[str(opened.format)]
-        wanted = np.asarray(opened.convert("RGB"))
-    drawn = out / file.name
+        kind = {name: kind for kind, name in FORMATS.items()}.get(str(opened.format))
+        if kind is None:
+            raise ValueError(f"{file} must be PNG, WebP or JPEG, got {opened.format}")
+        try:
+            wanted = np.asarray(upright(opened))
+        except ValueError as error:
+            raise ValueError(f"{file} {error}") from None
+    drawn = writable(out) / file.name
     if drawn.exists():
         raise ValueError(f"{drawn} is there already; choose another --out")
     names = {name: record.get(name) for name in MODELS}
@@ -83,7 +98,7 @@ def draw_like(
                 f"{file} was drawn by {record['model']}, whose files are others than those of "
                 f"{model}; leave the model out, or give that one"
             )
-    place = Place.named(record["device"], getattr(torch, record["dtype"]))
+    place = Place.named(record["device"], record["dtype"])
     pipe = open_model("images", str(names.pop("model")), place, **names)
     found = differences(record, pipe)
     for line in found:
@@ -102,20 +117,49 @@ def checked_record(file: Path) -> Record:
     """
     try:
         record = read_record(file)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"{file} must be a picture that specmm saved, got: {error}") from None
-    if not isinstance(record, dict) or SUM not in record:
+    except Exception as error:  # a damaged file makes a decoder fail in any way
+        got = sentence_of(error)
+        raise ValueError(f"{file} must be a picture that specmm saved, got: {got}") from None
+    if SUM not in record:
         raise ValueError(f"{file} must be a picture that specmm saved, got one without a record")
     if not record.keys() & {"class", "prompt"}:
         raise ValueError(
             f"{file} must be a picture of a class or prompt, got an answer's: ask again"
         )
+    if record.get("interrupted"):
+        raise ValueError(f"{file} was interrupted: it shows what was drawn until then")
     if record[SUM] != sum_of(record):
         raise ValueError(
             f"the record in {file} was edited since: it does not say what the picture was drawn "
             "from; give its seed, class and options to specmm generate yourself"
         )
+    if name := odd_field(record):
+        raise ValueError(
+            f"the record in {file} must hold {name} as specmm writes it, got "
+            f"{shown(record.get(name))}"
+        )
     return record
+
+
+def odd_field(record: Record) -> str:
+    """The first field of a ``record``, which is a stranger's text, that is not of its kind; "" if
+    all are.
+    """
+    what = "class" if "class" in record else "prompt"
+    batch = record.get("batch") or [record]
+    asked = batch if isinstance(batch, list) else []
+    fine = {name: type(record.get(name)) is kind for name, kind in {**KINDS, what: str}.items()}
+    fine |= {name: isinstance(record.get(name, ""), str) for name in MODELS}
+    fine["device"] &= not str(record.get("device")).startswith("meta")  # which has no numbers
+    fine["batch"] = bool(asked) and all(
+        isinstance(one, dict) and type(one.get(what)) is str and type(one.get("seed")) is int
+        for one in asked
+    )
+    bounds = {"threads": (1, MOST), "rows": (1, MOST), "place": (0, len(asked) - 1)}
+    for name, (least, most) in bounds.items():
+        value = record.get(name, least)
+        fine[name] = fine.get(name, True) and type(value) is int and least <= value <= most
+    return next((name for name, is_fine in fine.items() if not is_fine), "")
 
 
 def differences(record: Record, pipe: Images) -> list[str]:
@@ -133,7 +177,13 @@ def differences(record: Record, pipe: Images) -> list[str]:
 
 
 def draw_again(record: Record, pipe: Images) -> Image.Image:
-    """The picture of ``record`` by ``pipe``, opened in its dtype on its device."""
+    """The picture of ``record`` by ``pipe``, opened in its dtype on its device.
+
+    Raises ``ValueError`` for options that ``pipe`` does not record.
+    """
+    known = (*pipe.sampling_options, *pipe.call_options)
+    for name in record["options"].keys() - set(known):
+        raise unknown("option", name, known)
     one = {name: record[name] for name in OWN if name in record}
     asked = record.get("batch") or [one] * (record.get("rows", 1) if record["compiled"] else 1)
     kind = "class" if "class" in record else "prompt"

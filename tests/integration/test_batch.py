@@ -150,18 +150,20 @@ def test_a_line_goes_before_the_job(worker, make, tmp_path):
     """
     sweep = [
         dict(guidance_scale=scale, temperature=heat, seed=seed)
-        for scale in (1.0, 2.0)
+        for scale in (1.0, 2.0, 2)  # the last two draw the same, and record what they were given
         for heat in (0.5, 1.0)
         for seed in (1, 2)
     ]
     wrong = [dict(num_iter=3), dict(height=999), dict(cfg=-1), dict(cfg=2.0, guidance_scale=2.0)]
+    wrong.append(dict(temperature={"a": [1]}))
     rows = [{"class": "time", **options} for options in (*sweep, *wrong)]
     (tmp_path / "jobs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     counts = make(read_items(tmp_path / "jobs.jsonl"))
-    assert len(counts.done) == 8 and len(counts.failed) == 4
+    assert len(counts.done) == 12 and len(counts.failed) == 5
     said = (tmp_path / "out/failed.jsonl").read_text()
     for sentence in ("unknown argument 'num_iter'", "height must be", "cfg must be", "give cfg or"):
         assert sentence in said
+    assert "temperature must be a number, got a dict" in said
     index = [json.loads(line) for line in (tmp_path / "out/index.jsonl").read_text().splitlines()]
     drawn = set()
     for row, options in zip(index, sweep, strict=True):
@@ -170,7 +172,7 @@ def test_a_line_goes_before_the_job(worker, make, tmp_path):
         alone = one.images[0].tobytes()
         with Image.open(tmp_path / "out" / row["file"]) as found:
             assert found.tobytes() == alone
-        assert row["options"]["cfg"] == options["guidance_scale"]
+        assert repr(row["options"]["cfg"]) == repr(options["guidance_scale"])
         assert row["options"]["temperature"] == options["temperature"]
         drawn.add(alone)
     assert len(drawn) == 8

@@ -11,9 +11,10 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from specmm.image_ar.pipeline import FAMILIES, open_pictures
-from specmm.image_ar.records import KEY, read_record, sealed
+from specmm.image_ar.records import DESCRIPTION, KEY, read_record, sealed
 from specmm.methods import label
 from specmm.programs.batch_invariant import batch_invariant
+from specmm.runs.again import KINDS as KINDS_OF
 from specmm.runs.again import checked_record, draw_again, draw_like
 from specmm.runs.run import parse_methods
 from tests.commands import as_json, refused, succeed
@@ -126,7 +127,7 @@ def test_the_command_draws_a_picture_again(tiny, drawn, tmp_path):
     assert same(Image.open(one), Image.open(file))
 
 
-def rewritten(file, place, **changes):
+def rewritten(file, place, /, **changes):
     """The picture ``file`` with ``changes`` of its record, sealed anew unless "sum" is given."""
     record = {k: v for k, v in read_record(file).items() if k != "sum"} | changes
     info = PngInfo()
@@ -141,7 +142,6 @@ def test_what_differs_is_said(drawn, tmp_path):
     told = []
     versions = read_record(file)["versions"] | {"torch": "1.13"}
     other = rewritten(file, tmp_path / "older.png", versions=versions, processor="m68k", files="0")
-    (tmp_path / "again").mkdir()
     found = draw_like(other, tmp_path / "again", tell=told.append)
     assert found.equal and len(told) == 3
     assert found.differences[0] == f"torch was 1.13 and is {version('torch')}"
@@ -159,11 +159,22 @@ def test_bad_records_are_one_sentence(drawn, tmp_path):
     text = tmp_path / "text.png"
     text.write_text("no picture")
     card = rewritten(file, tmp_path / "card.png", device="cuda:7")
+    numbers = rewritten(file, tmp_path / "numbers.png", device="meta")
+    camera = tmp_path / "camera.tiff"
+    exif = Image.Exif()
+    exif[DESCRIPTION] = "OLYMPUS DIGITAL CAMERA"
+    Image.open(file).save(camera, exif=exif)
+    other = tmp_path / "other.tiff"
+    exif[DESCRIPTION] = sealed({k: v for k, v in read_record(file).items() if k != "sum"})
+    Image.open(file).save(other, exif=exif)
     for place, said in (
         (edited, "was edited since"),
         (bare, "got one without a record"),
         (text, "must be a picture that specmm saved"),
         (card, "device must be one of this machine's"),
+        (numbers, "must hold device as specmm writes it, got 'meta'"),
+        (camera, "got one without a record"),
+        (other, "must be PNG, WebP or JPEG, got TIFF"),
     ):
         with pytest.raises(ValueError, match=said) as told:
             draw_like(place, tmp_path / "again")
@@ -174,6 +185,34 @@ def test_bad_records_are_one_sentence(drawn, tmp_path):
     with pytest.raises(ValueError, match="is there already; choose another --out"):
         draw_like(file, drawn)
     assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, [1]) for name in KINDS_OF],
+        *[("options", {"output_type": "latent"}), ("options", {"method": "ar"})],
+        *[("threads", 10**5), ("rows", 0), ("rows", 10**12), ("place", 5), ("place", -1)],
+        *[("batch", [1]), ("batch", [{"class": "heart"}]), ("batch", "x"), ("drafter", 3)],
+        *[("dtype", "load"), ("class", 3), ("class", None), ("method", "ar(x=1)")],
+    ],
+)
+def test_records_of_strangers_are_one_sentence(drawn, tmp_path, name, value):
+    """Sealed as ours are, but with other fields: nothing is drawn, run or written."""
+    file = sorted(drawn.glob("*.png"))[0]
+    odd = [rewritten(file, tmp_path / "odd.png", **{name: value})]
+    if name in KINDS_OF:
+        bare = {k: v for k, v in read_record(file).items() if k not in ("sum", name)}
+        info = PngInfo()
+        info.add_text(KEY, sealed(bare))
+        Image.open(file).save(tmp_path / "bare.png", pnginfo=info)
+        odd.append(tmp_path / "bare.png")
+    said = {"options": "option", "method": "method|option"}.get(name, name)
+    for place in odd:
+        with pytest.raises(ValueError, match=said) as told:
+            draw_like(place, tmp_path / "again")
+        assert "\n" not in str(told.value)
+        assert not (tmp_path / "again" / place.name).exists()
 
 
 def test_options_beside_like_are_refused(drawn, tmp_path):
