@@ -233,3 +233,13 @@ def test_saving_says_what_it_takes(opened, tmp_path):
     with pytest.raises(ValueError, match="output_type must be 'pil' to save pictures"):
         opened("tiny")(classes=[1], seed=0, output_type="np").save(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_picture_is_not_drawn_again(opened, tmp_path):
+    def stop(pipe, step, fewest, state):
+        pipe._interrupt = True
+        return state
+
+    opened("tiny")(classes=[1], seed=0, callback_on_step_end=stop).save(tmp_path / "part.png")
+    with pytest.raises(ValueError, match="was interrupted: it shows what was drawn until then"):
+        draw_like(tmp_path / "part.png", tmp_path / "again")
