@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any
 
+MOST = 3.4e38  # of float32, in which larger numbers are infinite
+
 
 def shown(value: object) -> str:
     """``value`` as an error names it: numbers and short texts themselves, others by their kind."""
@@ -30,8 +32,9 @@ def check_at_least(least: float, hint: str = "", /, **values: Any) -> None:
     """
     check_numbers(**values)
     for name, value in values.items():
-        if not least <= value < float("inf"):
-            raise ValueError(f"{name} must be finite and at least {least}, got {value}{hint}")
+        if not least <= value <= MOST:
+            got = shown(value)
+            raise ValueError(f"{name} must be finite and at least {least}, got {got}{hint}")
 
 
 def check_whole(**values: object) -> None:

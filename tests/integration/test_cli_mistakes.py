@@ -33,6 +33,7 @@ Maker = Callable[..., LlamaGenPipeline]
         ("--class heart --cfg=-1", "cfg must be finite and at least 0, got -1.0"),
         ("--class heart --cfg 2 --cfg-interval=-5", "cfg_interval must be at least -1"),
         ("--class heart --cfg inf", "cfg must be finite and at least 0, got inf"),
+        ("--class heart --cfg 1e308", "cfg must be finite and at least 0, got 1e+308"),
         ("--class heart --cfg nan", "cfg must be finite and at least 0, got nan"),
         ("--class heart --temperature=-1", "temperature must be"),
         ("--class heart --top-k 65", "top_k must be at most the codebook size 64"),

@@ -72,6 +72,8 @@ def test_soft_codes_harden():
     ("options", "message"),
     [
         (dict(cfg=float("nan")), "cfg must be finite and at least 0, got nan"),
+        (dict(cfg=1e308), "cfg must be finite and at least 0, got 1e\\+308"),
+        (dict(temperature=10**400), "temperature must be finite and at least 0, got an int"),
         (dict(top_k=-1), "top_k must be at least 0"),
         (dict(top_p=1.5), r"top_p must be in \(0, 1\]"),
         (dict(temperature=(1.0, -1.0)), "temperature must be finite and at least 0, got -1.0"),
