@@ -27,6 +27,7 @@ from torch import Tensor
 from specmm.core.randomness import UniformSource, categorical
 from specmm.core.sorting import largest
 from specmm.core.tree import TreeShape
+from specmm.extending.kinds import shown
 from specmm.extending.registry import Open, parse_spec, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
@@ -175,6 +176,8 @@ def make_tree(
     if isinstance(tree, TreeShape | Dynamic):
         return _sound(tree, device)
     if not isinstance(tree, str):
+        if not isinstance(tree, tuple | list):
+            raise ValueError(f"tree must be a name or numbers such as (3, 2, 1), got {shown(tree)}")
         is_parents = tree[:1] == (-1,)
         return TreeShape.from_parents(tree, device) if is_parents else spine(tree, device)
     if tree in NAMED:

@@ -17,6 +17,9 @@ def test_published_lists(name, counts):
 def test_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match=r"unknown tree 'medusa'.*mc_sim_7b_63"):
         make_tree("medusa")
+    for odd, said in ((1.5, "1.5"), (3, "3"), ({1: 2}, "a dict")):
+        with pytest.raises(ValueError, match=rf"or numbers such as \(3, 2, 1\), got {said}"):
+            make_tree(odd)
 
 
 def test_branching():
