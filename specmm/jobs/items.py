@@ -28,6 +28,7 @@ OPTIONS = (  # of a call; each model takes some of them
     *("num_iter", "head_steps", "solver", "more_smooth", "num_inference_steps"),
     *("height", "width", "max_new_tokens", "stop"),
 )
+WORDS = ("cfg_schedule", "negative_prompt", "solver", "stop")  # those of them that are texts
 MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
@@ -156,10 +157,10 @@ def _count(where: str, name: str, value: Any) -> int:
 
 
 def _option(where: str, name: str, value: Any) -> Any:
-    """An option's ``value``; a CSV's is text, and is what it would be in JSON where it is that."""
+    """An option's ``value``; a CSV's number or truth value is text, and is read as JSON's."""
     if isinstance(value, list):
         return tuple(_option(where, name, one) for one in value)
-    if not isinstance(value, str):
+    if not isinstance(value, str) or name in WORDS:
         return value
     try:
         found = json.loads(value)

@@ -212,7 +212,7 @@ def test_lines_take_what_a_call_takes(tmp_path):
     rows = [
         {"class": "heart", "guidance_scale": 1.5, "n": 2},
         {"class": "time", "temperature": 0.5, "top_k": 7, "seed": 12, "n": 2},
-        {"id": 7, "class": "time", "solver": "ddim"},
+        {"id": 7, "class": "time", "solver": "ddim", "negative_prompt": "3", "stop": "true"},
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -226,7 +226,8 @@ def test_lines_take_what_a_call_takes(tmp_path):
     assert items[0].seed == seed_of("000000/0", 0) and [i.seed for i in items[2:4]] == [12, 13]
     assert items[0].options == (("guidance_scale", 1.5),)
     assert items[2].options == (("temperature", 0.5), ("top_k", 7))
-    assert items[4].options == (("solver", "ddim"),)
+    words = ("negative_prompt", "3"), ("solver", "ddim"), ("stop", "true")
+    assert items[4].options == words
     assert replace(items[4], options=()).digest != items[4].digest
     for wrong, said in (({"n": 0}, "n must be from 1 to"), ({"nn": 1}, "unknown field 'nn'")):
         with pytest.raises(ValueError, match=f"row 1: {said}"):
