@@ -56,7 +56,6 @@ from specmm.loading.checkpoints import (
     read_json,
 )
 from specmm.loading.hardware import prepack
-from specmm.metrics.weights import locate
 from specmm.zoo import efficientnet
 
 PROJECTOR = "projector.safetensors"
@@ -255,6 +254,8 @@ class Tower(PreTrainedModel):
     @classmethod
     def pretrained(cls) -> Tower:
         """The tower with the package's weights; raises ``ValueError`` saying how to get them."""
+        from specmm.metrics.weights import locate  # other models need nothing of the metrics
+
         tower: Any = cls(TowerConfig())
         tower.network = efficientnet.load_network(locate("efficientnet-lite0"))
         return tower.eval()

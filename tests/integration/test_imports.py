@@ -66,4 +66,4 @@ def test_users_get_pipelines_of_diffusers_and_commands_the_same_without(module, 
     seeds = [shared.torch.Generator().manual_seed(1) for _ in range(2)]
     drawn = [pipe(generator=seed, **given) for pipe, seed in zip((own, alone), seeds, strict=True)]
     assert drawn[0].tokens.equal(drawn[1]["tokens"]) and list(drawn[0]) == list(drawn[1])
-    assert drawn[0][1] is drawn[0].tokens and len(drawn[0].to_tuple()) == len(drawn[0]) == 6
+    assert drawn[0][1] is drawn[0].tokens and len(drawn[0].to_tuple()) == len(drawn[0]) == 7
