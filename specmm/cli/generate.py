@@ -46,7 +46,6 @@ MethodName = Annotated[
 
 
 def generate(
-    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -98,6 +97,7 @@ def generate(
         Path | None, typer.Option(help="Folder of the pictures; out/METHOD-SEED if not given.")
     ] = None,
     as_json: Json = False,
+    context: typer.Context = None,  # type: ignore[assignment]  # typer gives it
 ) -> None:
     """Draw pictures; each is saved as soon as its batch is done."""
     starting()

@@ -164,14 +164,12 @@ def test_more_iterations_than_tokens(pipe):
 def test_the_command_line_draws(folder, tmp_path):
     for i, options in enumerate(([], ["variant=paper", "window=4"], ["window=5"])):
         place = tmp_path / str(i)
-        generate(
-            None, str(folder), ["heart", "2"], method="cspd", option=options, seed=1, out=place
-        )
+        generate(str(folder), ["heart", "2"], method="cspd", option=options, seed=1, out=place)
         run = json.loads((place / "run.json").read_text())
         assert run["tokens"] == 72
         assert run["certificate"]["kind"] == ("heuristic" if i == 1 else "exact")
     with pytest.raises(ValueError, match="unknown option"):
-        generate(None, str(folder), ["heart"], top_k=3, seed=1, out=tmp_path / "x")
+        generate(str(folder), ["heart"], top_k=3, seed=1, out=tmp_path / "x")
     assert isinstance(ImagePipeline.from_pretrained(folder, method="cspd"), MARPipeline)
 
 
