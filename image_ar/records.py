@@ -7,6 +7,7 @@ were drawn within ``batch_invariant()``.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -119,6 +120,7 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
     }
 
 
+@functools.cache  # every call records them, and reading them takes milliseconds
 def versions() -> dict[str, str]:
     """The versions that a picture's numbers depend on."""
     return {"specmm": __version__} | {name: version(name) for name in ("torch", "transformers")}

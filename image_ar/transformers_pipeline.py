@@ -343,7 +343,7 @@ class TransformersImagePictures(TokenPictures):
         return self.facts.layout(self.transformer, (height, width))
 
     def length_of(self, prompt: str) -> int:
-        return len(self._ids(prompt, self.target().layout))
+        return len(self._ids(prompt, self._layout()))
 
     def _ids(self, text: str, layout: Layout) -> list[int]:
         return self.facts.ids(self.transformer, self.tokenizer, text, layout)

@@ -221,14 +221,14 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         default to the model's settings. ``seed`` or ``generator`` is one a picture, or the first
         one's: seeds of the others follow. A picture's numbers depend on its own seed only, not on
         the batch (neither does its rounding, in float32 on a CPU within
-        ``specmm.programs.batch_invariant.batch_invariant()``, which takes a quarter to a half
-        longer). What ``elsewhere`` may hold are diffusers' arguments of other pipelines.
-        ``compiled`` runs scales of few rows (up to 320, batches of one or a few) as programs of
-        ``torch.compile``: pocket/var draws one picture in four fifths of the time, after a quarter
-        of a minute a scale at the first call for a batch size; "auto" does so once it pays
-        (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an unknown
-        class or method, for options out of range, for a method without the small model it needs,
-        for ``release`` with several generators or batches, and where there is no compiler.
+        ``specmm.programs.batch_invariant.batch_invariant()``, which takes longer). What
+        ``elsewhere`` may hold are diffusers' arguments of other pipelines. ``compiled`` runs scales
+        of few rows (up to 320, batches of one or a few) as programs of ``torch.compile``:
+        pocket/var draws one picture in four fifths of the time, after a quarter of a minute a scale
+        at the first call for a batch size; "auto" does so once it pays
+        (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an unknown class or method,
+        for options out of range, for a method without the small model it needs, for ``release``
+        with several generators or batches, and where there is no compiler.
         """
         output: ImageOutput = self.called(locals())
         return output

@@ -66,8 +66,10 @@ def run_job(
         if repair:
             unpack_torn(job.folder)
         damaged = damage(job.folder) if repair else {}
-        known = Ledger(job.journals)
-        before = {identity: known[identity] for identity in damaged}
+        before = {}
+        if damaged:
+            known = Ledger(job.journals)
+            before = {identity: known[identity] for identity in damaged}
         for item in mine:
             if item.id in damaged and (problem := exchanged(item, before[item.id])):
                 raise ValueError(

@@ -125,7 +125,7 @@ class ImageWorker:
     def _turn(
         self, compiled: Compiled, method: Any, rows: int, item: Item | None = None
     ) -> Turn[Any]:
-        target = self.pipe.target(**self._sampling(item))
+        target = self.pipe.target(**self._settled(item)[0])
         found: Turn[Any] = self.pipe.turn(compiled, target, method, rows)
         return found
 
@@ -136,10 +136,11 @@ class ImageWorker:
         same = {other[name] for name in own if name in other}
         return {k: v for k, v in self.spec.sampling.items() if k not in same} | own
 
-    def _sampling(self, item: Item | None) -> dict[str, Any]:
-        """The options that the target is made of."""
+    def _settled(self, item: Item | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The options of ``item`` that the target is made of, and the others of a call."""
         options = self.pipe.settle_names(self._options(item))
-        return {k: v for k, v in options.items() if k in self.pipe.sampling_options}
+        sampling = {k: options.pop(k) for k in self.pipe.sampling_options if k in options}
+        return sampling, options
 
     def check(self, item: Item) -> None:
         """See :class:`Worker`; otherwise one unknown class would fail a whole batch."""
@@ -166,11 +167,10 @@ class ImageWorker:
     def _check_options(self, item: Item) -> None:
         """Raise ``ValueError`` for options of an ``item`` that this model does not take."""
         try:
-            options = self.pipe.settle_names(self._options(item))
+            sampling, call = self._settled(item)
         except TypeError as error:
             raise ValueError(str(error)) from None
-        call = {k: v for k, v in options.items() if k in self.pipe.call_options}
-        self.pipe.measured(self._sampling(item), **call)
+        self.pipe.measured(sampling, **call)
 
     def turns(self, item: Item) -> int:
         method = self.methods.of(item)

@@ -39,17 +39,17 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
     ray.shutdown()
 
 
-@pytest.mark.slow
-def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path) -> None:
+def drawing(fatal: str = "") -> Any:
+    """An opener of a worker that draws flat pictures, and dies at the item ``fatal``. It is made
+    here, so that it travels to the actor.
+    """
+
     def opener() -> Any:
-        """Draws flat pictures, and dies at the third item; defined here, so that it travels to the
-        actor.
-        """
         from PIL import Image
 
         from specmm.jobs.results import Result
 
-        class Fatal:
+        class Flat:
             network = None
 
             def check(self, item: Item) -> None:
@@ -62,26 +62,28 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
                 return 1
 
             def run(self, items: list[Item], rows: int = 0) -> list[Result]:
-                if any(i.id == "set/3" for i in items):
+                if any(i.id == fatal for i in items):
                     os._exit(1)
                 stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
-                facts = {
-                    "method": "ar",
-                    "certificate": {"kind": "exact", "reason": "", "tv": 0.0},
-                    "stats": stats,
-                }
+                claim = {"kind": "exact", "reason": "", "tv": 0.0}
+                facts = {"method": "ar", "certificate": claim, "stats": stats}
                 return [
                     Result(i, facts, image=Image.new("RGB", (4, 4), i.seed % 2**24)) for i in items
                 ]
 
-        return Fatal()
+        return Flat()
 
+    return opener
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path) -> None:
     items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(6)]
     prepare(tmp_path, spec := Spec("any"))
     counter = run_ray(
         Job(tmp_path, spec, Limits(batch=2, retries=0, actors=1)),
         pending(tmp_path, items),
-        opener=opener,
+        opener=drawing(fatal="set/3"),
     )
     finish(tmp_path, spec, items, 1000)
     assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)]
@@ -109,34 +111,9 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
 def test_as_many_workers_as_fit(one_core: Any, tmp_path: Path, caplog: Any) -> None:
     """Four where there is one core: the others would never start, nor their items end."""
 
-    def opener() -> Any:
-        from PIL import Image
-
-        from specmm.jobs.results import Result
-
-        class Flat:
-            network = None
-
-            def check(self, item: Item) -> None:
-                pass
-
-            def key(self, item: Item) -> int:
-                return 0
-
-            def turns(self, item: Item) -> int:
-                return 1
-
-            def run(self, items: list[Item], rows: int = 0) -> list[Result]:
-                stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
-                claim = {"kind": "exact", "reason": "", "tv": 0.0}
-                facts = {"method": "ar", "certificate": claim, "stats": stats}
-                return [Result(i, facts, image=Image.new("RGB", (4, 4))) for i in items]
-
-        return Flat()
-
     items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(4)]
     prepare(tmp_path, spec := Spec("any"))
     job = Job(tmp_path, spec, Limits(batch=2, actors=4))
-    counter = run_ray(job, items, opener=opener)
+    counter = run_ray(job, items, opener=drawing())
     assert sorted(counter.done) == [item.id for item in items] and not counter.failed
     assert "1 workers fit into the cluster, not 4" in caplog.text
