@@ -6,6 +6,7 @@ Shape letters: B pictures, R pixels a side.
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -127,23 +128,30 @@ class Drawn:
 
 @dataclass
 class Moving:
-    """Moves the ``bar`` of a call within its pictures, of which so many are ``done``."""
+    """Moves the ``bar`` of a call within its ``count`` pictures, of which so many are ``done``.
+
+    Of the bar, which may be a user's own (``pipe.progress_bar``), only ``update`` is needed.
+    """
 
     bar: Any
+    count: int
     done: int = 0
+    shown: float = 0.0
 
     def needed(self) -> bool:
         """Whether anybody looks: on a GPU it would wait for each round."""
-        return is_watched() or not self.bar.disable
+        return is_watched() or not getattr(self.bar, "disable", False)
 
     def ended(self, count: int) -> None:
         """So many more pictures are done; what moves next counts them no longer."""
         self.done += count
 
     def __call__(self, pictures: float = 0.0) -> None:
-        self.bar.n = self.done + round(pictures, 1) if pictures else self.done
-        self.bar.refresh()
-        tell(PicturesSoFar(self.bar.n))
+        now = self.done + math.floor(8 * pictures) / 8  # eighths add up without a remainder
+        now = min(now, self.count)  # the last rows of a queue are done and in its batch still
+        self.bar.update(now - self.shown)
+        self.shown = now
+        tell(PicturesSoFar(now))
 
 
 class PicturePipeline(ABC, Generic[M]):
@@ -213,7 +221,7 @@ class PicturePipeline(ABC, Generic[M]):
         together = batch_size * self.turns(chosen, heard)
         self._interrupt = False  # diffusers' users set it in a callback
         with self.progress_bar(total=count) as bar:
-            move = Moving(bar)
+            move = Moving(bar, count)
             for first in range(0, count, together):
                 part = slice(first, first + together)
                 own = generators[part]

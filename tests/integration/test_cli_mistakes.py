@@ -82,7 +82,7 @@ def test_bad_models_and_commands(tmp_path):
     assert "unknown pocket model" in refused(f"generate pocket/lamagen {words}")
     (tmp_path / "empty").mkdir()
     assert "model_index.json" in refused(f"generate {tmp_path}/empty {words}")
-    assert "missing" in refused("generate").lower()
+    assert "generate needs a MODEL" in refused("generate")
 
 
 def test_a_small_model_beside_none(tmp_path):

@@ -2,6 +2,7 @@
 idles.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -58,25 +59,21 @@ def test_pictures_are_those_of_fresh_batches(make_tiny, number, cfg, monkeypatch
     assert continuous.stats.batch_rounds < apart.stats.batch_rounds
 
 
-def test_the_bar_moves_with_every_picture(make_tiny):
+def test_a_bar_of_ones_own_moves(make_tiny, monkeypatch):
+    """Of ``pipe.progress_bar`` only ``update`` is needed."""
+    monkeypatch.setattr("specmm.image_ar.calls.OFTEN", 0)
     pipe, moves = make_tiny(), []
 
-    class Bar:
-        n = 0
-
-        def update(self, more: int) -> None:
-            self.n += more
-            moves.append(more)
-
+    class Bar(nullcontext):
         def __enter__(self) -> "Bar":
             return self
 
-        def __exit__(self, *_: object) -> None:
-            pass
+        def update(self, more: float) -> None:
+            moves.append(more)
 
     pipe.progress_bar = lambda total: Bar()
     drawn(pipe, 7, 2, method="speculative")
-    assert moves == [1] * 7 + [0]
+    assert sum(moves) == 7 and {*moves} > {0, 0.125} and min(moves) == 0
 
 
 def test_what_cannot_flow_is_drawn_batch_by_batch(make_tiny):
