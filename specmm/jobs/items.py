@@ -100,7 +100,7 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
     if not path.is_file():
         raise ValueError(f"JOBS must be a file, got {path}, which is not there")
     found: dict[str, Item] = {}
-    folder = path.parent
+    folder = path.parent.absolute()  # workers may be in another
     for number, (where, row) in enumerate(reader(path)):
         for item in parse(where, row, base, folder, f"{number:06d}"):
             if item.id in found:

@@ -32,6 +32,10 @@ THREADS, PLACE, ROWS = "threads", "place", "rows"  # what programs.json holds
 SAME = ("dtype", "device", "processor", "versions")  # of a place, throughout a job
 
 
+class OtherPlace(ValueError):
+    """The results of a job would be others here than where it was begun."""
+
+
 @dataclass
 class Programs:
     """The decisions of a ``job``, by a method's name and options."""
@@ -67,14 +71,14 @@ class Programs:
     def _same_place(self, network: nn.Module) -> dict[str, Any]:
         """What results depend on of this machine, which is the same for a whole job.
 
-        Raises ``ValueError`` where it is another than the job was begun with.
+        Raises :class:`OtherPlace` where it is another than the job was begun with.
         """
         here = {name: found for name, found in made_by({}, "", {}, network).items() if name in SAME}
         here["device"] = here["device"].partition(":")[0]  # processes have a GPU each
         began = self._read().get(PLACE, here)
         changed = [f"{k} {began[k]}, got {here[k]}" for k in SAME if began[k] != here[k]]
         if changed:
-            raise ValueError(
+            raise OtherPlace(
                 f"{self.job.folder} was begun with {'; '.join(changed)}: results of both would "
                 "mix; go on there, or choose another --out"
             )

@@ -58,11 +58,14 @@ class Bar:
         self.failures = 0
         self.metrics = metrics
 
-    def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        """Items done and set aside since the last call, the batch's size and its seconds."""
+    def observe(self, done: int, failed: int, batch: int, seconds: float, slow: str = "") -> None:
+        """Items done and set aside since the last call, the batch's size and its seconds, and the
+        machine that is ``slow``.
+        """
         self.failures += failed
         self.bar.update(done + failed)
-        self.bar.set_postfix(batch=batch, failed=self.failures, refresh=False)
+        more = {"slow": slow} if slow else {}
+        self.bar.set_postfix(batch=batch, failed=self.failures, **more, refresh=False)
         if self.metrics is not None:
             self.metrics.observe(done, failed, batch, seconds)
 
@@ -117,12 +120,15 @@ class Metrics:
 
 @dataclass
 class JobCounts:
-    """The outcome of one process: ids it finished and set aside, and whether Ctrl-C ended it."""
+    """The outcome of one process: ids it finished and set aside, whether Ctrl-C ended it, the
+    seconds since its start, and those of them in the model.
+    """
 
     done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     interrupted: bool = False
     seconds: float = 0.0
+    busy: float = 0.0
 
 
 def pending(
@@ -148,18 +154,24 @@ def pending(
 def work(
     job: Job, items: Sequence[Item], opener: Opener, name: str, bar: Bar | None = None
 ) -> JobCounts:
-    """Make ``items`` in this process, whose journal is called ``name``.
-
-    The worker is opened only if there are items. Raises ``ValueError`` when results cannot be
-    written; all that was done is kept.
-    """
+    """Make ``items`` in this process; see :func:`working`, which is entered if there are any."""
     if not items:
         return JobCounts()
+    with working(job, opener, name, bar) as runner:
+        return runner.run(items)
+
+
+@contextmanager
+def working(job: Job, opener: Opener, name: str, bar: Bar | None = None) -> Iterator[Runner]:
+    """Context with a runner of the ``job``, with its number of threads and a journal ``name``.
+
+    Raises ``ValueError`` when results cannot be written; all that was done is kept.
+    """
     journal = Journal(job.journals, name)
     try:
         worker = opener()
         with Programs(job).one_number_of_threads(worker.network):
-            return _Runner(worker, job, journal, bar).run(items)
+            yield Runner(worker, job, journal, bar)
     finally:
         journal.close()
 
@@ -171,8 +183,8 @@ def kept_of(job: Job) -> int:
 
 
 @dataclass
-class _Runner:
-    """Works through items with one pipeline and one journal."""
+class Runner:
+    """Works through items with one pipeline and one journal; batches grow as long as it lives."""
 
     worker: Worker
     job: Job
@@ -183,8 +195,11 @@ class _Runner:
     def __post_init__(self) -> None:
         self.sizer = BatchSizer(self.job.limits.batch)
         self.tries: dict[str, int] = {}
+        self.wanted = 0  # items of the next batch
 
     def run(self, items: Sequence[Item]) -> JobCounts:
+        """Make ``items``; those that fail are set aside."""
+        self.counts = JobCounts()
         by_key: dict[Hashable, list[Item]] = {}
         for item in items:
             by_key.setdefault(self.worker.key(item), []).append(item)
@@ -202,6 +217,7 @@ class _Runner:
         batch: list[Item] = []
         key = self.worker.key(queue[0])
         most = 1
+        first = not self.wanted
         while queue and len(batch) < most and self.worker.key(queue[0]) == key:
             item = queue.popleft()
             try:
@@ -210,8 +226,9 @@ class _Runner:
                 self._set_aside(item, error)
                 continue
             batch.append(item)
-            turns = self.worker.turns(item) if self.counts.done else 1  # the first come soon
-            most = self.sizer.size * turns
+            most = self.sizer.size * (
+                1 if first else self.worker.turns(item)
+            )  # the first come soon
         return batch
 
     def _attempt(self, batch: list[Item], queue: deque[Item]) -> None:
@@ -239,7 +256,9 @@ class _Runner:
             records = save(self.job.folder, results, spec.format)
             self.journal.append(records)
         self.counts.done += [item.id for item in batch]
+        self.counts.busy += seconds
         self.sizer.observe(len(batch), seconds)
+        self.wanted = self.sizer.size * self.worker.turns(batch[0])
         if self.bar is not None:
             self.bar.observe(len(batch), 0, rows, seconds)
 

@@ -1,5 +1,5 @@
-"""``--engine ray`` on this machine: an item that kills its worker is set aside, everything else is
-done once.
+"""``--engine ray`` on this machine, on clusters of one node and of several: an item that kills its
+worker is set aside, a node that cannot make items is left out, everything else is done once.
 """
 
 from __future__ import (
@@ -8,40 +8,90 @@ from __future__ import (
 
 import json
 import os
+import shutil
 import socket
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specmm.jobs.engines import run_ray
+import specmm
+from specmm.jobs.engines import run_cluster
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Limits, Spec, prepare
+from specmm.jobs.folder import Job, Limits, Spec, prepare, read_journals
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
 from specmm.jobs.verify import verify
 
+LONG = 120.0  # seconds, of busy machines
+
+
+class Nodes:
+    """A cluster of this machine, whose nodes the test adds."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.cluster = Cluster()
+
+    def add(self, **options: Any) -> Any:
+        """A node; the driver is connected to the first."""
+        import ray
+
+        try:
+            node = self.cluster.add_node(include_dashboard=False, num_gpus=0, **options)
+        except Exception as error:  # ray raises a bare one
+            if "timed out during startup" not in str(error):
+                raise
+            pytest.skip("ray gives its processes half a minute to start; this machine is too busy")
+        if not ray.is_initialized():
+            ray.init(self.cluster.address, log_to_driver=False, logging_level="error")
+        return node
+
 
 @pytest.fixture
-def one_core(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cluster of one core, gone after the test."""
+def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A cluster without nodes, gone after the test."""
     import ray
 
+    monkeypatch.chdir(tmp_path)  # ray's workers import from the driver's folder first
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="error")
-    except Exception as error:  # ray raises a bare one
-        if "timed out during startup" not in str(error):
-            raise
-        pytest.skip("ray gives its processes half a minute to start, and this machine is too busy")
-    yield
+    monkeypatch.setenv("PYTHONPATH", str(Path(specmm.__file__).parents[1]))
+    found = Nodes()
+    yield found
     ray.shutdown()
+    found.cluster.shutdown()
 
 
-def drawing(fatal: str = "") -> Any:
-    """An opener of a worker that draws flat pictures, and dies at the item ``fatal``. It is made
-    here, so that it travels to the actor.
+@pytest.fixture
+def one_core(nodes: Nodes) -> Nodes:
+    nodes.add(num_cpus=1)
+    return nodes
+
+
+def wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not until():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.1)
+
+
+def some(count: int) -> list[Item]:
+    return [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(count)]
+
+
+def job(folder: Path, **limits: Any) -> Job:
+    prepare(folder, spec := Spec("any"))
+    return Job(folder, spec, Limits(**limits))
+
+
+def drawing(fatal: str = "", seconds: float = 0.0, until: Path | None = None) -> Any:
+    """An opener of a worker that draws flat pictures in so many ``seconds`` a batch, and dies at
+    the item ``fatal``, and waits ``until`` a file is there. It is made here, so that it travels to
+    the actor.
     """
 
     def opener() -> Any:
@@ -62,6 +112,9 @@ def drawing(fatal: str = "") -> Any:
                 return 1
 
             def run(self, items: list[Item], rows: int = 0) -> list[Result]:
+                time.sleep(seconds)
+                while until is not None and not until.exists():
+                    time.sleep(0.1)
                 if any(i.id == fatal for i in items):
                     os._exit(1)
                 stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
@@ -77,15 +130,11 @@ def drawing(fatal: str = "") -> Any:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path) -> None:
-    items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(6)]
-    prepare(tmp_path, spec := Spec("any"))
-    counter = run_ray(
-        Job(tmp_path, spec, Limits(batch=2, retries=0, actors=1)),
-        pending(tmp_path, items),
-        opener=drawing(fatal="set/3"),
-    )
-    finish(tmp_path, spec, items, 1000)
+def test_a_worker_that_dies_takes_nothing_with_it(one_core: Nodes, tmp_path: Path) -> None:
+    items = some(6)
+    mine = job(tmp_path, batch=2, retries=0, actors=1)
+    counter = run_cluster(mine, pending(tmp_path, items), opener=drawing(fatal="set/3"))
+    finish(tmp_path, mine.spec, items, 1000)
     assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)]
     assert counter.failed == ["set/3"]
     assert "worker died" in json.loads((tmp_path / "failed.jsonl").read_text())["error"]
@@ -94,26 +143,113 @@ def test_a_worker_that_dies_takes_nothing_with_it(one_core: Any, tmp_path: Path)
     assert pending(tmp_path, items) == []
 
 
+@pytest.mark.slow
+def test_an_item_that_kills_is_tried_on_another_node(nodes: Nodes, tmp_path: Path) -> None:
+    """And set aside only if it kills there, too; the nodes stay."""
+    for _ in range(2):
+        nodes.add(num_cpus=1)
+    items = some(9)
+    counter = run_cluster(job(tmp_path, batch=3, retries=1), items, opener=drawing(fatal="set/3"))
+    assert sorted(counter.done) == sorted(i.id for i in items if i.id != "set/3")
+    assert counter.failed == ["set/3"]
+    record = next(r for r in read_journals(tmp_path / "journal") if r.get("state") == "failed")
+    assert record["tries"] == 2 and "worker died" in record["error"]
+
+
+def without_specmm(folder: Path) -> dict[str, str]:
+    """The environment of a node that cannot import it."""
+    (folder / "specmm").mkdir(parents=True)
+    (folder / "specmm" / "__init__.py").write_text("raise ImportError('not here')")
+    return {"PYTHONPATH": str(folder)}
+
+
+@pytest.mark.slow
+def test_a_node_of_other_code_is_left_out(nodes: Nodes, tmp_path: Path, caplog: Any) -> None:
+    """It is named, and the others go on; here they wait until that is so."""
+    nodes.add(num_cpus=1)
+    ignored = shutil.ignore_patterns("pocket", "__pycache__")
+    own = tmp_path / "other" / "specmm"
+    shutil.copytree(Path(specmm.__file__).parent, own, ignore=ignored)
+    with (own / "image_ar" / "records.py").open("a") as file:
+        file.write("# another\n")
+    nodes.add(num_cpus=1, env_vars={"PYTHONPATH": str(own.parent)})
+    items, until = some(12), tmp_path / "until"
+    with ThreadPoolExecutor() as aside:
+        mine = job(tmp_path / "out", batch=2)
+        run = aside.submit(run_cluster, mine, items, opener=drawing(until=until))
+        wait(lambda: "is left out: it has source" in caplog.text)
+        until.touch()
+        counter = run.result(LONG)
+    assert sorted(counter.done) == sorted(i.id for i in items) and not counter.failed
+    assert caplog.text.count("is left out") == 1
+
+
+@pytest.mark.slow
+def test_without_a_node_that_can_the_job_ends(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.add(num_cpus=0)
+    nodes.add(num_cpus=2, env_vars=without_specmm(tmp_path / "without"))
+    with pytest.raises(
+        ValueError, match=r"no node of the Ray cluster can make the items: .* not here"
+    ):
+        run_cluster(job(tmp_path / "out"), some(4), opener=drawing())
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_late(nodes: Nodes, tmp_path: Path, caplog: Any) -> None:
+    """A head without CPUs waits, and says so."""
+    nodes.add(num_cpus=0)
+    items = some(4)
+    with ThreadPoolExecutor() as aside:  # nodes are added by the main thread
+        run = aside.submit(run_cluster, job(tmp_path), items, opener=drawing())
+        wait(lambda: "waiting until one joins" in caplog.text)
+        nodes.add(num_cpus=1)
+        counter = run.result(LONG)
+    assert sorted(counter.done) == [item.id for item in items]
+
+
+@pytest.mark.slow
+def test_where_memory_runs_out(nodes: Nodes, tmp_path: Path, caplog: Any) -> None:
+    """Ray's monitor kills actors: there are fewer, and if one alone is too many, it is said."""
+    little = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}
+    nodes.add(num_cpus=2, _system_config=little)
+    with pytest.raises(ValueError, match=r"no node of the Ray .* workers died .* memory"):
+        run_cluster(job(tmp_path, batch=2, retries=0), some(8), opener=drawing(seconds=5.0))
+    assert "memory ran out on" in caplog.text and ": 1 workers are there now" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_lost_node_and_batches_that_grow(nodes: Nodes, tmp_path: Path) -> None:
+    """Its items are made elsewhere within seconds, by actors whose batches grow as they live."""
+    nodes.add(num_cpus=1)
+    lost = nodes.add(num_cpus=1)
+    items, mine = some(200), job(tmp_path)
+    with ThreadPoolExecutor() as aside:
+        run = aside.submit(run_cluster, mine, items, opener=drawing(seconds=0.5))
+        wait(lambda: len(list((tmp_path / "journal").glob("ray-*"))) == 3)  # a driver and two
+        nodes.cluster.remove_node(lost, allow_graceful=False)
+        counter = run.result(LONG)
+    finish(tmp_path, mine.spec, items, 1000)
+    assert sorted(counter.done) == sorted(item.id for item in items) and not counter.failed
+    assert verify(tmp_path, items).problems == []
+    records = map(json.loads, (tmp_path / "index.jsonl").read_text().splitlines())
+    assert max(record["stats"]["batch"] for record in records) >= 16
+
+
+@pytest.mark.slow
+def test_as_many_workers_as_fit(one_core: Nodes, tmp_path: Path, caplog: Any) -> None:
+    """Four where there is one core: the others would never start, nor their items end."""
+    counter = run_cluster(job(tmp_path, batch=2, actors=4), items := some(4), opener=drawing())
+    assert sorted(counter.done) == [item.id for item in items] and not counter.failed
+    assert "1 workers fit into the cluster, not 4" in caplog.text
+
+
 def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
     """Where Ray would warn for a minute and a half."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-    prepare(tmp_path, spec := Spec("any"))
     begin = time.perf_counter()
     with pytest.raises(ValueError, match=rf"got 127.0.0.1:{port}, where nothing answers"):
-        run_ray(Job(tmp_path, spec), [Item("a", "class", "heart", 1)])
+        run_cluster(job(tmp_path), some(1))
     assert time.perf_counter() - begin < 20  # with the import of ray
-
-
-@pytest.mark.slow
-def test_as_many_workers_as_fit(one_core: Any, tmp_path: Path, caplog: Any) -> None:
-    """Four where there is one core: the others would never start, nor their items end."""
-
-    items = [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(4)]
-    prepare(tmp_path, spec := Spec("any"))
-    job = Job(tmp_path, spec, Limits(batch=2, actors=4))
-    counter = run_ray(job, items, opener=drawing())
-    assert sorted(counter.done) == [item.id for item in items] and not counter.failed
-    assert "1 workers fit into the cluster, not 4" in caplog.text
