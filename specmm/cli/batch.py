@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -23,13 +24,17 @@ Model = Annotated[
     str | None, typer.Option(help="A folder, a pocket model (see specmm zoo) or a hub id.")
 ]
 Real = float | None
+T = TypeVar("T")
 
 
 def batch(
     jobs: Jobs,
     out: Annotated[
-        Path, typer.Option(help="Folder of the results; a stopped job is resumed in it.")
-    ],
+        Path | None,
+        typer.Option(
+            help="Folder of the results; a stopped job is resumed in it.", show_default=False
+        ),
+    ] = None,
     model: Model = None,
     method: Annotated[str, typer.Option(help="Default method for items without one.")] = "ar",
     option: Options = [],  # noqa: B006  typer copies it
@@ -86,6 +91,9 @@ def batch(
     verify: Annotated[
         bool, typer.Option("--verify", help="Check OUT instead of working on it.")
     ] = False,
+    status: Annotated[
+        bool, typer.Option("--status", help="Say how far the job is; JOBS may be its folder then.")
+    ] = False,
     repair: Annotated[
         bool, typer.Option("--repair", help="Make damaged and missing results again, bit for bit.")
     ] = False,
@@ -97,6 +105,9 @@ def batch(
     or the launcher would end the other ranks), 2 for a mistake in the arguments and 130 after
     Ctrl-C.
     """
+    if status:
+        return _status(out or jobs, as_json)
+    out = _needed(out, "a folder for its results, give --out FOLDER")
     if verify:
         return _verify(jobs, out, as_json)
     from specmm.extending.outside import of_others
@@ -107,10 +118,7 @@ def batch(
     from specmm.jobs.workers import kind_of_items
     from specmm.runs.run import Place, methods_of, parse_method
 
-    if model is None:
-        raise ValueError(
-            "batch needs a model, give --model NAME (specmm zoo lists the shipped ones)"
-        )
+    model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
     items = read_items(jobs, seed)
     sampling = given(
         cfg=cfg,
@@ -160,6 +168,12 @@ def batch(
         raise typer.Exit(1)
 
 
+def _needed(given: T | None, what: str) -> T:
+    if given is None:
+        raise ValueError(f"batch needs {what}")
+    return given
+
+
 def _check_asked(kind: str, draw: bool) -> None:
     """Raise ``ValueError`` for ``draw`` in a job without questions."""
     if draw and kind != "questions":
@@ -182,6 +196,25 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
         if found.problems:
             say("the job's command with --repair makes damaged and missing results again")
     raise typer.Exit(1 if found.problems else 0)
+
+
+def _status(folder: Path, as_json: bool) -> None:
+    """Print how far the job in ``folder`` is."""
+    from specmm.jobs.status import status
+
+    found = status(folder)
+    if as_json:
+        return emit(found)
+    done = f"{found['done']} of {found['items']} items done"
+    typer.echo(f"{done}, {found['failed']} set aside, {found['left']} left")
+    if found["seconds_left"]:
+        left = timedelta(seconds=round(found["seconds_left"]))
+        workers = f"{found['workers']} worker{'s' * (found['workers'] != 1)}"
+        typer.echo(f"{found['rate']:.2f} a second lately by {workers}, {left} left at that rate")
+    if found["seconds_since_last"] is not None:
+        typer.echo(
+            f"the last result came {timedelta(seconds=round(found['seconds_since_last']))} ago"
+        )
 
 
 def _report(

@@ -48,6 +48,7 @@ def run_job(
     shared = engine == "accelerate"
     mine = share(items) if shared else list(items)
     prepare(job.folder, job.spec, files_of_models(job.spec.models))
+    Programs(job).count(len(items))
     # look for remaining items only once no other process works on them, or both would make them
     with occupied(job.journals, shared):
         if not shared:

@@ -15,6 +15,7 @@ import os
 import re
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -154,9 +155,10 @@ def read_spec(folder: Path) -> Spec:
 # ---- what is done
 
 DIGEST = 2**64 - 1
-HEAD = re.compile(  # of a line about an item: its id, state and digest, without decoding the rest
+RECENT = 1000  # records of a journal by whose times a rate is told
+HEAD = re.compile(  # of a line about an item: its id, state, time and digest, without the rest
     rb'[0-9a-f]{8} {"id":("(?:[^"\\]|\\.)*"),"state":"(done|failed)",'
-    rb'(?:"at":[^,]*,)?"item":"([0-9a-f]{16})"'
+    rb'(?:"at":([^,]*),)?"item":"([0-9a-f]{16})"'
 )
 
 
@@ -293,6 +295,7 @@ class Ledger(Mapping[str, Record]):
 
     def __init__(self, journals: Path) -> None:
         self.makers: dict[str, Record] = {}
+        self.recent: list[deque[float]] = []  # by journal, times of its latest records
         self._files = [file.open("rb") for file in sorted(journals.glob("*.log"))]
         # offset and file of a record and the item's digest in one number, below 0 if it failed
         self._places: dict[str, int] = {}
@@ -322,25 +325,31 @@ class Ledger(Mapping[str, Record]):
     def _scan(self, number: int) -> None:
         """Learn what a journal holds; lines that were not written whole are skipped."""
         offset = 0
+        times: deque[float] = deque(maxlen=RECENT)
+        self.recent.append(times)
         for line in self._files[number]:
             if (head := self._head(line)) is not None:
-                name, state, digest = head
+                name, state, at, digest = head
+                if at:
+                    times.append(float(at))
                 place = (((offset + 1) << 16 | number) << 64) | int(digest, 16)
                 if self._counts(name, state == "done", place):
                     self._places[name] = place if state == "done" else -place
             offset += len(line)
 
-    def _head(self, line: bytes) -> tuple[str, str, str] | None:
-        """Id, state and digest of a line about an item; of others, None, makers are kept."""
+    def _head(self, line: bytes) -> tuple[str, str, str, str] | None:
+        """Id, state, time and digest of a line about an item; of others, None, makers are kept."""
         found = HEAD.match(line)
         if found is not None:  # without decoding the rest
-            text, state, digest = (part.decode() for part in found.groups())
+            text, state, at, digest = (part.decode() for part in found.groups(b""))
             name = json.loads(text) if "\\" in text else text[1:-1]
-            return (name, state, digest) if _is_whole(line) else None
+            return (name, state, at, digest) if _is_whole(line) else None
         record = unpack(line) or {}
         if "is" in record:
             self.makers[record[MAKER]] = record["is"]
-        return (record["id"], record["state"], record.get("item", "0")) if "id" in record else None
+        return (
+            (record["id"], record["state"], "", record.get("item", "0")) if "id" in record else None
+        )
 
     def _counts(self, name: str, done: bool, place: int) -> bool:
         """Whether the record at ``place`` replaces the known one of its item."""

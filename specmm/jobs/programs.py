@@ -28,7 +28,7 @@ from specmm.loading.checkpoints import read_json
 from specmm.loading.files import sync_folder, write_whole
 
 USUAL = 4  # rows of a program, where the job does not say how many items are made at a time
-THREADS, PLACE, ROWS = "threads", "place", "rows"  # what programs.json holds
+THREADS, PLACE, ROWS, ITEMS = "threads", "place", "rows", "items"  # what programs.json holds
 SAME = ("dtype", "device", "processor", "versions")  # of a place, throughout a job
 
 
@@ -42,6 +42,11 @@ class Programs:
 
     job: Job
     known: dict[str, int] = field(default_factory=dict)
+
+    def count(self, items: int) -> None:
+        """Note how many ``items`` the job has, for whoever asks its folder alone."""
+        with alone(self.job.folder):
+            self._write({ITEMS: items})
 
     def rows_to_be(self, method: str) -> int:
         """Rows of the programs of ``method`` if it is compiled."""
@@ -116,6 +121,11 @@ def place_of_job(folder: Path) -> dict[str, Any]:
     """Threads, dtype, device and versions of the job in ``folder``, as far as it began."""
     found = _decided(folder)
     return {THREADS: found.get(THREADS), **found.get(PLACE, {})}
+
+
+def items_of_job(folder: Path) -> int:
+    """How many items the job in ``folder`` had when it was run last."""
+    return int(_decided(folder).get(ITEMS, 0))
 
 
 def _decided(folder: Path) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from specmm.jobs.engines import run_job, run_local, run_rank, share
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Journal, Limits, Spec, occupied, pack, prepare, unpack
 from specmm.jobs.items import Item, read_items
+from specmm.jobs.programs import Programs
 from specmm.jobs.results import Result, save
 from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
@@ -142,6 +143,21 @@ def test_a_job_from_end_to_end(tiny, tmp_path):
     assert (again["done"], again["done_now"]) == (5, 0) and results(out) == before
     checked = succeed("batch", file, "--out", out, "--verify")
     assert "5 of 6 items done, 1 set aside, 0 left" in checked.stdout
+
+
+def test_how_far_a_job_is(make, tmp_path):
+    """From its folder alone; the rate is that of the last results."""
+    make([Item(f"set/{i}", "class", "heart", i) for i in range(3)])
+    out = tmp_path / "out"
+    Programs(Job(out, Spec("any"))).count(9)
+    found = as_json("batch", out, "--status")
+    assert (found["items"], found["done"], found["failed"], found["left"]) == (9, 3, 0, 6)
+    assert 0 <= found["seconds_since_last"] < 600 and found["workers"] == 1
+    assert found["seconds_left"] == pytest.approx(6 / found["rate"]) and found["rate"] > 3 / 600
+    shown = succeed("batch", "jobs.jsonl", "--out", out, "--status").stdout
+    assert "3 of 9 items done, 0 set aside, 6 left" in shown and "lately by 1 worker," in shown
+    assert "must be the output of specmm batch" in refused("batch", tmp_path, "--status")
+    assert "give --out FOLDER" in refused("batch", "jobs.jsonl", "--model", "any")
 
 
 def test_a_line_goes_before_the_job(worker, make, tmp_path):
