@@ -34,7 +34,7 @@ def pixels(worker: ImageWorker, items: Sequence[Item]) -> list[bytes]:
 @pytest.mark.parametrize(("model", "method", "threads"), CASES)
 def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, threads: int) -> None:
     """The items of each of some batches have the bits that they have in the first."""
-    options = ("n=8",) if method == "code" else ()  # else it takes what is fastest, as no job may
+    options = ("n=4",) if method == "code" else ()  # else it takes what is fastest, as no job may
     worker = ImageWorker(Spec(model, method, options, dtype="float32"))
     worker.pipe.set_progress_bar_config(disable=True)
     if model == "pocket/mar":  # every head step makes the same products: fewer of them show as much
