@@ -12,13 +12,18 @@ import typer
 from specmm.cli.options import Compiled, Device, Dtype, Json, Options, Threads, compiled_as, given
 from specmm.cli.output import Interrupted, emit, say, stdout_reserved
 from specmm.loading.extras import install
-from specmm.loading.files import writable
+from specmm.loading.files import place, reached, writable
 
 if TYPE_CHECKING:
     from specmm.jobs.run import JobCounts
 
 Jobs = Annotated[
-    Path, typer.Argument(help=".jsonl, .csv or .parquet of items, or .txt with one class a line.")
+    Path,
+    typer.Argument(
+        parser=place,
+        metavar="JOBS",
+        help=".jsonl, .csv or .parquet of items, or .txt with one class a line.",
+    ),
 ]
 Model = Annotated[
     str | None, typer.Option(help="A folder, a pocket model (see specmm zoo) or a hub id.")
@@ -32,7 +37,9 @@ def batch(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the results; a stopped job is resumed in it.", show_default=False
+            parser=place,
+            metavar="PATH",
+            help="Folder of the results, or an address (s3://…); a stopped job is resumed in it.",
         ),
     ] = None,
     model: Model = None,
@@ -128,7 +135,7 @@ def batch(
         max_new_tokens=max_new_tokens,
         draw=draw or None,
     )
-    with stdout_reserved():
+    with stdout_reserved(), reached(out):
         # what this machine lacks is said before any work
         if parquet and util.find_spec("pyarrow") is None:
             raise ValueError(f"--parquet needs pyarrow, run: {install('batch')}")
@@ -186,7 +193,8 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
     from specmm.jobs.items import read_items
     from specmm.jobs.verify import verify
 
-    found = verify(out, read_items(jobs, read_spec(out).seed))
+    with reached(out):
+        found = verify(out, read_items(jobs, read_spec(out).seed))
     if as_json:
         emit(found.as_dict())
     else:

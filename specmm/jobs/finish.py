@@ -9,21 +9,20 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from specmm.image_ar.records import Record
-from specmm.jobs.folder import ARCHIVES, JOURNALS, MAKER, Ledger, Spec, alone
+from specmm.jobs.folder import ARCHIVES, JOURNALS, MAKER, RESULTS, Ledger, Spec, alone
 from specmm.jobs.items import Item
 from specmm.jobs.programs import place_of_job
 from specmm.jobs.results import files_of
-from specmm.loading.files import sync_folder, write_whole
+from specmm.loading.files import files_in, sync_folder, whole, write_whole
 
 log = logging.getLogger(__name__)
 HIDDEN = ("state", "at", "item", "bytes", MAKER)  # of a journal's record, not needed in an index
@@ -138,11 +137,12 @@ def archive(folder: Path, items: Sequence[Item], known: Ledger, shard: int) -> N
     An archive is written whole before the files in it are removed, so that a result is always
     somewhere. The bytes of an archive depend on its items only.
     """
+    there = {file.name for file in files_in(folder / RESULTS)}
     for first in range(0, len(items), shard):
         some = [i.id for i in items[first : first + shard] if i.id in known]
         files = [file for name in some if known.is_done(name) for file in files_of(known[name])]
         wanted = {Path(file["file"]).name: folder / file["file"] for file in files}
-        loose = {name for name, file in wanted.items() if file.exists()}
+        loose = there & wanted.keys()
         if not loose:
             continue
         target = folder / ARCHIVES / _archive_name(first, shard)
@@ -152,28 +152,24 @@ def archive(folder: Path, items: Sequence[Item], known: Ledger, shard: int) -> N
             text = "%s lacks %s: the shard is left open; see --verify, --repair"
             log.warning(text, target, missing[0])
             continue
-        _write_archive(target, wanted, packed)
+        with whole(target, durable=True) as stream:
+            _write_archive(stream, {n: wanted[n] if n in loose else packed[n] for n in wanted})
+        sync_folder(target.parent)
         for name in loose:
-            os.unlink(wanted[name])
+            wanted[name].unlink()
 
 
 def members(file: Path) -> Iterator[tuple[str, bytes]]:
     """Names and bytes of the files in an archive, one after the other."""
-    with tarfile.open(file) as opened:
+    with file.open("rb") as stream, tarfile.open(fileobj=stream) as opened:
         for member in opened:
             yield member.name, opened.extractfile(member).read()  # type: ignore[union-attr]
 
 
-def _write_archive(target: Path, wanted: dict[str, Path], packed: dict[str, bytes]) -> None:
-    part = target.with_name(target.name + ".part")
-    with part.open("wb") as stream:
-        with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as made:
-            for name, file in wanted.items():
-                data = file.read_bytes() if file.exists() else packed[name]
-                member = tarfile.TarInfo(name)  # without time and owner
-                member.size = len(data)
-                made.addfile(member, io.BytesIO(data))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(part, target)
-    sync_folder(target.parent)
+def _write_archive(stream: IO[bytes], files: dict[str, Path | bytes]) -> None:
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as made:
+        for name, file in files.items():
+            data = file if isinstance(file, bytes) else file.read_bytes()
+            member = tarfile.TarInfo(name)  # without time and owner
+            member.size = len(data)
+            made.addfile(member, io.BytesIO(data))

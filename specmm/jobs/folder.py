@@ -8,26 +8,27 @@ appends to its own journal and reads all of them.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
+import tempfile
 import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from specmm.choose.when_compiled import Compiled, check_compiled
 from specmm.extending.registry import unknown
 from specmm.image_ar.records import FORMATS, Record
 from specmm.jobs.items import Item
+from specmm.jobs.locks import ALONE, NOW, SHARED, held
 from specmm.loading.checkpoints import read_json
-from specmm.loading.files import sync_folder, write_whole
+from specmm.loading.files import make_folder, sync_folder, write_whole
 from specmm.zoo.model_files import check_files
 
 JOB = "job.json"
@@ -105,12 +106,9 @@ class Job:
         return self.folder / JOURNALS
 
 
-@contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process prepares or finishes the job in ``folder``."""
-    with (folder / JOURNALS / "folder.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """Context that waits until no other process prepares or finishes the job in ``folder``."""
+    return held(folder / JOURNALS / "folder.lock", ALONE)
 
 
 def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) -> None:
@@ -120,7 +118,7 @@ def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) ->
     naming the differences.
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
-        (folder / name).mkdir(parents=True, exist_ok=True)
+        make_folder(folder / name)
     file = folder / JOB
     wanted = json.loads(json.dumps({**asdict(spec), FILES: files or {}}))
     with alone(folder):
@@ -145,9 +143,12 @@ def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) ->
 
 def read_spec(folder: Path) -> Spec:
     """The spec of the job in ``folder``; raises ``ValueError`` when there is none."""
-    if not (folder / JOB).is_file():
-        raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {JOB}")
-    found = read_json(folder / JOB)
+    try:
+        found = read_json(folder / JOB)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"{folder} must be the output of specmm batch, got a folder without {JOB}"
+        ) from None
     found.pop(FILES, None)
     return Spec(**{**found, "options": tuple(found.get("options", ()))})
 
@@ -156,6 +157,7 @@ def read_spec(folder: Path) -> Spec:
 
 DIGEST = 2**64 - 1
 RECENT = 1000  # records of a journal by whose times a rate is told
+PART = 2**18  # bytes of a journal's object, all of which are written again for each append
 HEAD = re.compile(  # of a line about an item: its id, state, time and digest, without the rest
     rb'[0-9a-f]{8} {"id":("(?:[^"\\]|\\.)*"),"state":"(done|failed)",'
     rb'(?:"at":([^,]*),)?"item":"([0-9a-f]{16})"'
@@ -186,30 +188,13 @@ def _is_whole(line: bytes) -> bool:
         return False
 
 
-@contextmanager
-def occupied(journals: Path, shared: bool) -> Iterator[None]:
-    """Keep other jobs out of the folder of ``journals``, except those that share it.
+def occupied(journals: Path, shared: bool) -> AbstractContextManager[None]:
+    """Context that keeps other jobs out of the folder of ``journals``, except those that share it.
 
     Raises ``ValueError`` when another one works there.
     """
-    handle = os.open(journals / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    _lock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, journals)
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
-def _lock(handle: int, mode: int, journals: Path) -> None:
-    """Lock an open file; the system unlocks it when the process ends, in whatever way."""
-    try:
-        fcntl.flock(handle, mode | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(handle)
-        raise ValueError(
-            f"{journals.parent} is being written by another process, "
-            "wait for it or choose another --out"
-        ) from error
+    mode, rivals = (SHARED, "lock.lease") if shared else (ALONE, "*.lease")
+    return held(journals / "lock", mode | NOW, rivals)
 
 
 class Journal:
@@ -219,12 +204,11 @@ class Journal:
     """
 
     def __init__(self, journals: Path, name: str) -> None:
-        file = journals / f"{name}.log"
         self.told: set[str] = set()  # makers
-        self.handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        _lock(self.handle, fcntl.LOCK_EX, journals)
-        self.size = _whole(self.handle)
-        os.ftruncate(self.handle, self.size)
+        self.lock = ExitStack()
+        file = journals / f"{name}.log"
+        self.lock.enter_context(held(file, ALONE | NOW))
+        self.log = _Log(file) if isinstance(file, Path) else _Parts(file)
 
     def append(self, records: Sequence[Record]) -> None:
         """Add ``records``; they are on the disk when this returns.
@@ -241,7 +225,24 @@ class Journal:
                 record = {**record, MAKER: name}
             short.append(record)
         new = [{MAKER: name, "is": makers[name]} for name in makers.keys() - self.told]
-        data = b"".join(map(pack, [*new, *short]))
+        self.log.append(b"".join(map(pack, [*new, *short])))
+        self.told |= makers.keys()
+
+    def close(self) -> None:
+        """Let another process have it."""
+        self.log.close()
+        self.lock.close()
+
+
+class _Log:
+    """A journal that is one file, which grows."""
+
+    def __init__(self, file: Path) -> None:
+        self.handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.size = _whole(self.handle)
+        os.ftruncate(self.handle, self.size)
+
+    def append(self, data: bytes) -> None:
         try:
             written = 0
             while written < len(data):  # a nearly full disk takes a part first
@@ -251,11 +252,32 @@ class Journal:
             os.ftruncate(self.handle, self.size)
             raise
         self.size += len(data)
-        self.told |= makers.keys()
 
     def close(self) -> None:
-        """Let another process have it."""
         os.close(self.handle)
+
+
+class _Parts:
+    """A journal in object storage, where nothing grows: objects ``NAME-TIME.log`` that are written
+    again with every append until one holds ``PART`` bytes. Those of earlier processes stay.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._begin()
+
+    def _begin(self) -> None:
+        self.part = self.file.with_name(f"{self.file.stem}-{time.time_ns()}.log")
+        self.data = b""
+
+    def append(self, data: bytes) -> None:
+        write_whole(self.part, self.data + data)
+        self.data += data
+        if len(self.data) > PART:
+            self._begin()
+
+    def close(self) -> None:
+        """Every append is written already."""
 
 
 def _whole(handle: int) -> int:
@@ -285,6 +307,17 @@ def read_journals(journals: Path) -> Iterator[Record]:
                     yield record
 
 
+def _opened(journals: Path) -> list[IO[bytes]]:
+    """All journals, to read at any place; those of object storage in one copy here."""
+    if isinstance(journals, Path):
+        return [file.open("rb") for file in sorted(journals.glob("*.log"))]
+    copy = tempfile.TemporaryFile()
+    for part in journals.glob("*.log"):
+        copy.write(part.read_bytes())
+    copy.seek(0)
+    return [copy]
+
+
 class Ledger(Mapping[str, Record]):
     """The record that counts of every item, by id: "done" over "failed", the latest of several (a
     repaired result has two; journals are read in no order of time, so a record holds the time).
@@ -296,7 +329,7 @@ class Ledger(Mapping[str, Record]):
     def __init__(self, journals: Path) -> None:
         self.makers: dict[str, Record] = {}
         self.recent: list[deque[float]] = []  # by journal, times of its latest records
-        self._files = [file.open("rb") for file in sorted(journals.glob("*.log"))]
+        self._files = _opened(journals)
         # offset and file of a record and the item's digest in one number, below 0 if it failed
         self._places: dict[str, int] = {}
         for number in range(len(self._files)):
@@ -387,7 +420,12 @@ def failure(item: Item, error: str, tries: int) -> Record:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove files that a killed process was writing; only while no other process writes here."""
+    """Remove files that a killed process was writing; only while no other process writes here.
+
+    Object storage has none.
+    """
+    if not isinstance(folder, Path):
+        return
     parts = [*folder.glob("*.part"), *(folder / ARCHIVES).glob("*.part")]
     for part in [*parts, *(folder / RESULTS).rglob("*.part")]:
         os.unlink(part)

@@ -139,7 +139,7 @@ def _write(folder: Path, place: str, data: bytes, touched: set[Path]) -> Record:
     ``touched``. Returns the file's entry for a record.
     """
     file = folder / place
-    if not file.parent.exists():
+    if isinstance(file, Path) and not file.parent.exists():
         file.parent.mkdir(exist_ok=True)
         touched.add(file.parent.parent)
     write_whole(file, data, durable=True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from specmm.jobs.finish import members
 from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Ledger, alone
 from specmm.jobs.items import Item, digests_of
 from specmm.jobs.results import files_of
-from specmm.loading.files import write_whole
+from specmm.loading.files import files_in, make_folder, write_whole
 
 
 @dataclass
@@ -116,15 +115,14 @@ def unpack_torn(folder: Path) -> None:
                 for name, data in found.items():
                     if name in known and hashlib.sha256(data).hexdigest() == known[name]["sha256"]:
                         place = folder / known[name]["file"]
-                        place.parent.mkdir(parents=True, exist_ok=True)
+                        make_folder(place.parent)
                         write_whole(place, data, durable=True)
-                os.unlink(file)
+                file.unlink()
 
 
 def _files(folder: Path) -> dict[str, Path]:
     """Loose results by their path in ``folder``."""
-    files = (file for file in (folder / RESULTS).rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file for file in files}
+    return {str(file.relative_to(folder)): file for file in files_in(folder / RESULTS)}
 
 
 def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:

@@ -5,25 +5,76 @@ The command line imports this module before anything else, so it needs nothing b
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 JSON_LINES = (".jsonl", ".ndjson")
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
+# what file systems answer to a call that they lack: some of NFS, CIFS and FUSE
+LACKING = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+STORAGE = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "huggingface_hub")
 
 
-def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False) -> None:
-    """Write ``file`` whole, or raise ``OSError`` and leave nothing; ``data`` may come in pieces.
+def place(name: str) -> Path:
+    """The file or folder ``name``. At an address of object storage, ``s3://bucket/job``, it is a
+    ``UPath`` of universal_pathlib, which is no ``Path`` and has its interface.
 
-    With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
+    Raises ``ValueError`` for an address of unknown kind, and where what reads it is not installed.
     """
+    from specmm.loading.extras import install
+
+    if not ADDRESS.match(name):
+        return Path(name)
+    try:
+        from upath import UPath
+
+        found = UPath(name, use_listings_cache=False)  # others write there, too
+        found.fs  # noqa: B018  imports the library of this kind
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name} needs {error.name}, run: {install('storage')}") from error
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a path, or an address such as s3://bucket/job, got: {error}"
+        ) from error
+    return found
+
+
+@contextmanager
+def reached(folder: Path) -> Iterator[None]:
+    """Context in which errors of the libraries of object storage are ``OSError`` that name
+    ``folder``.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(folder, Path) or type(error).__module__.split(".")[0] not in STORAGE:
+            raise
+        raise OSError(f"{folder} cannot be used ({sentence_of(error)})") from error
+
+
+@contextmanager
+def whole(file: Path, durable: bool = False) -> Iterator[IO[bytes]]:
+    """Context with a stream; at its end ``file`` holds what was written, or nothing has changed.
+
+    See :func:`write_whole`.
+    """
+    if not isinstance(file, Path):
+        with tempfile.NamedTemporaryFile() as stream, reached(file):
+            yield stream
+            stream.flush()
+            file.fs.put_file(stream.name, file.path)
+        return
     part = file.with_name(file.name + ".part")
     try:
         with part.open("wb") as stream:
-            stream.writelines([data] if isinstance(data, bytes) else data)
+            yield stream
             if durable:
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -31,6 +82,25 @@ def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False) -> None:
+    """Write ``file`` whole, or raise ``OSError`` and leave nothing; ``data`` may come in pieces.
+
+    With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
+    """
+    if isinstance(data, bytes) and not isinstance(file, Path):
+        with reached(file):
+            file.fs.pipe_file(file.path, data)
+        return
+    with whole(file, durable) as stream:
+        stream.writelines([data] if isinstance(data, bytes) else data)
+
+
+def make_folder(folder: Path) -> None:
+    """Make ``folder`` unless it is there; object storage has none."""
+    if isinstance(folder, Path):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def hidden(name: str) -> bool:
@@ -65,6 +135,13 @@ def _walked(folder: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, st
         else:
             linked = "link to no file" if entry.is_symlink() else "no regular file"
             yield entry.path, "" if os.path.isfile(entry.path) else linked
+
+
+def files_in(folder: Path) -> Iterator[Path]:
+    """All files below ``folder``, in no order."""
+    if isinstance(folder, Path):
+        return (file for file in folder.rglob("*") if file.is_file())
+    return (folder / name.removeprefix(f"{folder.path}/") for name in folder.fs.find(folder.path))
 
 
 def text_lines(file: Path) -> Iterator[str]:
@@ -103,28 +180,33 @@ def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 def writable(folder: Path, option: str = "--out") -> Path:
     """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
-    if re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):
-        raise ValueError(
-            f"{option} must be a folder of this machine, got the address {folder}; write to a "
-            "folder and copy it there, or mount it"
-        )
     probe = folder / f".specmm-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
+        with reached(folder):
+            make_folder(folder)
+            probe.write_bytes(b"")
+            probe.unlink()
+    except (OSError, NotImplementedError) as error:
+        reason = isinstance(folder, Path) and isinstance(error, OSError) and error.strerror
         raise ValueError(
-            f"cannot write to {folder} ({error.strerror}), choose another folder with {option}"
+            f"cannot write to {folder} ({reason or sentence_of(error)}), choose another folder "
+            f"with {option}"
         ) from error
     return folder
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of ``folder`` (new names, renames) are on the disk."""
+    """Wait until the entries of ``folder`` (new names, renames) are on the disk, where its file
+    system can.
+    """
+    if not isinstance(folder, Path):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
     finally:
         os.close(handle)
 

@@ -1,0 +1,170 @@
+"""Locks on a job's output folder: the system's where the file system has them, else leases.
+
+A lease is a small file (or object) that only one process can create. Its owner rewrites it every
+``RENEWED`` seconds and removes it at the end. One that stays the same for ``ENDS`` seconds is of a
+process that died. Whoever waits measures that by its own clock: those of machines may differ.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from specmm.loading.files import LACKING, write_whole
+
+log = logging.getLogger(__name__)
+RENEWED = 5.0
+ENDS = 30.0
+LOOKS = 0.25  # seconds between two looks at a lease
+SETTLES = 2.0  # seconds in which another process that found the same lease ended has taken it, too
+ALONE, SHARED, NOW = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
+
+
+@contextmanager
+def held(file: Path, mode: int, rivals: str = "") -> Iterator[None]:
+    """Context with a lock on ``file``, of a ``mode`` of flock's.
+
+    A lease in its place waits for the leases beside it whose names match ``rivals`` (none: its
+    own). Raises ``ValueError`` with ``NOW`` where another process holds it.
+    """
+    if isinstance(file, Path):
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if _flocked(handle, mode, file.parent):
+                yield
+                return
+        finally:
+            os.close(handle)
+    name = f"shared-{uuid.uuid4().hex}" if mode & SHARED else file.name
+    own = file.with_name(f"{name}.lease")
+    head = _take(own, rivals or own.name, wait=not mode & NOW)
+    ended = threading.Event()
+    thread = threading.Thread(target=_renew, args=(own, head, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _release(own, head)
+
+
+def _flocked(handle: int, mode: int, journals: Path) -> bool:
+    """Lock an open file; the system unlocks it when the process ends, in whatever way.
+
+    False where its file system has no locks.
+    """
+    try:
+        fcntl.flock(handle, mode)
+    except BlockingIOError:
+        raise _occupied(journals, "another process") from None
+    except OSError as error:
+        if error.errno not in LACKING:
+            raise
+        return False
+    return True
+
+
+def _occupied(journals: Path, who: str, more: str = "") -> ValueError:
+    return ValueError(
+        f"{journals.parent} is being written by {who}, "
+        f"wait for it or choose another --out{more}"
+    )
+
+
+# ---- leases
+
+
+def _take(own: Path, rivals: str, wait: bool) -> bytes:
+    """Create the lease ``own`` once no other one matches ``rivals``; returns how it begins."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
+    head = f"{who}\n{uuid.uuid4().hex}\n".encode()
+    while True:
+        others = list(own.parent.glob(rivals))
+        with ThreadPoolExecutor(max(len(others), 1)) as pool:
+            ended = any(list(pool.map(partial(_outlast, wait=wait), others)))
+        try:
+            _create(own, head)
+        except FileExistsError:
+            continue
+        if ended:
+            time.sleep(SETTLES)
+        if _read(own) == head and all(other == own for other in own.parent.glob(rivals)):
+            return head
+        _release(own, head)  # another one came at the same moment
+        time.sleep(random.random() * LOOKS)
+
+
+def _outlast(lease: Path, wait: bool) -> bool:
+    """Wait until ``lease`` is gone, or remove it when it has ended, which is True.
+
+    Raises ``ValueError`` when it is renewed, unless to ``wait`` is all right.
+    """
+    seen, since = _read(lease), time.monotonic()
+    if seen and not wait:
+        text = "%s has a lease of %s: waiting until it is renewed or ends, %.0f s at most"
+        log.warning(text, lease.parent.parent, _owner(seen), ENDS)
+    while seen is not None and time.monotonic() - since < ENDS:
+        time.sleep(LOOKS)
+        if (found := _read(lease)) != seen:
+            if seen and found and not wait:
+                more = f"; a killed one's lease ends after {ENDS:.0f} s"
+                raise _occupied(lease.parent, f"another process ({_owner(found)})", more)
+            seen, since = found, time.monotonic()
+    if seen is not None:
+        lease.unlink(missing_ok=True)
+    return seen is not None
+
+
+def _renew(own: Path, head: bytes, ended: threading.Event) -> None:
+    """Rewrite the lease ``own`` until its work has ``ended``, or another process has taken it."""
+    count = 0
+    while not ended.wait(RENEWED):
+        try:
+            found = _read(own)
+            if found is not None and not found.startswith(head):
+                log.warning("%s was taken by %s: results are made twice", own, _owner(found))
+                return
+            count += 1
+            write_whole(own, head + b"%d\n" % count)
+        except OSError as error:  # a network that is away for a moment
+            log.warning("the lease %s could not be renewed (%s)", own, error)
+
+
+def _create(lease: Path, text: bytes) -> None:
+    """Create the file; raises ``FileExistsError`` where it is there."""
+    if isinstance(lease, Path):
+        with lease.open("xb") as stream:
+            stream.write(text)
+    else:
+        lease.fs.pipe_file(lease.path, text, mode="create")
+
+
+def _release(own: Path, head: bytes) -> None:
+    """Remove the lease ``own``, unless another process has taken it."""
+    with suppress(OSError):
+        if (_read(own) or b"").startswith(head):
+            own.unlink()
+
+
+def _read(lease: Path) -> bytes | None:
+    try:
+        return lease.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _owner(text: bytes) -> str:
+    return text.decode(errors="replace").partition("\n")[0] or "a process that begins"
