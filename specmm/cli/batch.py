@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from specmm.jobs.run import JobCounts
 
 Jobs = Annotated[
-    Path,
+    str,
     typer.Argument(
-        parser=place,
-        metavar="JOBS",
-        help=".jsonl, .csv or .parquet of items, or .txt with one class a line.",
+        help=".jsonl, .csv or .parquet of items, or .txt with one class a line; a path or address."
     ),
 ]
 Model = Annotated[
@@ -35,11 +33,9 @@ T = TypeVar("T")
 def batch(
     jobs: Jobs,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            parser=place,
-            metavar="PATH",
-            help="Folder of the results, or an address (s3://…); a stopped job is resumed in it.",
+            help="Folder of the results, or an address (s3://…); a stopped job is resumed in it."
         ),
     ] = None,
     model: Model = None,
@@ -113,10 +109,10 @@ def batch(
     Ctrl-C.
     """
     if status:
-        return _status(out or jobs, as_json)
-    out = _needed(out, "a folder for its results, give --out FOLDER")
+        return _status(place(out or jobs), as_json)
+    file, folder = place(jobs), place(_needed(out, "a folder for its results, give --out FOLDER"))
     if verify:
-        return _verify(jobs, out, as_json)
+        return _verify(file, folder, as_json)
     from specmm.extending.outside import of_others
     from specmm.jobs.engines import run_job
     from specmm.jobs.folder import Job, Limits, Spec
@@ -126,7 +122,7 @@ def batch(
     from specmm.runs.run import Place, methods_of, parse_method
 
     model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
-    items = read_items(jobs, seed)
+    items = read_items(file, seed)
     sampling = given(
         cfg=cfg,
         temperature=temperature,
@@ -135,7 +131,7 @@ def batch(
         max_new_tokens=max_new_tokens,
         draw=draw or None,
     )
-    with stdout_reserved(), reached(out):
+    with stdout_reserved(), reached(folder):
         # what this machine lacks is said before any work
         if parquet and util.find_spec("pyarrow") is None:
             raise ValueError(f"--parquet needs pyarrow, run: {install('batch')}")
@@ -165,12 +161,12 @@ def batch(
             compiled_as(compiled, False),
         )
         limits = Limits(batch_size, retries, shard_size, device, workers)
-        job = Job(writable(out), spec, limits)
+        job = Job(writable(folder), spec, limits)
         metrics = None if metrics_port is None else Metrics(metrics_port)
         if metrics is not None:
             say(f"metrics at http://127.0.0.1:{metrics.port}/metrics")
         summary, counts = run_job(job, items, engine, parquet, retry_failed, repair, metrics)
-    _report(summary, counts, price, out, as_json)
+    _report(summary, counts, price, folder, as_json)
     if summary["failed"] and engine != "accelerate":
         raise typer.Exit(1)
 
@@ -210,7 +206,8 @@ def _status(folder: Path, as_json: bool) -> None:
     """Print how far the job in ``folder`` is."""
     from specmm.jobs.status import status
 
-    found = status(folder)
+    with reached(folder):
+        found = status(folder)
     if as_json:
         return emit(found)
     done = f"{found['done']} of {found['items']} items done"

@@ -311,7 +311,7 @@ def _opened(journals: Path) -> list[IO[bytes]]:
     """All journals, to read at any place; those of object storage in one copy here."""
     if isinstance(journals, Path):
         return [file.open("rb") for file in sorted(journals.glob("*.log"))]
-    copy = tempfile.TemporaryFile()
+    copy = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the ledger
     for part in journals.glob("*.log"):
         copy.write(part.read_bytes())
     copy.seek(0)

@@ -78,8 +78,7 @@ def _flocked(handle: int, mode: int, journals: Path) -> bool:
 
 def _occupied(journals: Path, who: str, more: str = "") -> ValueError:
     return ValueError(
-        f"{journals.parent} is being written by {who}, "
-        f"wait for it or choose another --out{more}"
+        f"{journals.parent} is being written by {who}, wait for it or choose another --out{more}"
     )
 
 

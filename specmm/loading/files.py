@@ -36,7 +36,8 @@ def place(name: str) -> Path:
         from upath import UPath
 
         found = UPath(name, use_listings_cache=False)  # others write there, too
-        found.fs  # noqa: B018  imports the library of this kind
+        if not found.fs.unstrip_protocol(found.path).partition("://")[2].strip("/"):
+            raise ValueError("no bucket")
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, run: {install('storage')}") from error
     except (ImportError, ValueError) as error:
@@ -56,7 +57,7 @@ def reached(folder: Path) -> Iterator[None]:
     except Exception as error:
         if isinstance(folder, Path) or type(error).__module__.split(".")[0] not in STORAGE:
             raise
-        raise OSError(f"{folder} cannot be used ({sentence_of(error)})") from error
+        raise OSError(f"{folder} cannot be used: {sentence_of(error)}") from error
 
 
 @contextmanager
@@ -180,17 +181,20 @@ def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
 
 def writable(folder: Path, option: str = "--out") -> Path:
     """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
+    if isinstance(folder, Path) and re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):
+        raise ValueError(
+            f"{option} must be a folder of this machine, got the address {folder}; write to a "
+            "folder and copy it there, or mount it"
+        )
     probe = folder / f".specmm-{os.getpid()}"
     try:
-        with reached(folder):
-            make_folder(folder)
-            probe.write_bytes(b"")
-            probe.unlink()
-    except (OSError, NotImplementedError) as error:
-        reason = isinstance(folder, Path) and isinstance(error, OSError) and error.strerror
+        make_folder(folder)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except Exception as error:  # the libraries of object storage have their own
+        reason = (isinstance(error, OSError) and error.strerror) or sentence_of(error)
         raise ValueError(
-            f"cannot write to {folder} ({reason or sentence_of(error)}), choose another folder "
-            f"with {option}"
+            f"cannot write to {folder} ({reason}), choose another folder with {option}"
         ) from error
     return folder
 

@@ -2,12 +2,9 @@
 worker is set aside, a node that cannot make items is left out, everything else is done once.
 """
 
-from __future__ import (
-    annotations,  # what is defined in a test travels to the actor without the names in its hints
-)
+from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import time
@@ -22,9 +19,9 @@ import specmm
 from specmm.jobs.engines import run_cluster
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, Limits, Spec, prepare, read_journals
-from specmm.jobs.items import Item, seed_of
 from specmm.jobs.run import pending
 from specmm.jobs.verify import verify
+from tests.flat import drawing, some
 
 LONG = 120.0  # seconds, of busy machines
 
@@ -79,54 +76,9 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def some(count: int) -> list[Item]:
-    return [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(count)]
-
-
 def job(folder: Path, **limits: Any) -> Job:
     prepare(folder, spec := Spec("any"))
     return Job(folder, spec, Limits(**limits))
-
-
-def drawing(fatal: str = "", seconds: float = 0.0, until: Path | None = None) -> Any:
-    """An opener of a worker that draws flat pictures in so many ``seconds`` a batch, and dies at
-    the item ``fatal``, and waits ``until`` a file is there. It is made here, so that it travels to
-    the actor.
-    """
-
-    def opener() -> Any:
-        from PIL import Image
-
-        from specmm.jobs.results import Result
-
-        class Flat:
-            network = None
-
-            def check(self, item: Item) -> None:
-                pass
-
-            def key(self, item: Item) -> int:
-                return 0
-
-            def turns(self, item: Item) -> int:
-                return 1
-
-            def run(self, items: list[Item], rows: int = 0) -> list[Result]:
-                time.sleep(seconds)
-                while until is not None and not until.exists():
-                    time.sleep(0.1)
-                if any(i.id == fatal for i in items):
-                    os._exit(1)
-                stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
-                claim = {"kind": "exact", "reason": "", "tv": 0.0}
-                facts = {"method": "ar", "certificate": claim, "stats": stats}
-                return [
-                    Result(i, facts, image=Image.new("RGB", (4, 4), i.seed % 2**24)) for i in items
-                ]
-
-        return Flat()
-
-    return opener
 
 
 @pytest.mark.slow
