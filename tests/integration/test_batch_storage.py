@@ -121,7 +121,7 @@ def test_a_job_at_an_address_is_killed_and_resumed(s3, quick, tmp_path, layout):
 
 
 def test_journals_of_many_objects(s3, monkeypatch):
-    monkeypatch.setattr(folders, "PART", 600)
+    monkeypatch.setattr(folders, "PART", 1500)
     assert len(made(s3).done) == 9
     assert len(list((place(s3) / "journal").glob("*.log"))) > 1
     assert made(s3).done == [] and verify(place(s3), some(9)).problems == []
