@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import torch
 
 from specmm.image_ar.records import versions
-from specmm.jobs.folder import Job, Journal, failure
+from specmm.jobs.folder import Job, Journal, Ledger, failure
 from specmm.jobs.items import Item
 from specmm.jobs.programs import OtherPlace
-from specmm.jobs.run import FIRST, Bar, JobCounts, Opener, Runner, pending, working
+from specmm.jobs.run import FIRST, Bar, JobCounts, Opener, Runner, working
 from specmm.loading.extras import install
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,10 @@ def run_ray(
         raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
     if not ray.is_initialized():
         _check_address(os.environ.get("RAY_ADDRESS", ""))
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+        except (RuntimeError, ConnectionError) as error:  # of another Python, such as
+            raise ValueError(f"the Ray cluster cannot be used: {_sentence(error)}") from error
     job = replace(job, folder=job.folder.absolute())
     return _Pool(job, opener, bar).run(items)
 
@@ -342,12 +345,15 @@ class _Pool:
         member.wanted = max(wanted, 1)
         member.busy += counts.busy
         member.made += len(counts.done)
+        self._count(counts)
+        self.idle.append(member)
+
+    def _count(self, counts: JobCounts) -> None:
         self.counts.done += counts.done
         self.counts.failed += counts.failed
         if self.bar is not None:
             done, failed = len(counts.done), len(counts.failed)
             self.bar.observe(done, failed, done + failed, counts.busy, self._slow())
-        self.idle.append(member)
 
     def _slow(self) -> str:
         """The node of an actor that is much slower than the others, "" if there is none."""
@@ -378,11 +384,11 @@ class _Pool:
         member, batch, suspect = call
         node = member.node
         self._drop(member)
-        left = pending(self.job.folder, batch)
-        done = [item.id for item in batch if item not in left]
-        self.counts.done += done
-        if self.bar is not None:
-            self.bar.observe(len(done), 0, len(batch), 0.0)
+        known = Ledger(self.job.journals, member.name)
+        left = [item for item in batch if item.id not in known]
+        made = [item.id for item in batch if item.id in known]
+        done = [name for name in made if known.is_done(name)]
+        self._count(JobCounts(done, [name for name in made if name not in done]))
         reason = f"its worker died: {_sentence(error)}"
         others = sum(each.node is node for each in self._members())
         if isinstance(error, ray.exceptions.OutOfMemoryError) and others:
@@ -416,9 +422,7 @@ class _Pool:
             self.suspects.append([item])
             return
         self.journal.append([failure(item, reason, len(nodes))])
-        self.counts.failed.append(item.id)
-        if self.bar is not None:
-            self.bar.observe(0, 1, 1, 0.0)
+        self._count(JobCounts([], [item.id]))
 
 
 def _alike(item: Item) -> tuple[Any, ...]:

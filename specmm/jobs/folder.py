@@ -307,12 +307,12 @@ def read_journals(journals: Path) -> Iterator[Record]:
                     yield record
 
 
-def _opened(journals: Path) -> list[IO[bytes]]:
-    """All journals, to read at any place; those of object storage in one copy here."""
+def _opened(journals: Path, files: str) -> list[IO[bytes]]:
+    """Journals, to read at any place; those of object storage in one copy here."""
     if isinstance(journals, Path):
-        return [file.open("rb") for file in sorted(journals.glob("*.log"))]
+        return [file.open("rb") for file in sorted(journals.glob(files))]
     copy = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the ledger
-    for part in journals.glob("*.log"):
+    for part in journals.glob(files):
         copy.write(part.read_bytes())
     copy.seek(0)
     return [copy]
@@ -323,13 +323,13 @@ class Ledger(Mapping[str, Record]):
     repaired result has two; journals are read in no order of time, so a record holds the time).
 
     Records stay in the journals and are read when they are asked for: a million would be two
-    gigabytes. ``makers`` are what records name.
+    gigabytes. ``makers`` are what records name. ``worker`` is the one whose records alone are read.
     """
 
-    def __init__(self, journals: Path) -> None:
+    def __init__(self, journals: Path, worker: str = "") -> None:
         self.makers: dict[str, Record] = {}
         self.recent: list[deque[float]] = []  # by journal, times of its latest records
-        self._files = _opened(journals)
+        self._files = _opened(journals, f"{worker}*.log")
         # offset and file of a record and the item's digest in one number, below 0 if it failed
         self._places: dict[str, int] = {}
         for number in range(len(self._files)):

@@ -39,7 +39,7 @@ class Nodes:
         import ray
 
         try:
-            node = self.cluster.add_node(include_dashboard=False, num_gpus=0, **options)
+            node = self.cluster.add_node(include_dashboard=False, **{"num_gpus": 0, **options})
         except Exception as error:  # ray raises a bare one
             if "timed out during startup" not in str(error):
                 raise
@@ -193,6 +193,23 @@ def test_as_many_workers_as_fit(one_core: Nodes, tmp_path: Path, caplog: Any) ->
     counter = run_cluster(job(tmp_path, batch=2, actors=4), items := some(4), opener=drawing())
     assert sorted(counter.done) == [item.id for item in items] and not counter.failed
     assert "1 workers fit into the cluster, not 4" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "actors"), [(0, 2), (4, 4)])
+def test_one_actor_a_gpu_or_shares_of_it(nodes: Nodes, tmp_path: Path, asked, actors) -> None:
+    """By Ray's count of GPUs, of which there is none here."""
+    nodes.add(num_cpus=4, num_gpus=2)
+    items, until = some(12), tmp_path / "until"
+    mine = job(tmp_path, batch=1, actors=asked)
+    with ThreadPoolExecutor() as aside:
+        run = aside.submit(run_cluster, mine, items, opener=drawing(until=until))
+        journals = tmp_path / "journal"
+        wait(lambda: len(list(journals.glob("ray-*.log"))) == actors + 1)  # and the driver's
+        time.sleep(1.0)
+        assert len(list(journals.glob("ray-*.log"))) == actors + 1
+        until.touch()
+        assert len(run.result(LONG).done) == len(items)
 
 
 def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
