@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from benchmarks.common import Row
 from specmm.metrics.report import join
@@ -26,6 +29,40 @@ class Bar:
         return "not measured" if self.met is None else "met" if self.met else "**not met**"
 
 
+def bar(what: str, wanted: str, of: Any, told: Callable[[Any], tuple[str, bool | None]]) -> Bar:
+    """The bar of a row, or of rows: ``told`` says what they found and whether it is met; None and
+    no rows are not measured.
+    """
+    found, met = ("", None) if of is None or of == [] else told(of)
+    return Bar(what, wanted, found, met)
+
+
+def measured(
+    what: str,
+    wanted: str,
+    found: float | None,
+    holds: Callable[[float], bool],
+    form: str = "{:.2f}",
+) -> Bar:
+    """The bar of one number, written in ``form``; None is not measured."""
+    return bar(what, wanted, found, lambda x: (form.format(x), holds(x)))
+
+
+def at_least(least: float) -> Callable[[float], bool]:
+    """Whether a number is so large."""
+    return partial(operator.le, least)
+
+
+def at_most(most: float) -> Callable[[float], bool]:
+    """Whether a number is so small."""
+    return partial(operator.ge, most)
+
+
+def named(rows: Sequence[Row], method: str) -> Row | None:
+    """The row of a ``method``."""
+    return next((r for r in rows if r["method"] == method), None)
+
+
 def bars(speed: Sequence[Row], quality: Sequence[Row], auto: Sequence[Row]) -> list[Bar]:
     """All bars of tokens."""
     *found, realised = round_bars(speed, quality)
@@ -34,149 +71,110 @@ def bars(speed: Sequence[Row], quality: Sequence[Row], auto: Sequence[Row]) -> l
 
 def round_bars(speed: Sequence[Row], quality: Sequence[Row]) -> list[Bar]:
     """The bars of rounds: their speed, and what of it is lost outside the models."""
-    chosen = [r for r in (_best_relaxed(speed, quality), _best_exact(speed)) if r is not None]
+    relaxed, exact = _best_relaxed(speed, quality), _best_exact(speed)
+    chosen = [r for r in (relaxed, exact) if r is not None]
+    wanted = "≥ 2.0×, FID and KID ≤ 1.10 of plain, ≥ 2,000 samples"
     return [
-        _relaxed(speed, quality),
-        _exact(speed),
-        _share(chosen, "host_overhead", "host overhead per round", "≤ 15%", lambda x: x <= 0.15),
-        _share(chosen, "realised", "realised over ideal", "≥ 0.85", lambda x: x >= 0.85),
+        bar("LANTERN++ over plain decoding", wanted, relaxed, _relaxed),
+        bar("exact sampled tree over plain decoding", "≥ 1.5×, certificate exact", exact, _exact),
+        _share(chosen, "host_overhead", "host overhead per round", "≤ 15%", at_most(0.15)),
+        _share(chosen, "realised", "realised over ideal", "≥ 0.85", at_least(0.85)),
     ]
 
 
 def jacobi_bar(rows: Sequence[Row]) -> Bar:
     """That of exact decoding without a drafter."""
+
+    def told(row: Row) -> tuple[str, bool]:
+        low, high = row["speedup_low"], row["speedup_high"]
+        found = f"{row['speedup']:.2f}× (quartiles {low:.2f} to {high:.2f})"
+        return found, row["speedup"] >= 1.5 and row["certificate"] == "exact"
+
     what, wanted = "sjd as it is by default over plain decoding", "≥ 1.5×, certificate exact"
-    row = next((r for r in rows if r["method"] == "sjd"), None)
-    if row is None:
-        return Bar(what, wanted, "", None)
-    low, high = row["speedup_low"], row["speedup_high"]
-    found = f"{row['speedup']:.2f}× (quartiles {low:.2f} to {high:.2f})"
-    return Bar(what, wanted, found, row["speedup"] >= 1.5 and row["certificate"] == "exact")
+    return bar(what, wanted, named(rows, "sjd"), told)
 
 
 def loading_bar(rows: Sequence[Row]) -> Bar:
     """That of published files, opened and converted; of the models that were measured."""
     what, wanted = "peak memory of opening published files over their size", "≤ 1.2"
-    if not rows:
-        return Bar(what, wanted, "", None)
-    worst = max(rows, key=lambda r: r["over file"])
     models = ", ".join(dict.fromkeys(r["model"] for r in rows))
-    found = f"{worst['over file']:.2f} at most ({models})"
-    return Bar(what, wanted, found, worst["over file"] <= 1.2)
+    worst = max((r["over file"] for r in rows), default=None)
+    return measured(what, wanted, worst, at_most(1.2), f"{{:.2f}} at most ({models})")
 
 
 def mar_bars(rows: Sequence[Row]) -> list[Bar]:
-    """The bars of continuous tokens."""
-    exact = next((r for r in rows if r["method"] == "exact"), None)
-    speed = "exact CSpD over plain MAR, batch 1"
-    calls = "sequential head calls a token, exact CSpD"
-    if exact is None:
-        return [Bar(speed, "≥ 1.8×", "", None), Bar(calls, "≤ 35", "", None), _pareto(rows)]
-    found = exact["speedup"], exact["head_calls_per_token"]
-    return [
-        Bar(speed, "≥ 1.8×", f"{found[0]:.2f}×", found[0] >= 1.8),
-        Bar(calls, "≤ 35", f"{found[1]:.1f}", found[1] <= 35),
-        _pareto(rows),
-    ]
+    """The bars of continuous tokens: the last is of exact speculation at any number of iterations,
+    on the front of FID against seconds.
+    """
+    exact = named(rows, "exact")
+    speed, calls = exact and exact["speedup"], exact and exact["head_calls_per_token"]
+    what = "sequential head calls a token, exact CSpD"
 
+    def told(ours: Sequence[Row]) -> tuple[str, bool]:
+        held = [r for r in ours if r["front"]]
+        each = (f"{r['method']} ({r['speedup']:.2f}×, FID {r['fid']:.1f})" for r in held)
+        return ", ".join(each) or "none of it", bool(held)
 
-def _pareto(rows: Sequence[Row]) -> Bar:
-    """Of exact speculation at any number of iterations, on the front of FID against seconds."""
-    what = "exact CSpD on the front of FID against time"
-    wanted = "one setting of it"
     ours = [r for r in rows if r["method"].startswith("exact") and r.get("fid")]
-    held = [r for r in ours if r["front"]]
-    found = (
-        ", ".join(f"{r['method']} ({r['speedup']:.2f}×, FID {r['fid']:.1f})" for r in held)
-        or "none of it"
-    )
-    return Bar(what, wanted, found if ours else "", bool(held) if ours else None)
+    return [
+        measured("exact CSpD over plain MAR, batch 1", "≥ 1.8×", speed, at_least(1.8), "{:.2f}×"),
+        measured(what, "≤ 35", calls, at_most(35), "{:.1f}"),
+        bar("exact CSpD on the front of FID against time", "one setting of it", ours, told),
+    ]
 
 
 def var_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of next-scale models: CoDe at the planner's N, its FLOP ideal, the table by N."""
-    what = "CoDe at the planner's N, batch 16"
+
+    def told(row: Row) -> tuple[str, bool]:
+        fid = f"FID {row['fid_ratio']:.3f} at {row['samples']} samples"
+        found = f"{row['speedup']:.2f}× with N = {row['n']}, {fid}"
+        return found, row["speedup"] >= 1.7 and row["fid_ratio"] <= 1.1
+
+    planned = [r for r in rows if r["batch"] == 16 and r["method"] == "code, planner's N"]
+    made = next((r for r in planned if r.get("fid_ratio")), None)
     wanted = "≥ 1.7×, FID ≤ 1.10 of the large model's"
-    ours = (
-        r
-        for r in rows
-        if r["batch"] == 16 and r["method"] == "code, planner's N" and r.get("fid_ratio")
-    )
-    made = next(ours, None)
-    found = ""
-    held = None
-    if made is not None:
-        fid = f"FID {made['fid_ratio']:.3f} at {made['samples']} samples"
-        found = f"{made['speedup']:.2f}× with N = {made['n']}, {fid}"
-        held = made["speedup"] >= 1.7 and made["fid_ratio"] <= 1.1
     special = sorted({r["n"] for r in rows if r["method"].endswith("specialised") and r.get("fid")})
-    listed = f"for N = {', '.join(map(str, special))}" if special else ""
-    table = Bar("table by N, specialised pairs", "time, memory, FID", listed, bool(special) or None)
-    return [Bar(what, wanted, found, held), *ideal_bars(rows), table]
+    listed = f"for N = {', '.join(map(str, special))}"
+    what = "table by N, specialised pairs"
+    return [
+        bar("CoDe at the planner's N, batch 16", wanted, made, told),
+        *ideal_bars(rows),
+        bar(what, "time, memory, FID", special, lambda _: (listed, True)),
+    ]
 
 
 def ideal_bars(rows: Sequence[Row]) -> list[Bar]:
     """How much of CoDe's arithmetic comes out as time, over all its N, for each batch size."""
     bars = []
     for batch in sorted({r["batch"] for r in rows if "realised" in r}):
-        rated = sorted(
-            (r for r in rows if "realised" in r and r["batch"] == batch),
-            key=lambda r: r["realised"],
+        of_batch = (r for r in rows if "realised" in r and r["batch"] == batch)
+        rated = sorted(of_batch, key=lambda r: r["realised"])
+        ends = (f"{r['realised']:.2f} with {r['method']}" for r in (rated[0], rated[-1]))
+        held = rated[0]["realised"] >= 0.9
+        bars.append(
+            Bar(f"CoDe over its FLOP ideal, batch {batch}", "≥ 0.9", " to ".join(ends), held)
         )
-        found = " to ".join(
-            f"{r['realised']:.2f} with {r['method']}" for r in (rated[0], rated[-1])
-        )
-        held = all(r["realised"] >= 0.9 for r in rated)
-        bars.append(Bar(f"CoDe over its FLOP ideal, batch {batch}", "≥ 0.9", found, held))
     return bars
 
 
 def job_bars(rows: Sequence[Row]) -> list[Bar]:
     """The bars of batch jobs."""
     ways = {r["way"]: r for r in rows}
-    batched = max(
-        (r for w, r in ways.items() if w.startswith("local")),
-        key=lambda r: r["over_loop"],
-        default=None,
-    )
+    batched = max((r["over_loop"] for w, r in ways.items() if w.startswith("local")), default=None)
     rank = ways.get("accelerate, one rank")
     actor = ways.get("ray, one actor")
     local = ways.get("local, batch 16")
     bits = [r["bit_equal"] for r in rows if "bit_equal" in r]
     over = rank and local and local["items_a_second"] / rank["items_a_second"]
+    ray = actor and actor["over_local"]
+    equal = f"{sum(bits)} of {len(bits)}"
     return [
-        measured(
-            "a job over a loop of pipe()",
-            "≥ 2×",
-            batched and batched["over_loop"],
-            lambda x: x >= 2,
-        ),
-        measured("accelerate over local, one rank", "≤ 1.05", over, lambda x: x <= 1.05),
-        measured(
-            "Ray over local, one actor",
-            "≤ 1.15",
-            actor and actor["over_local"],
-            lambda x: x <= 1.15,
-        ),
-        Bar(
-            "results bit-equal at batch 1, 4, 16",
-            "100%",
-            f"{sum(bits)} of {len(bits)}" if bits else "",
-            all(bits) if bits else None,
-        ),
+        measured("a job over a loop of pipe()", "≥ 2×", batched, at_least(2)),
+        measured("accelerate over local, one rank", "≤ 1.05", over, at_most(1.05)),
+        measured("Ray over local, one actor", "≤ 1.15", ray, at_most(1.15)),
+        bar("results bit-equal at batch 1, 4, 16", "100%", bits, lambda x: (equal, all(x))),
     ]
-
-
-def measured(
-    what: str, wanted: str, found: float | None, holds: Callable[[float], bool], form: str = ".2f"
-) -> Bar:
-    """The bar of one number, written in ``form``; None is not measured."""
-    return Bar(
-        what,
-        wanted,
-        "" if found is None else format(found, form),
-        None if found is None else holds(found),
-    )
 
 
 def good_enough(row: Row) -> bool:
@@ -201,37 +199,24 @@ def _best_exact(speed: Sequence[Row]) -> Row | None:
     return max(pool, key=lambda r: r["speedup"], default=None)
 
 
-def _relaxed(speed: Sequence[Row], quality: Sequence[Row]) -> Bar:
-    what = "LANTERN++ over plain decoding"
-    wanted = "≥ 2.0×, FID and KID ≤ 1.10 of plain, ≥ 2,000 samples"
-    row = _best_relaxed(speed, quality)
-    if row is None:
-        return Bar(what, wanted, "", None)
-    found = f"{row['speedup']:.2f}× with {row['method']}"
+def _relaxed(row: Row) -> tuple[str, bool | None]:
+    found, fast = f"{row['speedup']:.2f}× with {row['method']}", row["speedup"] >= 2
     if "fid_ratio" not in row:
-        return Bar(
-            what, wanted, found + ", quality not measured", None if row["speedup"] >= 2 else False
-        )
+        return f"{found}, quality not measured", None if fast else False
     found += f", FID {row['fid_ratio']:.3f} and KID {row['kid_ratio']:.3f} of plain"
-    found += f" at {row['compared_at']} samples"
-    return Bar(what, wanted, found, row["speedup"] >= 2 and good_enough(row))
+    return f"{found} at {row['compared_at']} samples", fast and good_enough(row)
 
 
-def _exact(speed: Sequence[Row]) -> Bar:
-    what = "exact sampled tree over plain decoding"
-    wanted = "≥ 1.5×, certificate exact"
-    row = _best_exact(speed)
-    if row is None:
-        return Bar(what, wanted, "", None)
-    return Bar(what, wanted, f"{row['speedup']:.2f}× with {row['method']}", row["speedup"] >= 1.5)
+def _exact(row: Row) -> tuple[str, bool]:
+    return f"{row['speedup']:.2f}× with {row['method']}", row["speedup"] >= 1.5
 
 
-def _share(chosen: Sequence[Row], key: str, what: str, wanted: str, holds) -> Bar:  # type: ignore[no-untyped-def]
+def _share(
+    chosen: Sequence[Row], key: str, what: str, wanted: str, holds: Callable[[float], bool]
+) -> Bar:
     """A bar that every chosen row must clear."""
-    if not chosen:
-        return Bar(what, wanted, "", None)
     found = ", ".join(f"{r[key]:.3f} ({r['method']})" for r in chosen)
-    return Bar(what, wanted, found, all(holds(r[key]) for r in chosen))
+    return bar(what, wanted, chosen, lambda rows: (found, all(holds(r[key]) for r in rows)))
 
 
 def auto_bars(rows: Sequence[Row]) -> list[Bar]:
@@ -245,17 +230,14 @@ def auto_bars(rows: Sequence[Row]) -> list[Bar]:
     found = []
     for key, (what, least) in wanted.items():
         lowest = min(rows, key=lambda row: row[key], default=None)
-        said = "" if lowest is None else f"{lowest[key]:.2f} ({lowest['model']})"
-        held = None if lowest is None else lowest[key] >= least
-        found.append(Bar(f"auto {what}", f"≥ {least}", said, held))
+        form = f"{{:.2f}} ({lowest and lowest['model']})"
+        value = lowest and lowest[key]
+        found.append(measured(f"auto {what}", f"≥ {least}", value, at_least(least), form))
     return found
 
 
 def cifar_bar(rows: Sequence[Row]) -> Bar:
     """FID of real pictures against real ones, as published."""
     what = "FID of CIFAR-10, test against train, 10,000 each"
-    wanted = "5.2 ± 0.15"
-    row = next((r for r in rows if min(r["test"], r["train"]) == 10_000), None)
-    if row is None:
-        return Bar(what, wanted, "", None)
-    return Bar(what, wanted, f"{row['fid']:.3f}", abs(row["fid"] - 5.2) <= 0.15)
+    fid = next((r["fid"] for r in rows if min(r["test"], r["train"]) == 10_000), None)
+    return measured(what, "5.2 ± 0.15", fid, lambda x: abs(x - 5.2) <= 0.15, "{:.3f}")

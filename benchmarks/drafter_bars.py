@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from functools import partial
 
-from benchmarks.bars import Bar, measured
+from benchmarks.bars import Bar, at_least, measured
 from benchmarks.common import Row
 from benchmarks.language_bars import DESCRIBE, fastest, part
 
@@ -58,15 +56,11 @@ def _batches(rows: Sequence[Row], what: str) -> Bar:
     sizes = {r["batch"] for r in rows if r["batch"] > 1}
     best = (max(r["over_plain"] for r in rows if r["batch"] == size) for size in sizes)
     least = min(best, default=None)
-    wanted = f"≥ {OVER_PLAIN:.2f}×"
-    return measured(what, wanted, least, partial(operator.le, OVER_PLAIN), ".2f")
+    return measured(what, f"≥ {OVER_PLAIN:.2f}×", least, at_least(OVER_PLAIN))
 
 
 def _best(rows: Sequence[Row], key: str, what: str, least: float) -> Bar:
     """The largest of ``key`` against ``least``."""
     best = max(rows, key=lambda r: r[key], default=None)
-    if best is None:
-        return Bar(what, f"≥ {least:.2f}×", "", None)
-    return Bar(
-        what, f"≥ {least:.2f}×", f"{best[key]:.2f}× with {best['method']}", best[key] >= least
-    )
+    form = f"{{:.2f}}× with {best and best['method']}"
+    return measured(what, f"≥ {least:.2f}×", best and best[key], at_least(least), form)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
-from functools import partial
 
-from benchmarks.bars import Bar, measured
+from benchmarks.bars import Bar, at_least, at_most, bar, measured
 from benchmarks.common import Row
 
 ALONE = "judge alone"  # who answered, in the rows of ``verdict``
@@ -35,7 +33,7 @@ def answer_bars(accuracy: Sequence[Row], verdict: Sequence[Row]) -> list[Bar]:
     """The bars of what the pocket model knows, and of Speculative Verdict."""
     shares = {r["kind"]: r["accuracy"] for r in accuracy}
     bars = [
-        measured(what, f"≥ {least:.0%}", shares.get(kind), partial(operator.le, least), ".1%")
+        measured(what, f"≥ {least:.0%}", shares.get(kind), at_least(least), "{:.1%}")
         for what, kind, least in (
             ("pocket/llava on easy-VQA's test questions", "easy all", 0.95),
             ("pocket/llava on short questions about held-out scenes", "scenes all", 0.85),
@@ -45,21 +43,17 @@ def answer_bars(accuracy: Sequence[Row], verdict: Sequence[Row]) -> list[Bar]:
 
 
 def _verdict(rows: Sequence[Row], about: str) -> Bar:
+    def told(who: dict[str, Row]) -> tuple[str, bool]:
+        judged, alone = who[VERDICT], who[ALONE]["accuracy"]
+        expert = max(r["accuracy"] for name, r in who.items() if name.startswith(EXPERT))
+        found = f"{judged['accuracy']:.1%} against {expert:.1%} and {alone:.1%}"
+        ends = f"{judged['gain_low']:+.1%} to {judged['gain_high']:+.1%}"
+        interval = f"over the judge {judged['gain']:+.1%} ({ends})"
+        return f"{found}; {interval}", judged["accuracy"] > max(expert, alone)
+
     what = f"Verdict on {about} over the best expert and the judge alone"
-    wanted = "above both"
     who = {r["who"]: r for r in rows if r["questions about"] == about}
-    if not who:
-        return Bar(what, wanted, "", None)
-    judged = who[VERDICT]
-    alone = who[ALONE]
-    expert = max(
-        (r for name, r in who.items() if name.startswith(EXPERT)), key=lambda r: r["accuracy"]
-    )
-    found = f"{judged['accuracy']:.1%} against {expert['accuracy']:.1%} and {alone['accuracy']:.1%}"
-    ends = f"{judged['gain_low']:+.1%} to {judged['gain_high']:+.1%}"
-    interval = f"over the judge {judged['gain']:+.1%} ({ends})"
-    held = judged["accuracy"] > max(expert["accuracy"], alone["accuracy"])
-    return Bar(what, wanted, f"{found}; {interval}", held)
+    return bar(what, "above both", who or None, told)
 
 
 def text_bars(
@@ -103,19 +97,19 @@ def fastest(
     rows: Sequence[Row], names: Sequence[str], what: str, least: float, equal: bool = False
 ) -> Bar:
     """The fastest of these methods against ``least``; with ``equal`` of the token-equal ones."""
-    wanted = f"≥ {least:.1f}×" + (", token-equal" if equal else ", certificate exact")
-    all_of_them = _of(rows, names)
-    pool = [
-        r for r in all_of_them if (r["token_equal"] == 1 if equal else r["certificate"] == "exact")
-    ]
-    if not all_of_them:
-        return Bar(what, wanted, "", None)
-    best = max(pool or all_of_them, key=lambda r: r["speedup"])
-    found = f"{best['speedup']:.2f}× with {best['method']}" + (
-        "" if pool else f", not{wanted.split(',')[1]}"
-    )
-    found += _equality(best, all_of_them) if equal else ""
-    return Bar(what, wanted, found, bool(pool) and best["speedup"] >= least)
+    condition = "token-equal" if equal else "certificate exact"
+
+    def told(rows: list[Row]) -> tuple[str, bool]:
+        pool = [
+            r for r in rows if (r["token_equal"] == 1 if equal else r["certificate"] == "exact")
+        ]
+        best = max(pool or rows, key=lambda r: r["speedup"])
+        found = f"{best['speedup']:.2f}× with {best['method']}"
+        found += "" if pool else f", not {condition}"
+        found += _equality(best, rows) if equal else ""
+        return found, bool(pool) and best["speedup"] >= least
+
+    return bar(what, f"≥ {least:.1f}×, {condition}", _of(rows, names), told)
 
 
 def _equality(best: Row, rows: Sequence[Row]) -> str:
@@ -133,26 +127,23 @@ def _equality(best: Row, rows: Sequence[Row]) -> str:
 
 
 def _ahead(rows: Sequence[Row], names: Sequence[str], others: Sequence[str], what: str) -> Bar:
-    wanted = "ahead of each"
-    ours = _of(rows, names)
-    theirs = _of(rows, others)
-    if not ours or not theirs:
-        return Bar(what, wanted, "", None)
-    best = max(r["speedup"] for r in ours)
-    found = ", ".join(f"{r['speedup']:.2f}× {r['method']}" for r in theirs)
-    return Bar(
-        what, wanted, f"{best:.2f}× against {found}", all(best > r["speedup"] for r in theirs)
-    )
+    best = max((r["speedup"] for r in _of(rows, names)), default=None)
+    theirs = _of(rows, others) if best else []
+    against = ", ".join(f"{r['speedup']:.2f}× {r['method']}" for r in theirs)
+    most = max((r["speedup"] for r in theirs), default=None)
+    form = f"{best or 0:.2f}× against {against}"
+    return measured(what, "ahead of each", most, lambda x: (best or 0) > x, form)
 
 
 def _never_below(rows: Sequence[Row], what: str, least: float) -> Bar:
-    wanted = f"≥ {least:.2f}× of plain"
     found = ", ".join(f"{r['speedup']:.2f}× at temperature {r['temperature']:g}" for r in rows)
-    return Bar(what, wanted, found, all(r["speedup"] >= least for r in rows) if rows else None)
+    slowest = min((r["speedup"] for r in rows), default=None)
+    return measured(what, f"≥ {least:.2f}× of plain", slowest, at_least(least), found)
 
 
 def _search(rows: Sequence[Row], name: str) -> Bar:
-    searched = [r for r in _of(rows, ("diffuspec",)) if r.get("search_share")]
-    found = ", ".join(f"{r['search_share']:.3f} with {r['method']}" for r in searched)
-    held = all(r["search_share"] <= 0.03 for r in searched) if searched else None
-    return Bar(f"{name}: path search's share of a round", "≤ 0.03", found, held)
+    shares = {r["method"]: r["search_share"] for r in _of(rows, ("diffuspec",))}
+    shares = {method: share for method, share in shares.items() if share}
+    found = ", ".join(f"{share:.3f} with {method}" for method, share in shares.items())
+    most, what = max(shares.values(), default=None), f"{name}: path search's share of a round"
+    return measured(what, "≤ 0.03", most, at_most(0.03), found)

@@ -26,20 +26,46 @@ from specmm.metrics.report import cell, table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "auto"),
-    *("cifar_fid", "mar", "var"),
-    *(
-        "vlm_speed_llava",
-        "vqa_accuracy_llava",
-        "verdict",
-        "vlm_speed_smollava",
-        "vqa_accuracy_smollava",
-    ),
-    *("text_speed_coder", "text_speed_coder_compiled", "text_speed_smollm2", "jobs", "assisted"),
+    *("cifar_fid", "mar", "var", "vlm_speed_llava", "vqa_accuracy_llava", "verdict"),
+    *("vlm_speed_smollava", "vqa_accuracy_smollava", "text_speed_coder"),
+    *("text_speed_coder_compiled", "text_speed_smollm2", "jobs", "assisted"),
     *("draft_free_speed", "loading"),
 )
 COMPILED = (
     " A round is one compiled program here, all of it under verify; host is what is left outside. "
     "The first calls, which compile, are not timed."
+)
+ONE_POSITION = (
+    "The chance that one of k drafts is kept at one position, on distributions recorded from "
+    "real generations (first level of the block drafter). The bound is that of optimal "
+    "transport for k independent drafts."
+)
+ABOUT_AUTO = (
+    "Calls one after another; over the fixed method that is best in the median. `first` is the "
+    "first call on a machine over plain decoding's; `later` is of processes after it."
+)
+REAL = "CIFAR-10's test pictures against training ones, by the offline Inception in float32."
+ABOUT_MAR = (
+    "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, "
+    "whose distribution is not verified."
+)
+ABOUT_VAR = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
+QUALITIES = (
+    "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in "
+    "bfloat16 for all; the ratios to plain decoding are at equal counts. The last row is the "
+    "floor: random disjoint halves of the training pictures against one another. Emoji are far "
+    "from what Inception knows: compare rows, not papers. Distances to the nearest training "
+    "picture are root mean squares of pixel differences in [0, 1]"
+)
+LANGUAGES: tuple[tuple[str, str, dict[str, str] | None], ...] = (
+    ("vlm_speed_llava", "Questions about pictures: pocket/llava", LANGUAGE),
+    ("vqa_accuracy_llava", "Answers that are right, pocket/llava", None),
+    ("vlm_speed_smollava", "Questions about pictures: pocket/smollava", LANGUAGE),
+    ("vqa_accuracy_smollava", "Answers that are right, pocket/smollava", None),
+    ("verdict", "Speculative Verdict, pocket/llava and its experts", None),
+    ("text_speed_coder", "Continued text: pocket/coder", TEXT),
+    ("text_speed_coder_compiled", "Continued text: pocket/coder, compiled", TEXT),
+    ("text_speed_smollm2", "Continued text: SmolLM2-135M", TEXT),
 )
 KINDS = ("prose", "tasks")  # of prompts of SmolLM2
 TITLES = {
@@ -102,24 +128,21 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
         ]
     ]
     parts += ["## Bars", table(held)]
-    for section in (_speed, _quality, _acceptance, _single, _auto, _metrics, _families, _languages):
-        parts += section(rows)
+    parts += _sections(rows)
     parts += [f"![{TITLES.get(p, p)}]({p})" for p in plots]
     parts += ["## Where and when", _provenance(results)]
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def _speed(rows: dict[str, list[Row]]) -> list[str]:
-    return [
-        *_speed_of(rows["speed"], "Speed"),
-        *_speed_of(rows["speed_compiled"], "Speed, compiled", COMPILED),
-    ]
+def _section(
+    title: str, text: str, rows: list[Row], columns: dict[str, str] | None = None
+) -> list[str]:
+    """A heading, what the table shows, and the table, where there are rows."""
+    return [f"## {title}", text, table(rows, columns)] if rows else []
 
 
-def _speed_of(rows: list[Row], title: str, note: str = "") -> list[str]:
-    if not rows:
-        return []
-    plain = next(r for r in rows if r["baseline"])
+def _speed(rows: list[Row], title: str, note: str = "") -> list[str]:
+    plain = next((r for r in rows if r["baseline"]), {"pictures": 0, "method": "", "dtype": ""})
     text = (
         f"Batch 1, medians of {plain['pictures']} pictures a method, the same seeds and classes "
         "for all, methods in turn in one process. The baseline is the fastest plain decoding here: "
@@ -127,87 +150,48 @@ def _speed_of(rows: list[Row], title: str, note: str = "") -> list[str]:
         "included; host share, ideal (τ · plain step / (draft + verify)), and realised / ideal are "
         f"of the token loop. log p is the target's own, under guidance.{note}"
     )
-    return [f"## {title}", text, table(rows, SPEED)]
+    return _section(title, text, rows, SPEED)
 
 
-def _families(rows: dict[str, list[Row]]) -> list[str]:
-    """MAR by setting and VAR by N."""
-    found = []
-    if rows["mar"]:
-        text = (
-            "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, "
-            "whose distribution is not verified."
-        )
-        found += ["## Continuous tokens: pocket/mar", text, table(rows["mar"], MAR)]
-    if rows["var"]:
-        text = (
-            "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
-        )
-        found += ["## Next scales: pocket/var", text, table(rows["var"], VAR)]
-    return found
-
-
-def _languages(rows: dict[str, list[Row]]) -> list[str]:
-    """Answers about pictures and continued text, by method."""
-    found = []
-    for name in ("llava", "smollava"):
-        if rows[f"vlm_speed_{name}"]:
-            found += [
-                f"## Questions about pictures: pocket/{name}",
-                table(rows[f"vlm_speed_{name}"], LANGUAGE),
-            ]
-        if rows[f"vqa_accuracy_{name}"]:
-            found += [
-                f"## Answers that are right, pocket/{name}",
-                table(rows[f"vqa_accuracy_{name}"]),
-            ]
-    if rows["verdict"]:
-        found += ["## Speculative Verdict, pocket/llava and its experts", table(rows["verdict"])]
-    for name, title in (
-        ("text_speed_coder", "pocket/coder"),
-        ("text_speed_coder_compiled", "pocket/coder, compiled"),
-        ("text_speed_smollm2", "SmolLM2-135M"),
-    ):
-        if rows[name]:
-            found += [f"## Continued text: {title}", table(rows[name], TEXT)]
-    return found
-
-
-def _quality(rows: dict[str, list[Row]]) -> list[str]:
-    if not rows["quality"]:
-        return []
-    test = next(
-        (r["nearest_train_of_test"] for r in rows["quality"] if "nearest_train_of_test" in r), None
-    )
-    text = (
-        "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in "
-        "bfloat16 for all; the ratios to plain decoding are at equal counts. The last row is the "
-        "floor: random disjoint halves of the training pictures against one another. Emoji are far "
-        "from what Inception knows: compare rows, not papers. Distances to the nearest training "
-        "picture are root mean squares of pixel differences in [0, 1]"
-    )
-    text += f"; the held-out pictures' median is {cell(test)}." if test is not None else "."
-    return ["## Quality", text, table(rows["quality"], QUALITY)]
-
-
-def _acceptance(rows: dict[str, list[Row]]) -> list[str]:
-    if not rows["acceptance"]:
-        return []
-    quality = {r["method"]: r for r in rows["quality"]}
-    best = [
-        by_nodes[n]
-        for by_nodes in best_by_budget(rows["acceptance"]).values()
-        for n in sorted(by_nodes)
+def _sections(rows: dict[str, list[Row]]) -> list[str]:
+    """All tables but that of bars."""
+    return [
+        *_speed(rows["speed"], "Speed"),
+        *_speed(rows["speed_compiled"], "Speed, compiled", COMPILED),
+        *_quality(rows["quality"]),
+        *_acceptance(rows["acceptance"], rows["quality"]),
+        *_section("One position", ONE_POSITION, rows["single_position"]),
+        *_section("Method auto", ABOUT_AUTO, rows["auto"], AUTO),
+        *_section("Real against real", REAL, rows["cifar_fid"]),
+        *_section("Continuous tokens: pocket/mar", ABOUT_MAR, rows["mar"], MAR),
+        *_section("Next scales: pocket/var", ABOUT_VAR, rows["var"], VAR),
+        *(
+            part
+            for name, title, columns in LANGUAGES
+            for part in _section(title, "", rows[name], columns)
+        ),
     ]
+
+
+def _quality(rows: list[Row]) -> list[str]:
+    test = next((r["nearest_train_of_test"] for r in rows if "nearest_train_of_test" in r), None)
+    text = QUALITIES
+    text += f"; the held-out pictures' median is {cell(test)}." if test is not None else "."
+    return _section("Quality", text, rows, QUALITY)
+
+
+def _acceptance(rows: list[Row], quality: list[Row]) -> list[str]:
+    if not rows:
+        return []
+    fids = {r["method"]: r.get("fid") for r in quality}
+    by_rule = best_by_budget(rows).values()
+    best = [by_nodes[n] for by_nodes in by_rule for n in sorted(by_nodes)]
     for row in best:
-        row["fid"] = quality.get(row.get("method"), {}).get("fid")
+        row["fid"] = fids.get(row.get("method"))
     levels = sorted({k for r in best for k in r if k.startswith("level_")})
-    columns = {
-        k: k for k in ("nodes", "rule", "drafts", "exact", "form", "depth", "tau", "tv", "fid")
-    }
-    columns |= {"tau": "τ", "tv": "TV / token", "fid": "FID"} | {
-        k: k.replace("_", " ") for k in levels
-    }
+    columns = {k: k for k in ("nodes", "rule", "drafts", "exact", "form", "depth")}
+    columns |= {"tau": "τ", "tv": "TV / token", "fid": "FID"}
+    columns |= {k: k.replace("_", " ") for k in levels}
     text = (
         f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with "
         "the better of its shapes (all are in acceptance.csv). `level d`: of the rounds that kept "
@@ -215,58 +199,13 @@ def _acceptance(rows: dict[str, list[Row]]) -> list[str]:
         "decoding's for exact rules, which have its distribution, and for relaxed ones that of the "
         "model's own tree."
     )
-    return [
-        "## Acceptance by rule",
-        text,
-        table(sorted(best, key=lambda r: (r["nodes"], -r["tau"])), columns),
-    ]
-
-
-def _single(rows: dict[str, list[Row]]) -> list[str]:
-    if not rows["single_position"]:
-        return []
-    text = (
-        "The chance that one of k drafts is kept at one position, on distributions recorded from "
-        "real generations (first level of the block drafter). The bound is that of optimal "
-        "transport for k independent drafts."
-    )
-    return ["## One position", text, table(rows["single_position"])]
-
-
-def _auto(rows: dict[str, list[Row]]) -> list[str]:
-    if not rows["auto"]:
-        return []
-    text = (
-        "Calls one after another; over the fixed method that is best in the median. `first` is the "
-        "first call on a machine over plain decoding's; `later` is of processes after it."
-    )
-    return ["## Method auto", text, table(rows["auto"], AUTO)]
-
-
-def _metrics(rows: dict[str, list[Row]]) -> list[str]:
-    parts = []
-    if rows["cifar_fid"]:
-        text = (
-            "CIFAR-10's test pictures against training ones, by the offline Inception in float32."
-        )
-        parts += ["## Real against real", text, table(rows["cifar_fid"])]
-    return parts
+    best.sort(key=lambda r: (r["nodes"], -r["tau"]))
+    return _section("Acceptance by rule", text, best, columns)
 
 
 def _provenance(results: dict[str, dict[str, Any] | None]) -> str:
-    wanted = (
-        "model",
-        "machine",
-        "cores",
-        "threads",
-        "gpu",
-        "torch",
-        "python",
-        "dtype",
-        "date",
-        "git",
-        "load",
-    )
+    wanted = ("model", "machine", "cores", "threads", "gpu", "torch", "python")
+    wanted += ("dtype", "date", "git", "load")
     found = [
         {"benchmark": name} | {k: result["environment"].get(k) for k in wanted}
         for name, result in results.items()

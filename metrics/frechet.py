@@ -1,6 +1,6 @@
 """Fréchet distance of two sets of features: FID (Heusel et al. 2017, eq. 6).
 
-The sums are float64 and merge across batches, processes and files; memory does not grow with N.
+The sums are float64 and grow batch by batch; memory does not grow with N.
 
 Shapes: features [N, F]; ``total`` [F]; ``outer`` [F, F].
 """
@@ -71,14 +71,6 @@ class FeatureStatistics:
                 block = slice(start, start + COLUMNS)
                 self.outer[block, start:].addmm_(exact[:, block].T, exact[:, start:])
         return self
-
-    def merge(self, other: FeatureStatistics) -> FeatureStatistics:
-        """Statistics of both sets together, as a new object."""
-        same_width(len(self.total), len(other.total))
-        protocol = joint_protocol(self.protocol, other.protocol)
-        total = self.total + other.total.to(self.total)
-        outer = self.outer + other.outer.to(self.outer)
-        return FeatureStatistics(self.count + other.count, total, outer, protocol)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         """Mean [F] and unbiased covariance [F, F]; raises ``ValueError`` below two samples."""

@@ -2,7 +2,7 @@
 
 exp of the mean KL(p(c|x) ‖ p(c)), where the marginal p(c) is the samples' own, averaged over
 splits. The mean KL is the mean of Σ p ln p less Σ q ln q of the mean q: two float64 sums a split
-are sufficient, and merge across batches and processes.
+are sufficient, and grow batch by batch.
 
 Shapes: logits [N, C]; S splits.
 """
@@ -55,15 +55,6 @@ class ScoreStatistics:
             self.total.index_add_(0, where, logs.exp())
             self.certainty.index_add_(0, where, certainty)
         return self
-
-    def merge(self, other: ScoreStatistics) -> ScoreStatistics:
-        """Statistics of both sets together, split by split, as a new object."""
-        same_width(self.total.shape[1], other.total.shape[1])
-        protocol = joint_protocol(self.protocol, other.protocol)
-        counts = self.counts + other.counts.to(self.counts)
-        total = self.total + other.total.to(self.total)
-        certainty = self.certainty + other.certainty.to(self.certainty)
-        return ScoreStatistics(counts, total, certainty, protocol)
 
     def scores(self) -> Tensor:
         """The score [S] of each split; raises ``ValueError`` when one is empty."""
