@@ -14,10 +14,13 @@ def some(count: int) -> list[Item]:
     return [Item(f"set/{i}", "class", "heart", seed_of(str(i), 0)) for i in range(count)]
 
 
-def drawing(fatal: str = "", seconds: float = 0.0, until: Path | None = None) -> Any:
-    """An opener of a worker that draws flat pictures in so many ``seconds`` a batch, and dies at
-    the item ``fatal``, and waits ``until`` a file is there. It is made here, so that it travels to
-    the actor.
+def drawing(
+    fatal: str = "", seconds: float = 0.0, until: Path | None = None, deaths: Path | None = None
+) -> Any:
+    """An opener of a worker that draws flat pictures in so many ``seconds`` a batch, dies at the
+    item ``fatal`` (alone it notes its node in ``deaths``), and waits ``until`` a file is there.
+
+    It is made here, so that it travels to the actor.
     """
 
     def opener() -> Any:
@@ -42,6 +45,11 @@ def drawing(fatal: str = "", seconds: float = 0.0, until: Path | None = None) ->
                 while until is not None and not until.exists():
                     time.sleep(0.1)
                 if any(i.id == fatal for i in items):
+                    if deaths is not None and len(items) == 1:
+                        import ray
+
+                        with deaths.open("a") as file:
+                            file.write(f"{ray.get_runtime_context().get_node_id()}\n")
                     os._exit(1)
                 stats = {"tokens": 1, "tau": 1.0, "seconds": 0.1, "batch": len(items)}
                 claim = {"kind": "exact", "reason": "", "tv": 0.0}

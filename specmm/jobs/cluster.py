@@ -141,7 +141,6 @@ class _Member:
     node: _Node
     name: str
     wanted: int
-    joined: bool = False
     busy: float = 0.0
     made: int = 0
 
@@ -164,7 +163,7 @@ class _Pool:
     idle: list[_Member] = field(default_factory=list)
     waiting: deque[Item] = field(default_factory=deque)
     suspects: deque[list[Item]] = field(default_factory=deque)
-    killed: dict[str, list[str]] = field(default_factory=dict)  # by an item alone: names of nodes
+    killed: dict[str, list[str]] = field(default_factory=dict)  # by an item alone: the nodes
     counts: JobCounts = field(default_factory=JobCounts)
     looked: float = 0.0
     said: set[str] = field(default_factory=set)
@@ -222,13 +221,14 @@ class _Pool:
             return
         self.looked = time.monotonic()
         found = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        self.gpus = sum(int(node["Resources"].get("GPU", 0)) for node in found.values())
-        asked = self.job.limits.actors
-        self.shares = max(1, -(-asked // self.gpus)) if self.gpus else 1  # actors of a GPU
+        device, asked = self.job.limits.device, self.job.limits.actors
+        total = sum(int(node["Resources"].get("GPU", 0)) for node in found.values())
+        on_gpus = device != "cpu" and (device.startswith("cuda") or total > 0)
+        self.shares = max(1, -(-asked // max(total, 1))) if on_gpus else 0  # actors of a GPU
         for identity, node in found.items():
             cores, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
             if identity not in self.nodes:
-                slots = min(gpus * self.shares, cores) if self.gpus else cores
+                slots = min(gpus * self.shares, cores) if on_gpus else cores
                 name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
                 self.nodes[identity] = _Node(identity, name, slots, cores)
         self.nodes = {i: node for i, node in self.nodes.items() if i in found or node.left_out}
@@ -241,9 +241,10 @@ class _Pool:
             reasons = "; ".join(f"{node.name}: {node.left_out}" for node in out)
             raise ValueError(f"no node of the Ray cluster can make the items: {reasons}")
         if not usable:
+            kind = "GPU" if on_gpus else "CPU"
             self._say(
-                "the Ray cluster has no node with a CPU for workers, waiting until one joins (ray "
-                "start --address …)"
+                f"the Ray cluster has no node with a {kind} for workers, waiting until one joins "
+                "(ray start --address …)"
             )
 
     def _usable(self) -> list[_Node]:
@@ -267,7 +268,7 @@ class _Pool:
             opener = partial(self.opener, share={k: v // count for k, v in self.share.items()})
             placed = dict(
                 num_cpus=1,
-                num_gpus=1 / self.shares if self.gpus else 0,
+                num_gpus=1 / self.shares if self.shares else 0,
                 scheduling_strategy=On(node.identity, soft=False),
             )
             start: Any = ray.remote(**placed)(Actor)
@@ -295,7 +296,7 @@ class _Pool:
         """Items for ``member``, and whether an actor has died of them."""
         for i, batch in enumerate(self.suspects):
             # an item that killed here is tried elsewhere, if there is an elsewhere
-            if member.node.name not in self._killed(batch) or not self._elsewhere(batch):
+            if member.node.identity not in self._killed(batch) or not self._elsewhere(batch):
                 del self.suspects[i]
                 return batch, True
         share = -(-len(self.waiting) // len(self._members()))  # the last ones end together
@@ -308,12 +309,12 @@ class _Pool:
         return batch, False
 
     def _killed(self, batch: Sequence[Item]) -> list[str]:
-        """Names of the nodes where the item of ``batch``, alone, killed its actors."""
+        """The nodes where the item of ``batch``, alone, killed its actors."""
         return self.killed.get(batch[0].id, []) if len(batch) == 1 else []
 
     def _elsewhere(self, batch: Sequence[Item]) -> bool:
         """Whether there is an actor on a node where it did not."""
-        return any(member.node.name not in self._killed(batch) for member in self._members())
+        return any(member.node.identity not in self._killed(batch) for member in self._members())
 
     def _take(self, reference: Any) -> None:
         """Count what a call came to."""
@@ -337,7 +338,6 @@ class _Pool:
                 self._drop(member)
                 self._leave_out(member.node, f"it has {said}, and this machine {wanted}")
             else:
-                member.joined = True
                 self.idle.append(member)
 
     def _made(self, member: _Member, counts: JobCounts, wanted: int) -> None:
@@ -416,7 +416,7 @@ class _Pool:
     def _died_of(self, item: Item, node: _Node, reason: str) -> None:
         """Try ``item``, which killed its actor alone, elsewhere and again, or set it aside."""
         nodes = self.killed.setdefault(item.id, [])
-        nodes.append(node.name)
+        nodes.append(node.identity)
         enough = len(nodes) > self.job.limits.retries
         if not enough or (len(set(nodes)) == 1 and self._elsewhere([item])):
             self.suspects.append([item])

@@ -101,11 +101,14 @@ def test_an_item_that_kills_is_tried_on_another_node(nodes: Nodes, tmp_path: Pat
     for _ in range(2):
         nodes.add(num_cpus=1)
     items = some(9)
-    counter = run_cluster(job(tmp_path, batch=3, retries=1), items, opener=drawing(fatal="set/3"))
+    deaths = tmp_path / "deaths"
+    opener = drawing(fatal="set/3", deaths=deaths)
+    counter = run_cluster(job(tmp_path, batch=3, retries=1), items, opener=opener)
     assert sorted(counter.done) == sorted(i.id for i in items if i.id != "set/3")
     assert counter.failed == ["set/3"]
     record = next(r for r in read_journals(tmp_path / "journal") if r.get("state") == "failed")
     assert record["tries"] == 2 and "worker died" in record["error"]
+    assert len(set(deaths.read_text().split())) == 2
 
 
 def without_specmm(folder: Path) -> dict[str, str]:
