@@ -122,7 +122,8 @@ def batch(
     from specmm.runs.run import Place, methods_of, parse_method
 
     model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
-    items = read_items(file, seed)
+    with reached(file):
+        items = read_items(file, seed)
     sampling = given(
         cfg=cfg,
         temperature=temperature,

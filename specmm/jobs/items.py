@@ -97,7 +97,11 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise unknown("kind of job file", path.suffix or path.name, READERS)
-    if not path.is_file():
+    try:  # at an address is_file would be False without credentials, too
+        there = path.is_file() if isinstance(path, Path) else path.stat()
+    except FileNotFoundError:
+        there = None
+    if not there:
         raise ValueError(f"JOBS must be a file, got {path}, which is not there")
     found: dict[str, Item] = {}
     folder = path.parent.absolute()  # workers may be in another
@@ -256,7 +260,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     except ModuleNotFoundError as error:
         raise ValueError(f"reading Parquet needs pyarrow, run: {install('batch')}") from error
     try:
-        with parquet.ParquetFile(path) as file:
+        with path.open("rb") as stream, parquet.ParquetFile(stream) as file:
             rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield f"{path} row {number}", row

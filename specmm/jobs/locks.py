@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from specmm.loading.files import LACKING, write_whole
+from specmm.loading.files import LACKING, reached, sentence_of, write_whole
 
 log = logging.getLogger(__name__)
 RENEWED = 5.0
@@ -132,14 +132,15 @@ def _renew(own: Path, head: bytes, ended: threading.Event) -> None:
     count = 0
     while not ended.wait(RENEWED):
         try:
-            found = _read(own)
-            if found is not None and not found.startswith(head):
-                log.warning("%s was taken by %s: results are made twice", own, _owner(found))
-                return
-            count += 1
-            write_whole(own, head + b"%d\n" % count)
+            with reached(own):
+                found = _read(own)
+                if found is not None and not found.startswith(head):
+                    log.warning("%s was taken by %s: results are made twice", own, _owner(found))
+                    return
+                count += 1
+                write_whole(own, head + b"%d\n" % count)
         except OSError as error:  # a network that is away for a moment
-            log.warning("the lease %s could not be renewed (%s)", own, error)
+            log.warning("a lease could not be renewed: %s", sentence_of(error))
 
 
 def _create(lease: Path, text: bytes) -> None:
@@ -153,7 +154,7 @@ def _create(lease: Path, text: bytes) -> None:
 
 def _release(own: Path, head: bytes) -> None:
     """Remove the lease ``own``, unless another process has taken it."""
-    with suppress(OSError):
+    with suppress(OSError), reached(own):
         if (_read(own) or b"").startswith(head):
             own.unlink()
 

@@ -6,25 +6,29 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from specmm.jobs import folder as folders
 from specmm.jobs import locks
 from specmm.jobs.engines import run_job
 from specmm.jobs.folder import Job, Limits, Spec, occupied
+from specmm.jobs.items import read_items
 from specmm.jobs.verify import verify
-from specmm.loading.files import files_in, place
+from specmm.loading.files import files_in, place, write_whole
 from tests.commands import refused, run, succeed
 from tests.flat import drawing, some
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of an S3 server here, with a bucket called "bucket"."""
+    """The address of an S3 server here, with a bucket called "bucket" and one to read only."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -34,7 +38,13 @@ def server() -> Iterator[str]:
     host, port = running.get_host_and_port()
     address = f"http://{host}:{port}"
     keys = dict(aws_access_key_id="any", aws_secret_access_key="any", region_name="us-east-1")
-    boto3.client("s3", endpoint_url=address, **keys).create_bucket(Bucket="bucket")
+    client = boto3.client("s3", endpoint_url=address, **keys)
+    for name in ("bucket", "readonly"):
+        client.create_bucket(Bucket=name)
+    denied = {"Effect": "Deny", "Principal": "*", "Action": "s3:PutObject"}
+    rules = [{**denied, "Resource": "arn:aws:s3:::readonly/*"}]
+    policy = json.dumps({"Version": "2012-10-17", "Statement": rules})
+    client.put_bucket_policy(Bucket="readonly", Policy=policy)
     yield address
     running.stop()
 
@@ -160,8 +170,49 @@ def test_two_at_once(kind, quick, request, tmp_path):
         pass
 
 
+def test_a_lease_outlives_a_network_that_is_away(s3, quick, monkeypatch):
+    """The library's own errors, which are no OSError, end no thread that renews it."""
+    from botocore.exceptions import EndpointConnectionError
+
+    renewed, away = threading.Event(), iter(range(2))
+
+    def write(file: Path, data: bytes) -> None:
+        if next(away, None) is not None:
+            raise EndpointConnectionError(endpoint_url="http://away")
+        write_whole(file, data)
+        renewed.set()
+
+    monkeypatch.setattr(locks, "write_whole", write)
+    folder = place(s3)
+    with occupied(folder / "journal", shared=False):
+        assert renewed.wait(20)
+    assert not list((folder / "journal").glob("*.lease"))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "parquet"])
+def test_items_at_an_address(s3, kind):
+    file = place(s3) / f"jobs.{kind}"
+    if kind == "parquet":
+        rows = pyarrow.Table.from_pylist([{"id": "a", "class": "heart"}])
+        with file.open("wb") as stream:
+            parquet.write_table(rows, stream)
+    else:
+        lines = {
+            "jsonl": '{"id": "a", "class": "heart"}',
+            "csv": "id,class\na,heart",
+            "txt": "heart",
+        }
+        file.write_text(lines[kind] + "\n")
+    assert [item.text for item in read_items(file)] == ["heart"]
+    with pytest.raises(
+        ValueError, match=f"JOBS must be a file, got {s3}/none.{kind}, which is not"
+    ):
+        read_items(file.with_name(f"none.{kind}"))
+
+
 ADDRESSES = [
     ("s3://none/job", "cannot write to s3://none/job (The specified bucket does not exist)"),
+    ("s3://readonly/job", "cannot write to s3://readonly/job (Forbidden)"),
     ("s3://", "s3:// must be a path, or an address such as s3://bucket/job, got: no bucket"),
     ("foo://bucket/job", "such as s3://bucket/job, got: Unsupported filesystem: 'foo'"),
 ]
@@ -186,4 +237,5 @@ def test_without_credentials(s3, tmp_path, monkeypatch):
     s3fs.S3FileSystem._cache.clear()  # a client that knows the credentials
     words = ("batch", tmp_path / "jobs.txt", "--model", "pocket/llamagen", "--out", s3)
     assert "NoCredentialsError" in refused(*words)
+    assert "NoCredentialsError" in refused("batch", f"{s3}/jobs.txt", *words[2:])
     assert run("batch", s3, "--status").exit_code == 2
