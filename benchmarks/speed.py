@@ -7,9 +7,6 @@ that drift affects all alike. Wall clock is a whole call, pixels included.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,43 +18,16 @@ from benchmarks.common import (
     Row,
     dtype_name,
     environment,
-    generators,
     label,
     load_pipeline,
     write_results,
 )
 from benchmarks.settings import Options
+from benchmarks.sweep import Setting
 from specmm import methods
-from specmm.core.stats import Certificate, Stats
-from specmm.image_ar.shared import ImageOutput
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import Prompt, log_likelihood
 from specmm.runs.race import in_turn
-
-Draw = Callable[[int, int], ImageOutput]  # class and seed to one picture
-
-
-@dataclass
-class Runner:
-    """A contender and what its runs gave so far."""
-
-    name: str
-    dtype: str
-    draw: Draw
-    plain: bool = False
-    seconds: list[float] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
-    tokens: list[Tensor] = field(default_factory=list)
-    certificates: list[Certificate] = field(default_factory=list)
-
-    def once(self, class_id: int, seed: int) -> None:
-        """Draw one picture and record its seconds."""
-        start = time.perf_counter()
-        out = self.draw(class_id, seed)
-        self.seconds.append(time.perf_counter() - start)
-        self.stats.add(out.stats)
-        self.tokens.append(out.tokens)
-        self.certificates.append(out.certificate)
 
 
 def measure_speed(options: Options, name: str = "speed") -> list[Row]:
@@ -65,39 +35,37 @@ def measure_speed(options: Options, name: str = "speed") -> list[Row]:
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
-    runners = make_runners(pipe, both, options)
+    runners = contenders(pipe, both, options)
     budget = Budget(options.minutes)
     rows = []
     facts = environment(
         model=str(options.model), dtype=dtype_name(pipe), batch=1, settings=pipe.settings.__dict__
     )
     for runner in runners:  # warm-up: caches, plans, compilation
-        runner.draw(0, 10**6)
+        runner.draw([0], [10**6])
     classes = pipe.transformer.config.num_classes
     labels = torch.randperm(classes, generator=torch.Generator().manual_seed(0))
     for repeat in tqdm(range(options.repeats), desc="speed", unit="repeat"):
         if budget.spent and repeat:
             break
         for runner in in_turn(runners, repeat):
-            runner.once(int(labels[repeat % classes]), repeat)
+            runner.once([int(labels[repeat % classes])], [repeat])
         drawn = labels[torch.arange(repeat + 1) % classes]
         rows = tabulate(runners, both[0], drawn)
         write_results(options.out, f"{name}_compiled" if options.compile else name, rows, facts)
     return rows
 
 
-def make_runners(
+def contenders(
     pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options
-) -> list[Runner]:
+) -> list[Setting]:
     """Plain decoding by each of ``plain``, then the others by ``pipe``; all compiled on request.
 
     Then plain decoding runs uncompiled, too, and the baseline is the fastest of them all.
     """
     ways = (False, True) if options.compile else (False,)
     runners = [
-        Runner("ar", _kind(p, way), _by_pipeline(p, methods.AR(), way), plain=True)
-        for way in ways
-        for p in plain
+        Setting("ar", p, {"method": methods.AR(), "compiled": way}) for way in ways for p in plain
     ]
     others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
     if options.compile:
@@ -106,49 +74,30 @@ def make_runners(
             ", ".join(label(m) for m in others if not m.static_shapes) or "none",
         )
         others = [m for m in others if m.static_shapes]
-    way = options.compile
     return runners + [
-        Runner(label(m), _kind(pipe, way), _by_pipeline(pipe, m, way)) for m in others
+        Setting(label(m), pipe, {"method": m, "compiled": options.compile}) for m in others
     ]
 
 
-def _kind(pipe: LlamaGenPipeline, compiled: bool) -> str:
-    return dtype_name(pipe) + (", compiled" if compiled else "")
-
-
-def _by_pipeline(pipe: LlamaGenPipeline, method: methods.Method, compiled: bool) -> Draw:
-    def draw(class_id: int, seed: int) -> ImageOutput:
-        given = dict(
-            generator=generators([seed]),
-            method=method,
-            batch_size=1,
-            output_type="uint8",
-            compiled=compiled,
-        )
-        return pipe(classes=[class_id], **given)
-
-    return draw
-
-
-def tabulate(runners: list[Runner], judge: LlamaGenPipeline, labels: Tensor) -> list[Row]:
+def tabulate(runners: list[Setting], judge: LlamaGenPipeline, labels: Tensor) -> list[Row]:
     """One row a contender; the baseline is the fastest plain one. ``judge`` gives likelihoods."""
-    plain = min((r for r in runners if r.plain), key=lambda r: statistics.median(r.seconds))
+    plain = min((r for r in runners if r.name == "ar"), key=lambda r: statistics.median(r.seconds))
     return [_row(r, plain, judge, labels) for r in runners]
 
 
-def _row(runner: Runner, plain: Runner, judge: LlamaGenPipeline, labels: Tensor) -> Row:
+def _row(runner: Setting, plain: Setting, judge: LlamaGenPipeline, labels: Tensor) -> Row:
     low, high = quartiles(plain.seconds, runner.seconds)
     tv = [c.tv for c in runner.certificates if c.tv is not None]
     return {
         "method": runner.name,
-        "dtype": runner.dtype,
+        "dtype": dtype_name(runner.pipe) + (", compiled" if runner.call["compiled"] else ""),
         "baseline": runner is plain,
         "pictures": len(runner.seconds),
         "seconds": statistics.median(runner.seconds),
         "speedup": speedup(plain.seconds, runner.seconds),
         "speedup_low": low,
         "speedup_high": high,
-        **round_times(runner.stats, plain.stats.seconds, plain.stats.tokens),
+        **round_times(runner.total, plain.total.seconds, plain.total.tokens),
         "certificate": runner.certificates[-1].kind,
         "tv": sum(tv) / len(tv) if tv else None,
         "log_likelihood": float(
