@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import MtpModel
@@ -31,14 +30,13 @@ from benchmarks.common import (
     Out,
     Row,
     Threads,
-    environment,
     label,
     read_results,
     write_results,
 )
 from benchmarks.dflash_assistant import alone, as_assistant
 from benchmarks.text_speed import Questions, ours, places, theirs
-from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
+from benchmarks.vlm_speed import Answer, Answered, Minutes, Repeats, Runner, begin, begun, race, row
 from specmm import methods
 from specmm.hf.loading.pretrained import find, load_tokenizer
 from specmm.loading.hardware import named_dtype
@@ -239,13 +237,9 @@ def measure(
     contest: Contest, model: str, kind: str, temperature: float, batch: int, repeats: int
 ) -> list[Row]:
     """Every contender over ``repeats`` batches."""
-    title = f"{kind} of {model} T={temperature:g} batch {batch}"
-    runners = race(
-        contenders(contest, temperature, batch),
-        lambda seed: contest.ask(batch, seed),
-        repeats,
-        title,
-    )
+    runners = contenders(contest, temperature, batch)
+    part = (f"{kind} of {model}", temperature, batch)
+    race(runners, lambda seed: contest.ask(batch, seed), repeats, part)
     facts = {"drafter": kind, "model": model, "with": contest.drafter}
     return [
         facts | row(r, runners, kind, temperature, batch) | compared(r, runners) for r in runners
@@ -274,25 +268,21 @@ def main(
     models: Annotated[
         str, typer.Option(help="Their models, with commas between; all of a kind by default.")
     ] = "",
-    repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
-    minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 30.0,
+    repeats: Repeats = 12,
+    minutes: Minutes = 30.0,
     dtype: Dtype = "float32",
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
     """Write ``assisted.json`` and ``.csv``; rows of other kinds and models stay."""
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
+    facts = begin(threads, dtype=dtype)
     budget = Budget(minutes)
-    facts = environment(dtype=dtype, transformers=transformers.__version__)
     for kind in kinds.split(","):
         for model in models.split(",") if models else KINDS[kind].models:
             contest = KINDS[kind].contest(model, named_dtype(dtype))
-            for temperature, batch in ((0.0, 1), (1.0, 1), *((0.0, n) for n in BATCHES)):
-                if not budget.spent:
-                    times = repeats if batch == 1 else -(-repeats // 3)
-                    rows = measure(contest, model, kind, temperature, batch, times)
-                    write_results(out, NAME, merged(out, rows), facts)
+            parts = [(kind, 0.0, 1), (kind, 1.0, 1), *((kind, 0.0, n) for n in BATCHES)]
+            for part in begun(parts, repeats, budget):
+                write_results(out, NAME, merged(out, measure(contest, model, *part)), facts)
 
 
 def merged(out: Any, rows: Sequence[Row]) -> list[Row]:

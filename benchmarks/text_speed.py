@@ -9,28 +9,29 @@ the same ones with the same seed, so that drift affects all alike. Wall clock is
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
 
-from benchmarks.common import (
-    RESULTS,
-    Budget,
-    Dtype,
-    Out,
-    Row,
-    Threads,
-    environment,
-    label,
-    write_results,
+from benchmarks.common import RESULTS, Budget, Dtype, Out, Row, Threads, label, write_results
+from benchmarks.vlm_speed import (
+    Answer,
+    Answered,
+    Minutes,
+    Repeats,
+    Runner,
+    begin,
+    begun,
+    drafts,
+    dynamic,
+    generated,
+    race,
+    row,
 )
-from benchmarks.vlm_speed import Answer, Answered, Runner, cut, drafts, dynamic, race, row
 from specmm import methods
 from specmm.loading.hardware import named_dtype
 from specmm.recipes.training.texts import read_files
@@ -84,19 +85,15 @@ def ours(pipe: TextPipeline, method: Any, temperature: float, compiled: bool = F
 
 def theirs(pipe: TextPipeline, temperature: float, **options: Any) -> Answer:
     """transformers' ``generate``, with ``options`` such as ``prompt_lookup_num_tokens``."""
-    sampling: dict[str, Any] = dict(do_sample=temperature > 0)
-    if temperature > 0:
-        sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
-    ends = pipe.ends()
 
-    def answer(asked: Questions) -> Answered:
+    def inputs(asked: Questions) -> Mapping[str, Any]:
         rows = [{"input_ids": ids} for ids in pipe.encode(asked.prompts, asked.chat)]
-        inputs = pipe.tokenizer.pad(rows, padding_side="left", return_tensors="pt")
-        torch.manual_seed(asked.seed)
-        found = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
-        return Answered([cut(ids, ends) for ids in found[:, inputs["input_ids"].shape[1] :]])
+        found: Mapping[str, Any] = pipe.tokenizer.pad(
+            rows, padding_side="left", return_tensors="pt"
+        )
+        return found
 
-    return answer
+    return generated(pipe, inputs, temperature, max_new_tokens=LONGEST, **options)
 
 
 def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runner]:
@@ -116,20 +113,13 @@ def contenders(pipe: TextPipeline, temperature: float, batch: int) -> list[Runne
     found = [Runner("transformers generate", theirs(pipe, temperature))]
     found += [Runner(label(method), ours(pipe, method, temperature)) for method in chosen]
     if batch == 1:
-        found.append(
-            Runner(
-                "transformers prompt lookup", theirs(pipe, temperature, prompt_lookup_num_tokens=8)
-            )
-        )
+        drafting: dict[str, Any] = {"prompt lookup": {"prompt_lookup_num_tokens": 8}}
         if drafts(pipe, methods.TextDraft()):
-            assistant = _of_size(
-                pipe.drafter("text-draft").model, len(pipe.model.get_input_embeddings().weight)
-            )
-            found.append(
-                Runner(
-                    "transformers assisted", theirs(pipe, temperature, assistant_model=assistant)
-                )
-            )
+            vocabulary = len(pipe.model.get_input_embeddings().weight)
+            assistant = _of_size(pipe.drafter("text-draft").model, vocabulary)
+            drafting["assisted"] = {"assistant_model": assistant}
+        for name, options in drafting.items():
+            found.append(Runner(f"transformers {name}", theirs(pipe, temperature, **options)))
     return found
 
 
@@ -193,11 +183,10 @@ def measure(
             [prompts[(seed + i) % len(prompts)] for i in range(batch)], seed, chat=True
         )
 
-    title = f"{kind} T={temperature:g} batch {batch}"
-    chosen = (
+    runners = (
         compiled_contenders(pipe, temperature) if compiled else contenders(pipe, temperature, batch)
     )
-    runners = race(chosen, ask, repeats, title)
+    race(runners, ask, repeats, (kind, temperature, batch))
     return [row(r, runners, kind, temperature, batch) | searched(r) for r in runners]
 
 
@@ -211,8 +200,8 @@ def main(
     model: Annotated[
         str, typer.Argument(help="Folder or name of a text model with its drafters.")
     ] = "pocket/coder",
-    repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
-    minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
+    repeats: Repeats = 12,
+    minutes: Minutes = 20.0,
     kinds: Annotated[str, typer.Option(help="code, prose, tasks, with commas between.")] = "code",
     dtype: Dtype = "float32",
     compiled: Annotated[
@@ -222,25 +211,16 @@ def main(
     out: Out = RESULTS,
 ) -> None:
     """Write ``text_speed_NAME.json`` and ``.csv`` (``…_compiled`` with --compile) part by part."""
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
+    facts = begin(threads, model=model, dtype=dtype)
     budget = Budget(minutes)
     rows = list[Row]()
     pipe = TextPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype), device="cpu")
-    facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     name = f"text_speed_{Path(model).name}" + ("_compiled" if compiled else "")
-    for temperature, batch in ((0.0, 1), (1.0, 1), *([] if compiled else [(0.0, 8)])):
-        for kind in kinds.split(","):
-            if not budget.spent:
-                rows += measure(
-                    pipe,
-                    kind,
-                    temperature,
-                    batch,
-                    repeats if batch == 1 else -(-repeats // 3),
-                    compiled,
-                )
-                write_results(out, name, rows, facts)
+    settings = ((0.0, 1), (1.0, 1), *([] if compiled else [(0.0, 8)]))
+    parts = [(kind, *setting) for setting in settings for kind in kinds.split(",")]
+    for part in begun(parts, repeats, budget):
+        rows += measure(pipe, *part, compiled)
+        write_results(out, name, rows, facts)
 
 
 if __name__ == "__main__":

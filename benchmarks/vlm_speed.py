@@ -10,7 +10,7 @@ whole call: picture, prompt and answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -45,10 +45,13 @@ from specmm.core.stats import Stats
 from specmm.hf.prompts.prompt import on_device
 from specmm.loading.hardware import named_dtype
 from specmm.runs.race import in_turn
+from specmm.text.pipeline import TextPipeline
 from specmm.vlm.asking import Questions
 from specmm.vlm.pipeline import VQAPipeline
 
 LONGEST = 80  # tokens of an answer
+Repeats = Annotated[int, typer.Option(min=1, help="Calls of every contender.")]
+Minutes = Annotated[float, typer.Option(min=0, help="No new part begins after so many.")]
 # of feature drafters, children by level
 TREES = ((1, 1, 1), (2, 1, 1, 1, 1, 1), (3, 2, 1, 1, 1), (1,) * 7, (1,) * 10)
 
@@ -110,19 +113,37 @@ def ours(pipe: VQAPipeline, method: methods.VQAMethod, temperature: float) -> An
 
 def theirs(pipe: VQAPipeline, temperature: float, **options: Any) -> Answer:
     """transformers' own ``generate``, with ``options`` such as ``assistant_model``."""
-    sampling: dict[str, Any] = dict(do_sample=temperature > 0)
-    if temperature > 0:
-        sampling |= dict(temperature=temperature, top_k=0, top_p=1.0)
+
+    def inputs(asked: Batch) -> Mapping[str, Any]:
+        found = Questions.of(asked.pictures, asked.questions).inputs(pipe.processor)
+        return on_device(found, pipe.model.device, pipe.model.dtype)
+
+    return generated(pipe, inputs, temperature, max_new_tokens=LONGEST, **options)
+
+
+def generated(
+    pipe: VQAPipeline | TextPipeline,
+    inputs: Callable[[Any], Mapping[str, Any]],
+    temperature: float,
+    **options: Any,
+) -> Answer:
+    """The model's own ``generate`` with ``options`` on the ``inputs`` of what is asked."""
     ends = pipe.ends()
 
-    def answer(asked: Batch) -> Answered:
-        inputs = Questions.of(asked.pictures, asked.questions).inputs(pipe.processor)
-        inputs = on_device(inputs, pipe.model.device, pipe.model.dtype)
+    def answer(asked: Any) -> Answered:
+        given = inputs(asked)
         torch.manual_seed(asked.seed)
-        said = pipe.model.generate(**inputs, max_new_tokens=LONGEST, **sampling, **options)
-        return Answered([cut(row, ends) for row in said[:, inputs["input_ids"].shape[1] :]])
+        said = pipe.model.generate(**given, **sampling(temperature), **options)
+        return Answered([cut(row, ends) for row in said[:, given["input_ids"].shape[1] :]])
 
     return answer
+
+
+def sampling(temperature: float) -> dict[str, Any]:
+    """The options of transformers' ``generate`` for a ``temperature`` (0: greedy) alone."""
+    if temperature > 0:
+        return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return {"do_sample": False}
 
 
 def cut(ids: Tensor, ends: Sequence[int]) -> Tensor:
@@ -187,30 +208,42 @@ def measure(
     pipe: VQAPipeline, world: World, kind: str, temperature: float, batch: int, repeats: int
 ) -> list[Row]:
     """Every contender over ``repeats`` batches of one kind of question."""
-    runners = race(
-        contenders(pipe, temperature, batch),
-        lambda seed: ask(world, kind, batch, seed),
-        repeats,
-        f"{kind} T={temperature:g} batch {batch}",
-    )
+    runners = contenders(pipe, temperature, batch)
+    race(runners, lambda seed: ask(world, kind, batch, seed), repeats, (kind, temperature, batch))
     return [row(r, runners, kind, temperature, batch) for r in runners]
 
 
-def race(
-    runners: list[Runner], ask: Callable[[int], Any], repeats: int, title: str
-) -> list[Runner]:
-    """Each of ``runners`` on what ``ask`` gives for each seed; those that cannot are left out."""
+Part = tuple[str, float, int]
+"""Kind of questions, temperature, and how many are asked at a time."""
+
+
+def begun(parts: Iterable[Part], repeats: int, budget: Budget) -> Iterator[tuple[*Part, int]]:
+    """Those of ``parts`` that begin in time, and their repeats: of batches a third."""
+    for kind, temperature, batch in parts:
+        if not budget.spent:
+            yield kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3)
+
+
+def begin(threads: int, **facts: Any) -> Row:
+    """What is recorded of a run, which begins: with so many threads, and transformers silent."""
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    return environment(**facts, transformers=transformers.__version__)
+
+
+def race(runners: list[Runner], ask: Callable[[int], Any], repeats: int, part: Part) -> None:
+    """Each of ``runners`` on what ``ask`` gives for each seed; those that cannot are taken out."""
     for runner in runners[:]:
         try:
             runner.answer(ask(10**6))  # warm-up: caches, plans
         except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
             print(f"left out {runner.name}: {type(error).__name__}: {error}", flush=True)
             runners.remove(runner)
-    for repeat in tqdm(range(repeats), desc=title):
+    kind, temperature, batch = part
+    for repeat in tqdm(range(repeats), desc=f"{kind} T={temperature:g} batch {batch}"):
         asked = ask(repeat)
         for runner in in_turn(runners, repeat):
             runner.once(asked)
-    return runners
 
 
 def row(runner: Runner, runners: list[Runner], kind: str, temperature: float, batch: int) -> Row:
@@ -251,29 +284,24 @@ def main(
     model: Annotated[
         str, typer.Argument(help="A vision-language model with drafters: folder or pocket name.")
     ],
-    repeats: Annotated[int, typer.Option(min=1, help="Calls of every contender.")] = 12,
-    minutes: Annotated[float, typer.Option(min=0, help="No new part begins after so many.")] = 20.0,
+    repeats: Repeats = 12,
+    minutes: Minutes = 20.0,
     dtype: Dtype = "float32",
     data: DataFolder = EMOJI,
     threads: Threads = 2,
     out: Out = RESULTS,
 ) -> None:
     """Measure and write ``vlm_speed_NAME.json`` and ``.csv`` part by part."""
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
+    facts = begin(threads, model=model, dtype=dtype)
     world = load_world(data, "test")
     budget = Budget(minutes)
     rows = []
     pipe = VQAPipeline.from_pretrained(model, torch_dtype=named_dtype(dtype), device="cpu")
-    facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     parts = [("describe", 0.0, 1), ("describe", 1.0, 1), ("describe", 0.0, 8), ("describe", 1.0, 8)]
     parts += [("text", 0.0, 1), ("short", 0.0, 1)]
-    for kind, temperature, batch in parts:
-        if not budget.spent:
-            rows += measure(
-                pipe, world, kind, temperature, batch, repeats if batch == 1 else -(-repeats // 3)
-            )
-            write_results(out, f"vlm_speed_{Path(model).name}", rows, facts)
+    for part in begun(parts, repeats, budget):
+        rows += measure(pipe, world, *part)
+        write_results(out, f"vlm_speed_{Path(model).name}", rows, facts)
 
 
 if __name__ == "__main__":

@@ -15,23 +15,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from torch import Tensor
 from transformers import JanusProcessor
 
-from benchmarks.common import (
-    RESULTS,
-    Dtype,
-    Out,
-    Row,
-    Threads,
-    environment,
-    label,
-    load_pipeline,
-    write_results,
-)
-from benchmarks.vlm_speed import Answer, Answered, Runner, race, row
+from benchmarks.common import RESULTS, Dtype, Out, Row, Threads, label, load_pipeline, write_results
+from benchmarks.vlm_speed import Answer, Answered, Repeats, Runner, begin, race, row, sampling
 from specmm import methods
 from specmm.hf.loading.pretrained import find
 from specmm.loading.hardware import named_dtype
@@ -75,9 +64,7 @@ def ours(pipe: Any, method: methods.Method, temperature: float, compiled: bool =
 
 def theirs(pipe: Any, processor: Any, temperature: float) -> Answer:
     """The class's own ``generate``."""
-    sampling: Row = {"do_sample": temperature > 0}
-    if temperature > 0:
-        sampling |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    drawing: Row = {"generation_mode": "image", "guidance_scale": pipe.settings.cfg}
 
     def answer(seed: int) -> Answered:
         torch.manual_seed(seed)
@@ -86,9 +73,7 @@ def theirs(pipe: Any, processor: Any, temperature: float) -> Answer:
             generation_mode="image",
             return_tensors="pt",
         )
-        drawn: Tensor = pipe.transformer.generate(
-            **inputs, generation_mode="image", guidance_scale=pipe.settings.cfg, **sampling
-        )
+        drawn: Tensor = pipe.transformer.generate(**inputs, **drawing, **sampling(temperature))
         return Answered(list(drawn))
 
     return answer
@@ -117,7 +102,7 @@ def contenders(
 
 def main(
     model: Annotated[str, typer.Argument(help="A Janus: folder or pocket name.")] = "pocket/janus",
-    repeats: Annotated[int, typer.Option(min=1, help="Pictures by every contender.")] = 12,
+    repeats: Repeats = 12,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Also compiled programs, a minute each.")
     ] = False,
@@ -126,16 +111,14 @@ def main(
     out: Out = RESULTS,
 ) -> None:
     """Write ``words_to_pictures_NAME.json`` and ``.csv``: greedy, and at the model's settings."""
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
+    facts = begin(threads, model=model, dtype=dtype)
     pipe = load_pipeline(model, named_dtype(dtype))
     processor = JanusProcessor.from_pretrained(find(model))
-    facts = environment(model=model, dtype=dtype, transformers=transformers.__version__)
     rows: list[Row] = []
     programs = (methods.AR(), methods.Speculative(tree=(3, 1, 1))) if compiled else ()
     for temperature in (0.0, pipe.settings.temperature):
         runners = contenders(pipe, processor, temperature, programs)
-        runners = race(runners, lambda seed: seed, repeats, f"T={temperature:g}")
+        race(runners, lambda seed: seed, repeats, ("prompts", temperature, 1))
         rows += [row(r, runners, "prompts", temperature, 1) for r in runners]
         write_results(out, f"words_to_pictures_{find(model).name}", rows, facts)
 
