@@ -10,16 +10,16 @@ Shapes: pictures [N, 32, 32, 3] uint8.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 from PIL import Image
 
-from benchmarks.common import RESULTS, Row, environment, write_results
+from benchmarks.common import RESULTS, Out, Row, environment, write_results
 from benchmarks.quality import cached_features
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import frechet_distance
@@ -78,29 +78,22 @@ def measure(test: FeatureSet, train: FeatureSet) -> Row:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(
+    limit: Annotated[
+        int, typer.Option(help="Pictures a side; fewer are printed, not written.")
+    ] = SHEET,
+    out: Out = RESULTS,
+) -> None:
     """Measure, and write ``cifar_fid.csv`` and ``.json`` unless only a part was asked for."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.cifar_fid", description="CIFAR-10's FID, test against train"
-    )
-    parser.add_argument(
-        "--limit", type=int, default=SHEET, help="pictures a side; fewer are printed, not written"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
     network = Inception()
-    found = {
-        s: cached_features(network, pictures(s)[: given.limit], CACHE / "features") for s in FILES
-    }
-    half = FeatureSet(found["train"].values[: given.limit // 2], found["train"].protocol)
+    found = {s: cached_features(network, pictures(s)[:limit], CACHE / "features") for s in FILES}
+    half = FeatureSet(found["train"].values[: limit // 2], found["train"].protocol)
     rows = [measure(found["test"], train) for train in (half, found["train"])]
     for row in rows:
         print(row)
-    if given.limit == SHEET:
-        write_results(
-            given.out, "cifar_fid", rows, environment(data=PACKAGE, protocol=network.protocol)
-        )
+    if limit == SHEET:
+        write_results(out, "cifar_fid", rows, environment(data=PACKAGE, protocol=network.protocol))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

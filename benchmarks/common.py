@@ -33,6 +33,7 @@ Row = dict[str, Any]
 DataFolder = Annotated[Path, typer.Option(help="Folder of the emoji.")]
 CacheFolder = Annotated[Path, typer.Option(help="Where samples are kept.")]
 Out = Annotated[Path, typer.Option(help="Folder of the tables.")]
+File = Annotated[Path | None, typer.Option(help="Where the result is written, too.")]
 Threads = Annotated[int, typer.Option(min=1, help="Of torch.")]
 Dtype = Annotated[
     str, typer.Option(help="Of model and drafters; greedy texts are token-equal in float32.")
@@ -199,6 +200,14 @@ def write_results(out: Path, name: str, rows: Sequence[Row], facts: Mapping[str,
         table = csv.DictWriter(file, columns, extrasaction="ignore")
         table.writeheader()
         table.writerows(rows)
+
+
+def show(found: Any, out: Path | None) -> None:
+    """Print what was ``found`` as JSON, and write it to ``out``."""
+    text = json.dumps(found, indent=1)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
 
 
 def _nested(rows: Sequence[Row], key: str) -> bool:

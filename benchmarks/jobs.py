@@ -10,7 +10,6 @@ their longest answer, and with continuous batching.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,11 +18,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from benchmarks.common import EMOJI, environment
+from benchmarks.common import EMOJI, File, environment, show
 from benchmarks.vlm_speed import ask
 from recipes.scenes.stream import load_world
 from specmm.jobs.answers import AnswerWorker
@@ -182,35 +182,28 @@ def cluster(worker: ImageWorker, items: Sequence[Item], batch: int, rounds: int)
     return {"way": "ray, one actor", "over_local": over, "seconds": ray, "local_seconds": local}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="pocket/llamagen")
-    parser.add_argument("--method", default="speculative")
-    parser.add_argument("--items", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", default="1,4,16,0")
-    parser.add_argument("--ray", action="store_true", help="measure a Ray actor, too")
-    parser.add_argument(
-        "--answers", action="store_true", help="measure answers about pictures, too"
-    )
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    worker = ImageWorker(Spec(given.model, given.method, dtype="float32"))
-    items = items_of(given.items, worker.pipe.transformer.config.num_classes)
-    loop(worker, items[:2], Path(tempfile.mkdtemp()))  # warm
-    batches = [int(b) for b in given.batches.split(",")]
-    rows = measure(worker, items, given.rounds, batches)
-    rows += [cluster(worker, items, 16, given.rounds)] if given.ray else []
-    for method in ("ar", "msd") if given.answers else ():
-        rows += answers(method, 48, 8, given.rounds)
-    text = json.dumps(
-        {"model": given.model, "method": given.method, "environment": environment(), "rows": rows},
-        indent=1,
-    )
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+def main(
+    model: str = "pocket/llamagen",
+    method: str = "speculative",
+    items: int = 48,
+    rounds: int = 5,
+    batches: str = "1,4,16,0",
+    ray: Annotated[bool, typer.Option("--ray", help="Measure a Ray actor, too.")] = False,
+    asking: Annotated[
+        bool, typer.Option("--answers", help="Measure answers about pictures, too.")
+    ] = False,
+    out: File = None,
+) -> None:
+    """Measure pictures as jobs, and what else is chosen."""
+    worker = ImageWorker(Spec(model, method, dtype="float32"))
+    some = items_of(items, worker.pipe.transformer.config.num_classes)
+    loop(worker, some[:2], Path(tempfile.mkdtemp()))  # warm
+    rows = measure(worker, some, rounds, [int(b) for b in batches.split(",")])
+    rows += [cluster(worker, some, 16, rounds)] if ray else []
+    for way in ("ar", "msd") if asking else ():
+        rows += answers(way, 48, 8, rounds)
+    show({"model": model, "method": method, "environment": environment(), "rows": rows}, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

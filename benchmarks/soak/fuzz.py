@@ -7,7 +7,6 @@ pickle may ever run. ``--out`` writes what was found.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import json
@@ -24,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from PIL import Image
 from safetensors.torch import save
 
+from benchmarks.common import File, show
 from specmm.jobs.items import read_items
 from specmm.loading.checkpoints import read_checkpoint
 from specmm.vlm.pictures import open_image
@@ -176,17 +177,10 @@ def attempt(kind: Kind, file: Path, data: bytes, number: int) -> str:
     return "read"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=120_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    text = json.dumps(fuzz(given.inputs, given.seed), indent=1)
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+def main(inputs: int = 120_000, seed: int = 0, out: File = None) -> None:
+    """Damage so many files at random; the first that fails otherwise than named ends it."""
+    show(fuzz(inputs, seed), out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

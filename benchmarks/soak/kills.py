@@ -7,7 +7,6 @@ of an undisturbed run. Jobs are started until there were enough kills.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import random
@@ -19,11 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from tqdm import tqdm
 
+from benchmarks.common import File, load_pipeline, show
 from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.engines import run_job
 from specmm.jobs.folder import ARCHIVES, RESULTS, Job, Limits, Spec
@@ -130,30 +131,18 @@ def _campaign(worker: Worker, kills: int, items: Sequence[Item], seed: int) -> d
     }
 
 
-def main() -> None:
-    from specmm.image_ar.pipeline import ImagePipeline
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--items", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--model", required=True, help="folder of an image model, the smaller the better"
-    )
-    parser.add_argument("--layout", default="folders")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    pipe = ImagePipeline.from_pretrained(given.model, device="cpu")
-    pipe.set_progress_bar_config(disable=True)
-    worker = ImageWorker(Spec(given.model, "ar", layout=given.layout), pipe=pipe)
-    text = json.dumps(
-        campaign(worker, given.kills, items_of(given.items), given.seed) | {"layout": given.layout},
-        indent=1,
-    )
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+def main(
+    model: Annotated[str, typer.Option(help="Folder of an image model, the smaller the better.")],
+    kills: int = 60,
+    items: int = 8,
+    seed: int = 0,
+    layout: str = "folders",
+    out: File = None,
+) -> None:
+    """Run jobs until so many were killed; the first whose results differ ends it."""
+    worker = ImageWorker(Spec(model, "ar", layout=layout), pipe=load_pipeline(model))
+    show(campaign(worker, kills, items_of(items), seed) | {"layout": layout}, out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

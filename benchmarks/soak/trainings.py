@@ -7,9 +7,7 @@ of its curve once.
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import random
 import tempfile
 import time
@@ -17,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 
+from benchmarks.common import File, show
 from benchmarks.soak.kills import one_thread, struck
 from specmm.core.randomness import seeded
 from specmm.recipes.loop import Losses, Run, batch_rows, fit
@@ -89,17 +89,10 @@ def campaign(kills: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    text = json.dumps(campaign(given.kills, given.seed), indent=1)
-    print(text)
-    if given.out:
-        given.out.write_text(text + "\n")
+def main(kills: int = 60, seed: int = 0, out: File = None) -> None:
+    """Train until so many were killed; the first training that differs ends it."""
+    show(campaign(kills, seed), out)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
