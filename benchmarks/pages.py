@@ -31,6 +31,8 @@ FILE = re.compile(r"^<!-- file: (\S+) -->$", re.M)
 MARKER = re.compile(r"^<!-- results: ([\w-]+) -->$", re.M)
 
 Row = Mapping[str, Any]
+Columns = tuple[str | tuple[str, str], ...]
+"""Of a table: names in the results, or pairs of a title and one."""
 
 
 @dataclass(frozen=True)
@@ -246,14 +248,15 @@ class Table:
     """Columns of one result file, and the rows of it that a page shows."""
 
     file: str
-    columns: tuple[tuple[str, str], ...]
+    columns: Columns
     keep: Callable[[Row], bool] = lambda row: True
 
     def markdown(self) -> str:
         """The table, and a line that says how it was measured."""
         found = read(self.file)
         rows = [row for row in found["rows"] if self.keep(row)]
-        lines = [[_cell(key, row.get(key)) for _, key in self.columns] for row in rows]
+        named = [(column, column) if isinstance(column, str) else column for column in self.columns]
+        lines = [[_cell(key, row.get(key)) for _, key in named] for row in rows]
         where = found["environment"]
         commit = where.get("git", where.get("commit", "?"))
         machine = where.get("gpu") or where["machine"]
@@ -261,7 +264,7 @@ class Table:
             f"`benchmarks/results/{self.file}.csv`: {machine}, {where['cores']} cores, "
             f"load {where.get('load', 0):.0f}, {where['date'][:10]}, commit `{commit}`."
         )
-        return markdown([title for title, _ in self.columns], lines) + f"\n\n{told}"
+        return markdown([title for title, _ in named], lines) + f"\n\n{told}"
 
 
 def _cell(key: str, value: Any) -> str:
@@ -274,64 +277,44 @@ def _cell(key: str, value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-SPEED = (
-    ("method", "method"),
+SPEED: Columns = (
+    "method",
     ("over plain", "speedup"),
     ("lower quartile", "speedup_low"),
     ("upper quartile", "speedup_high"),
 )
-ROUNDS = (*SPEED, ("tokens a round", "tau"), ("certificate", "certificate"))
-TOLD = (("temperature", "temperature"), ("batch", "batch"), *ROUNDS)
-FIDS = (*SPEED, ("FID / plain", "fid_ratio"), ("certificate", "certificate"))
-LLAMAGEN = (("dtype", "dtype"), *ROUNDS, ("TV a token", "tv"))
-QUALITY = (
-    ("method", "method"),
-    ("samples", "samples"),
-    ("FID / plain", "fid_ratio"),
-    ("KID / plain", "kid_ratio"),
-    ("TV a token", "tv"),
-    ("certificate", "certificate"),
-)
+ROUNDS = (*SPEED, ("tokens a round", "tau"), "certificate")
+TOLD = ("temperature", "batch", *ROUNDS)
+FIDS = (*SPEED, ("FID / plain", "fid_ratio"), "certificate")
+LLAMAGEN = ("dtype", *ROUNDS, ("TV a token", "tv"))
+QUALITY = ("method", "samples", *LOSS.items(), "certificate")
 OFFICIAL = (
-    ("release", "release"),
-    ("model", "model"),
-    ("method", "method"),
-    ("batch", "batch"),
-    ("threads", "threads"),
+    *("release", "model", "method", "batch", "threads"),
     ("theirs, s", "theirs"),
     ("ours, s", "ours"),
     ("theirs / ours", "speedup"),
     *SPEED[2:],
     ("tau, theirs", "theirs_tau"),
     ("tau, ours", "ours_tau"),
-    ("repeats", "repeats"),
+    "repeats",
     ("theirs, MiB", "theirs_mib"),
     ("ours, MiB", "ours_mib"),
-    ("load", "load"),
+    "load",
     ("commit", "git"),
     ("measured", "date"),
 )
 STARTUP = (
-    ("command", "command"),
-    ("an import of", "over import of"),
-    ("seconds", "seconds"),
-    ("of the import", "of the import"),
-    ("ratio", "ratio"),
-    ("peak, MB", "peak, MB"),
-    ("of the import, MB", "of the import, MB"),
-    ("memory ratio", "memory ratio"),
+    *("command", ("an import of", "over import of"), "seconds", "of the import", "ratio"),
+    *("peak, MB", "of the import, MB", "memory ratio"),
 )
 SPELLED = ("prompt-lookup", "block", "deer", "text-draft", "diffuspec")
-STRUCTURED = tuple(
-    (x, x)
-    for x in (
-        *("schema", "whitespace", "example in the prompt", "plain, s"),
-        *(column for name in SPELLED for column in (name, f"{name} τ")),
-    )
+STRUCTURED = (
+    *("schema", "whitespace", "example in the prompt", "plain, s"),
+    *(column for name in SPELLED for column in (name, f"{name} τ")),
 )
-DOCTOR = tuple((x, x) for x in ("model", "head", "spoilt", "named", "forecast", "decoded", "found"))
+DOCTOR = ("model", "head", "spoilt", "named", "forecast", "decoded", "found")
 GPU_TRAINING = (
-    ("model", "model"),
+    "model",
     ("rows a step", "batch"),
     ("rows a second", "rows_s"),
     ("the target's share", "target_share"),
@@ -341,10 +324,10 @@ GPU_TRAINING = (
 )
 TAUS = ("τ greedy", "τ at T = 1")
 DEPTHS = ("depth 1", "depth 2", "depth 3", "depth 4")
-LOSSES = tuple((x, x) for x in ("model", "training", "loss", "steps", *TAUS, *DEPTHS))
-TRAINING = tuple((x, x) for x in ("training", "learning rate", "steps", "rows a second", *TAUS))
+LOSSES = ("model", "training", "loss", "steps", *TAUS, *DEPTHS)
+TRAINING = ("training", "learning rate", "steps", "rows a second", *TAUS)
 WAYS = ("chosen", "one", "two")  # seconds by so many threads
-THREADS = tuple((x, x) for x in ("busy programs", "call", *WAYS, "over the best"))
+THREADS = ("busy programs", "call", *WAYS, "over the best")
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
@@ -360,8 +343,8 @@ TABLES = {
     "llamagen-quality": Table("quality", QUALITY),
     "lantern-quality": Table("lantern_quality", QUALITY),
     "mar": Table("mar", (*FIDS, ("head calls a token", "head_calls_per_token"))),
-    "mar-compiled": Table("mar_compiled", (*SPEED, ("certificate", "certificate"))),
-    "var": Table("var", (("batch", "batch"), *FIDS)),
+    "mar-compiled": Table("mar_compiled", (*SPEED, "certificate")),
+    "var": Table("var", ("batch", *FIDS)),
     "llava": Table("vlm_speed_llava", TOLD, lambda row: row["questions"] == "describe"),
     "coder": Table("text_speed_coder", TOLD),
     "coder-compiled": Table("text_speed_coder_compiled", TOLD),
