@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Jobs = Annotated[
     str,
     typer.Argument(
-        help=".jsonl, .csv or .parquet of items, or .txt with one class a line; a path or address."
+        metavar="JOBS",
+        help=".jsonl, .csv or .parquet of items, or .txt with one class a line; a path or address.",
     ),
 ]
 Model = Annotated[
