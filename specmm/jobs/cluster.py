@@ -27,14 +27,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
 from specmm.image_ar.records import versions
 from specmm.jobs.folder import Job, Journal, Ledger, failure
 from specmm.jobs.items import Item
 from specmm.jobs.programs import OtherPlace
 from specmm.jobs.run import FIRST, Bar, JobCounts, Opener, Runner, working
-from specmm.loading.extras import install
 
 log = logging.getLogger(__name__)
 LOCAL = "127.0.0.1"
@@ -51,12 +52,8 @@ def run_ray(
 
     ``opener`` of an actor's first items, and of its ``share`` of all by method, gives the actor's.
 
-    Raises ``ValueError`` without ray, and where no node can make them.
+    Raises ``ValueError`` where no node can make them.
     """
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
     if not ray.is_initialized():
         _check_address(os.environ.get("RAY_ADDRESS", ""))
         try:
@@ -169,8 +166,6 @@ class _Pool:
     said: set[str] = field(default_factory=set)
 
     def run(self, items: Sequence[Item]) -> JobCounts:
-        import ray
-
         self.code = code()
         self.most = self.job.limits.batch or FIRST  # items of an actor's first batch
         self.ceiling = len(items)
@@ -215,8 +210,6 @@ class _Pool:
 
         Raises ``ValueError`` where all of them are left out.
         """
-        import ray
-
         if time.monotonic() - self.looked < LOOK:
             return
         self.looked = time.monotonic()
@@ -252,8 +245,6 @@ class _Pool:
 
     def _start_actors(self) -> None:
         """Start as many as are asked for and fit, evenly over the nodes that did not fail."""
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 
         usable = self._usable()
         fit = sum(node.slots for node in usable)
@@ -318,8 +309,6 @@ class _Pool:
 
     def _take(self, reference: Any) -> None:
         """Count what a call came to."""
-        import ray
-
         call = self.calls.pop(reference)
         member, batch, _ = call
         try:
@@ -335,7 +324,7 @@ class _Pool:
                 ours, theirs = (set(each.items()) for each in (self.code, found))
                 said = ", ".join(f"{k} {v}" for k, v in sorted(theirs - ours))
                 wanted = ", ".join(f"{k} {v}" for k, v in sorted(ours - theirs))
-                self._drop(member)
+                ray.kill(member.actor)
                 self._leave_out(member.node, f"it has {said}, and this machine {wanted}")
             else:
                 self.idle.append(member)
@@ -366,24 +355,17 @@ class _Pool:
     def _refused(self, call: _Call, error: BaseException) -> None:
         """An actor could not begin, or raised what is not about its items."""
         member, batch, _ = call
-        self._drop(member)
+        ray.kill(member.actor)
         if batch and not isinstance(error, OtherPlace):
             raise error
         self.waiting.extendleft(reversed(batch))
         self._leave_out(member.node, _sentence(error))
 
-    def _drop(self, member: _Member) -> None:
-        import ray
-
-        ray.kill(member.actor)
-
     def _died(self, call: _Call, error: BaseException) -> None:
         """Hand out again what a dead actor has left."""
-        import ray
-
         member, batch, suspect = call
         node = member.node
-        self._drop(member)
+        ray.kill(member.actor)
         known = Ledger(self.job.journals, member.name)
         left = [item for item in batch if item.id not in known]
         made = [item.id for item in batch if item.id in known]

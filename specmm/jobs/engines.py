@@ -25,6 +25,7 @@ from specmm.jobs.results import sums_of
 from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
 from specmm.jobs.verify import damage, exchanged, unpack_torn
 from specmm.jobs.workers import ImageWorker, Worker, kind_of_items
+from specmm.loading.extras import install
 from specmm.zoo.model_files import files_of_models
 
 
@@ -145,8 +146,15 @@ def share(items: Sequence[Item]) -> list[Item]:
 def run_cluster(
     job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
 ) -> JobCounts:
-    """Make ``items`` with the actors of a Ray cluster; see :mod:`specmm.jobs.cluster`."""
-    from specmm.jobs.cluster import run_ray
+    """Make ``items`` with the actors of a Ray cluster, see :mod:`specmm.jobs.cluster`; raises
+    ``ValueError`` without ray.
+    """
+    try:
+        from specmm.jobs.cluster import run_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
 
     def of(some: Sequence[Item], share: Mapping[str | None, int]) -> Opener:
         return opener or partial(open_worker, job, some, job.limits.device, share)
