@@ -1,0 +1,1 @@
+"""A server of OpenAI's protocol, and the engine behind it."""
