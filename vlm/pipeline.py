@@ -215,6 +215,10 @@ class VQAPipeline(Pipeline):
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
+    def read(self, prompts: Any, options: Options) -> VLMPrompt:
+        asked = _asked(None, prompts, None, options)
+        return VLMPrompt(asked.inputs(self.processor), options.max_new_tokens, asked)
+
     @in_its_turn(lambda pipe: pipe.model)
     def begin(
         self,

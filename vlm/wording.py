@@ -290,11 +290,11 @@ def _asked(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*shown, as_text(text)]}]
 
 
-def _templated(processor: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    own = getattr(processor, "chat_template", None)
-    given = {} if own else {"chat_template": template_of(processor)}
+def _templated(processor: Any, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    if not getattr(processor, "chat_template", None):
+        more["chat_template"] = template_of(processor)
     return str(
-        processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **given)
+        processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **more)
     )
 
 

@@ -69,7 +69,7 @@ def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: i
     if rows > len(path):  # guidance branches keep the same nodes
         source = source.repeat(rows // len(path), 1)  # [R, M]
         wanted = wanted.repeat(rows // len(path), 1)
-    if not data.is_contiguous():
+    if data.stride(1) != slots * data.stride(2):
         each = torch.arange(rows, device=path.device)[:, None]
         data[:, each, wanted] = data[:, each, source]
         return
@@ -78,4 +78,7 @@ def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: i
         source = source + first_slot
         wanted = wanted + first_slot
     flat = data.flatten(1, 2)  # two thirds of the time of indexing rows and slots
-    flat.index_copy_(1, wanted.flatten(), flat.index_select(1, source.flatten()))
+    source = source.flatten()
+    # of some rows of a larger memory, index_select would copy all
+    moved = flat.index_select(1, source) if data.is_contiguous() else flat[:, source]
+    flat.index_copy_(1, wanted.flatten(), moved)

@@ -13,6 +13,7 @@ nodes kept a round.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from specmm.core.state import with_one, without
 from specmm.core.tree import TreeShape
 from specmm.kernels.backend import backend
 from specmm.kernels.kv_commit import commit
@@ -211,14 +213,15 @@ class Cache:
                 for half in dict.fromkeys(halves)
             }
             self.arrays = list(made.values())
+            self.memory = self.arrays  # of all rows there is room for
             numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
             where = [list(made).index(half) for half in halves]
             each = list(zip(where, numbers, strict=True))
-            pairs = list(zip(each[::2], each[1::2], strict=True))
-            views = Views(self.arrays, pairs)
+            self.pairs = list(zip(each[::2], each[1::2], strict=True))
+            views = Views(self.arrays, self.pairs)
             self.layers = [
                 Memory(self.arrays[a][i], self.arrays[b][j], views, layer)
-                for layer, ((a, i), (b, j)) in enumerate(pairs)
+                for layer, ((a, i), (b, j)) in enumerate(self.pairs)
             ]
             self.lengths = torch.zeros(size.batch, dtype=torch.int64, device=device)
         # [R, capacity] bool: padding that no row may attend
@@ -317,22 +320,75 @@ class Cache:
             commit(array, path, kept, self.lengths, self.front)
         self.lengths += kept
 
-    def take(self, row: int, other: Cache) -> None:
-        """Replace ``row``'s tokens by those of the only sample of ``other``.
+    def join(self) -> None:
+        """One more row, empty. Without guidance."""
+        rows = self.size.batch + 1
+        if rows > self.memory[0].shape[1]:
+            room = dataclasses.replace(self.size, batch=2 * rows)
+            self._move(Cache(room, self.dtype, self.device))
+        self.lengths = with_one(self.lengths)
+        self._show(rows)
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes; its memory is kept for later ones."""
+        last = self.size.batch - 1
+        if row != last:
+            slots = int(self.lengths[last])
+            for array in self.arrays:
+                array[:, row, :slots] = array[:, last, :slots]
+        self.lengths = without(self.lengths, row)
+        self._show(last)
+
+    def widen(self, capacity: int) -> None:
+        """Room for ``capacity`` tokens a row, at least."""
+        if capacity > self.size.capacity:
+            rows, count = self.memory[0].shape[1], self.size.batch
+            self._move(
+                Cache(
+                    dataclasses.replace(self.size, batch=rows, capacity=capacity),
+                    self.dtype,
+                    self.device,
+                )
+            )
+            self._show(count)
+
+    def _move(self, other: Cache) -> None:
+        """Into the memory of ``other``, an empty cache with more room."""
+        slots = self.size.capacity
+        for new, array in zip(other.arrays, self.arrays, strict=True):
+            new[:, : self.size.rows, :slots] = array[:, :, :slots]
+        self.memory, self.slots = other.arrays, other.slots
+        self.size = dataclasses.replace(other.size, batch=self.size.batch)
+        self._columns = other._columns
+
+    def _show(self, rows: int) -> None:
+        """The first ``rows`` of the memory are the batch."""
+        self.size = dataclasses.replace(self.size, batch=rows)
+        self.arrays = [array[:, :rows] for array in self.memory]
+        views = Views(self.arrays, self.pairs)
+        for layer, ((a, i), (b, j)) in zip(self.layers, self.pairs, strict=True):
+            layer.keys, layer.values, layer.views = self.arrays[a][i], self.arrays[b][j], views
+        self.front = self.size.capacity
+        self._bias, self._biases = None, TreeBiases()
+
+    def take(self, row: int, other: Cache, source: int = 0) -> None:
+        """Replace ``row``'s tokens by those of the sample ``source`` of ``other``.
 
         Raises ``ValueError`` if ``other`` has more capacity than this cache.
         """
         rows = slice(row, None, self.size.batch)  # in all guidance branches
+        from_rows = slice(source, None, other.size.batch)
         slots = other.size.capacity
         if slots > self.size.capacity:
             raise ValueError(
                 f"a sample must fit the {self.size.capacity} slots of its row, got {slots}"
             )
+        kept = int(other.lengths[source])
         for ours, theirs in zip(self.arrays, other.arrays, strict=True):
-            ours[:, rows, :slots] = theirs[:, :, :slots]
-        self.lengths[row] = other.lengths[0]
+            ours[:, rows, :kept] = theirs[:, from_rows, :kept]
+        self.lengths[row] = other.lengths[source]
         hidden = other.hidden_prefix
         if self.hidden_prefix is None and hidden is not None:
             self.hidden_prefix = hidden.new_zeros(self.size.rows, self.size.capacity)
         if self.hidden_prefix is not None:
-            self.hidden_prefix[rows, :slots] = False if hidden is None else hidden
+            self.hidden_prefix[rows, :slots] = False if hidden is None else hidden[from_rows]

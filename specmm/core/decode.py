@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.choose.threads import look_again
@@ -23,6 +24,7 @@ from specmm.core.drafter import Drafter, Feedback, NoDrafts, check_rule, committ
 from specmm.core.late import Late
 from specmm.core.processors import check_finite, not_finite
 from specmm.core.randomness import Uniforms, UniformSource, categorical
+from specmm.core.state import with_one, without
 from specmm.core.stats import Clock, Stats
 from specmm.core.target import Target, TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
@@ -117,6 +119,21 @@ class Progress:
         self.since_start = 0
         if self.stop is not None:
             self._end(*self.stop(self.tokens, before, self.counts))
+
+    def widen(self, tokens: int) -> None:
+        """Rows have room for so many ``tokens``."""
+        if tokens > self.tokens.shape[1]:
+            self.tokens = F.pad(self.tokens, (0, room(tokens) - self.tokens.shape[1]))
+
+    def join(self) -> None:
+        """One more row, which is then restarted."""
+        for name in ("tokens", "counts", "limits"):
+            setattr(self, name, with_one(getattr(self, name)))
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        for name in ("tokens", "counts", "limits"):
+            setattr(self, name, without(getattr(self, name), row))
 
     def _end(self, counts: Tensor, done: Tensor) -> None:
         """Commit ``counts`` [B] tokens; rows that are ``done`` [B] end there."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specmm.core.cache import branched
 from specmm.core.randomness import UniformSource
+from specmm.core.state import with_one, without
 from specmm.core.stats import Clock
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape, at_nodes
@@ -83,10 +84,23 @@ class Feedback:
             DraftTree(by["nodes"], shape, by.get("drawn_from"), tree.drafted),
             VerifyResult(by["path"], by["kept"], by["next_token"], by.get("excess")),
             by["tokens"],
-            by["fresh"],
+            by.get("fresh"),
             by["accepted"],
-            by["checks"],
+            by.get("checks"),
         )
+
+    def joined(self) -> Feedback:
+        """With one more row, which must begin anew."""
+        return self._each_row(with_one)
+
+    def left(self, row: int) -> Feedback:
+        """Without ``row``, whose place the last one takes."""
+        return self._each_row(lambda x: without(x, row))
+
+    def _each_row(self, change: Callable[[Tensor], Tensor]) -> Feedback:
+        shared = ("checks", "parents") if self.drafted[0].shape.shared else ("checks",)
+        found = self.tensors()
+        return self.held({k: x if k in shared else change(x) for k, x in found.items()})
 
     def continued(self, there: Tensor) -> Tensor:
         """``there`` [B, n] bool of rows that go on, and nothing of those that have just started."""

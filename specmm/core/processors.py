@@ -10,6 +10,7 @@ Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens 
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.state import with_one, without
 from specmm.core.tree import DraftTree
 from specmm.extending.kinds import check_at_least, check_numbers, check_whole
 from specmm.kernels import top_k
@@ -44,11 +46,28 @@ class History:
         self.lengths = lengths.clone()
         self.prompts = lengths.clone()  # [B], tokens before the answers
 
-    def take(self, row: int, other: History) -> None:
-        """Replace ``row``'s tokens by those of the only row of ``other``, which must fit."""
-        self.tokens[row, : other.tokens.shape[1]] = other.tokens[0]
-        self.lengths[row] = other.lengths[0]
-        self.prompts[row] = other.prompts[0]
+    def take(self, row: int, other: History, source: int = 0) -> None:
+        """Replace ``row``'s tokens by those of the row ``source`` of ``other``, which must fit."""
+        self.tokens[row, : other.tokens.shape[1]] = other.tokens[source]
+        self.lengths[row] = other.lengths[source]
+        self.prompts[row] = other.prompts[source]
+
+    def rows(self, some: Tensor) -> History:
+        """The history of ``some`` rows [n] alone."""
+        found = copy.copy(self)
+        for name in self.state:
+            setattr(found, name, getattr(self, name)[some])
+        return found
+
+    def join(self) -> None:
+        """One more row, empty."""
+        for name in self.state:
+            setattr(self, name, with_one(getattr(self, name)))
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        for name in self.state:
+            setattr(self, name, without(getattr(self, name), row))
 
     def append(self, tokens: Tensor, kept: Tensor) -> None:
         """Add the first ``kept`` [B] of ``tokens`` [B, M]."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -57,3 +58,20 @@ def _found(
             yield from _found(held, k, held[k], f"{name}[{k!r}]", seen, fixed)
     elif held is not None:
         yield from _slots(held, name, seen)
+
+
+def with_one(x: Tensor, dim: int = 0) -> Tensor:
+    """``x`` with one more row, of zeros, the last along ``dim``."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def without(x: Tensor, row: int, dim: int = 0) -> Tensor:
+    """``x`` without a ``row`` along ``dim``, whose place the last one takes; its memory is that of
+    ``x``, which is written to.
+    """
+    last = x.shape[dim] - 1
+    if row != last:
+        x.select(dim, row).copy_(x.select(dim, last))
+    return x.narrow(dim, 0, last)

@@ -103,7 +103,10 @@ class TreeShape:
         """A root followed by ``length`` drafts, one after the other, at least 0."""
         if length < 0:
             raise ValueError(f"a chain must have at least 0 drafts, got {length}")
-        return cls.from_parents(list(range(-1, length)), device)
+        made = cls.from_parents(list(range(-1, length)), device)
+        nodes = torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device)
+        made.ancestors = nodes.tril()  # at once: paths of a long chain would take seconds
+        return made
 
     def parents_of(self, row: int) -> list[int]:
         """The parent of each node of a ``row``, -1 for the root."""

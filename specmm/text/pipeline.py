@@ -168,8 +168,7 @@ class TextPipeline(Pipeline):
         """The model as a target for ``prompts``, and these as it reads them, all at once."""
         given = self.options(options)
         target = VLMTarget(self.model, given.processor, self.name)
-        ids = self._read(prompts, given)
-        prompt = VLMPrompt({**padded(ids)}, given.max_new_tokens)
+        prompt = self.read(prompts, given)
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
@@ -186,6 +185,10 @@ class TextPipeline(Pipeline):
         if not chat:
             return [self._raw(text) for text in given]
         return [self._marked(self.templated(text)) for text in given]
+
+    def read(self, prompts: Any, options: Options) -> VLMPrompt:
+        ids = prompts if _is_ids(prompts) else self._read(prompts, options)
+        return VLMPrompt({**padded(ids)}, options.max_new_tokens)
 
     def _read(self, prompts: str | Sequence[str] | None, options: Options) -> list[list[int]]:
         """Ids of each prompt, or of each chat of the ``options``."""
@@ -263,6 +266,11 @@ class TextPipeline(Pipeline):
         most = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
         return work.programs(most, lambda: self._compiled(method, options)) is not None
+
+
+def _is_ids(prompts: object) -> bool:
+    """Whether ``prompts`` are lists of ids."""
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list)
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:

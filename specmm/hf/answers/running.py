@@ -474,6 +474,12 @@ class Pipeline:
             warnings.warn(said, IdleOption, stacklevel=2)
         return found
 
+    def read(self, prompts: Any, options: Options) -> VLMPrompt:
+        """``prompts``, texts or lists of ids, or the chats of ``options``, as the model reads them;
+        pictures are in chats.
+        """
+        raise NotImplementedError
+
     def constrain(
         self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt
     ) -> None:

@@ -27,13 +27,15 @@ FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 @dataclass(frozen=True)
 class Chat:
     """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``rates`` are
-    frames a second of videos, where they are said.
+    frames a second of videos, where they are said; ``more`` goes to the chat template, as ``tools``
+    do.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
     rates: list[Any] = field(default_factory=list)
+    more: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, messages: Any) -> Chat:
@@ -125,7 +127,7 @@ def chats_of(given: Any) -> list[Chat]:
 
 def written(
     chat: Chat,
-    write: Callable[[list[dict[str, Any]]], Any],
+    write: Callable[..., Any],
     forms: Sequence[Callable[[Any], Any]],
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
@@ -138,7 +140,8 @@ def written(
     reason = "others"
     for form in forms:
         try:
-            found = str(write([{**one, "content": form(one["content"])} for one in chat.messages]))
+            said = [{**one, "content": form(one["content"])} for one in chat.messages]
+            found = str(write(said, **chat.more))
             if fits(found, chat.texts, tokens):
                 return found
             usual = found if usual is None else usual

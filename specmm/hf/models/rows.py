@@ -1,0 +1,247 @@
+"""A target whose rows join and leave between rounds, and whose prompts are read in pieces.
+
+Shape letters: B rows, k tokens of a piece, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specmm.core.processors import History, Processor
+from specmm.core.state import with_one, without
+from specmm.core.target import TargetOutput
+from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.models.families import WAYS, Family
+from specmm.hf.models.probe import way_of
+from specmm.hf.models.target import ProbsProcessor, VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt, padded
+
+NEAR = 256  # tokens by which the room of rows grows
+
+
+class RowProcessors:
+    """A processor for each row of a batch; rows of equal ones are asked together."""
+
+    def __init__(self, rows: Sequence[ProbsProcessor] = ()) -> None:
+        self.rows = list(rows)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every distribution is a point mass."""
+        return all(row.greedy for row in self.rows)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a row's distributions depend on the tokens seen."""
+        return any(row.stateful for row in self.rows)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Rows were checked when they were made."""
+
+    def probs(
+        self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
+    ) -> Tensor:
+        """Distributions [B, N, V] of ``logits`` [B, N, V]."""
+        groups: list[tuple[ProbsProcessor, list[int]]] = []
+        for number, row in enumerate(self.rows):
+            alike = next((rows for one, rows in groups if _alike(one, row)), None)
+            if alike is None:
+                groups.append((row, [number]))
+            else:
+                alike.append(number)
+        if len(groups) == 1:
+            return groups[0][0].probs(logits, history, tree)
+        kind = torch.promote_types(logits.dtype, torch.float32)
+        found = torch.empty_like(logits, dtype=kind)
+        for own, rows in groups:
+            some = torch.tensor(rows, device=logits.device)
+            part = None if tree is None else _part(tree, some)
+            found[some] = own.probs(logits[some], history.rows(some), part)
+        return found
+
+
+def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
+    """Whether two rows may be asked together: plain processors know nothing of their row."""
+    return one is other or (isinstance(one, Processor) and one == other)
+
+
+def _part(tree: DraftTree, some: Tensor) -> DraftTree:
+    """``some`` rows [n] of a ``tree``."""
+    shape = tree.shape
+    if not shape.shared:
+        shape = TreeShape(shape.parents[some], shape.depth, shape.width)
+    return DraftTree(tree.tokens[some], shape)
+
+
+class RowsTarget(VLMTarget):
+    """A model as the target of an engine.
+
+    It begins without rows. Each one that joins takes the prompt of a :class:`Reading`. Raises
+    ``ValueError`` for models that :func:`takes_rows` rules out.
+    """
+
+    processor: RowProcessors
+
+    def __init__(self, model: Any, name: str) -> None:
+        super().__init__(model, RowProcessors(), name)
+        if reason := why_no_rows(self.family, self.way):
+            raise ValueError(f"rows of {name} cannot join others: {reason}")
+        self.scratch = 1
+
+    @property
+    def reads_ragged(self) -> bool:
+        """Whether prompts of several lengths can be read at once."""
+        prompt = VLMPrompt({**padded([[0, 0], [0]])}, 1).to(self.device, self.dtype)
+        try:
+            return way_of(self.model, prompt, self._probing) == WAYS[0]
+        except ValueError:
+            return False
+
+    def open(self, scratch: int) -> None:
+        """Without rows, with room for trees of ``scratch`` nodes."""
+        self.scratch = scratch
+        self.processor.rows.clear()
+        self.make_room(VLMPrompt({**padded([[0]])}, NEAR - 1).to(self.device, self.dtype), scratch)
+        self.history = History(self.prompt.input_ids, self.prompt.lengths, NEAR)
+        for part in (self.cache, self.history):
+            part.leave(0)
+        self._each_row(lambda x: without(x, 0, -1), lambda x: without(x, 0))
+
+    def _each_row(self, last: Any, first: Any) -> None:
+        self.offsets, self.begins = last(self.offsets), first(self.begins)
+        self.places = first(self.places)
+
+    def widen(self, room: int) -> None:
+        """Rows of ``room`` tokens have room."""
+        room = -(-room // NEAR) * NEAR
+        if room <= self.cache.size.capacity:
+            return
+        more = room - self.cache.size.capacity
+        self.cache.widen(room)
+        self.history.tokens = torch.nn.functional.pad(self.history.tokens, (0, more))
+        self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(self.begins), 1)
+
+    def join(self) -> None:
+        """One more row, the last, which then takes a reading."""
+        self.processor.rows.append(Processor(0.0))
+        self.cache.join()
+        self.history.join()
+        self._each_row(lambda x: with_one(x, -1), with_one)
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        rows = self.processor.rows
+        rows[row] = rows[-1]
+        rows.pop()
+        self.cache.leave(row)
+        self.history.leave(row)
+        self._each_row(lambda x: without(x, row, -1), lambda x: without(x, row))
+
+    def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
+        """The prompt ``source`` of ``reading`` begins in ``row``; the output after it."""
+        alone = reading.alone
+        self.started = alone
+        self.widen(reading.room)
+        self.processor.rows[row] = alone.processor.rows[source]
+        self.cache.take(row, alone.cache, source)
+        self.history.take(row, alone.history, source)
+        if alone.offsets.ndim > self.offsets.ndim:
+            self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
+        self.offsets[..., row] = alone.offsets[..., source]
+        self.begins[row] = alone.begins[source]
+        self.places[row] = torch.arange(self.cache.slots, device=self.device)
+        some = slice(source, source + 1)
+        output = reading.output
+        assert output is not None
+        return TargetOutput(output.probs[some], output.hidden[some], output.extremes)
+
+    def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
+        self.logits = logits  # [B, N, V], for those who ask how likely a token was
+        return super()._probs(logits, tree)
+
+    def read_on(self, ids: Tensor, last: bool) -> TargetOutput | None:
+        """Read the next tokens ``ids`` [1, k] of a prompt; the output after them if they are the
+        ``last``.
+        """
+        count = ids.shape[1]
+        shape = TreeShape.chain(count - 1, self.device)
+        cache = self.cache
+        cache.aim_at_tree()
+        positions = cache.lengths[:, None] + shape.depths
+        whole = self.family.takes_trees
+        mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
+        states = self.states(ids, positions, mask)
+        kept = torch.arange(count, device=self.device)[None]
+        cache.keep(kept, torch.full_like(self.begins, count))
+        if not last:
+            return None
+        hidden = self._drafters_states(states)
+        return self._output(states[:, -1:], hidden[:, -1:], None, positions[:, -1:])
+
+
+def why_no_rows(family: Family, way: Any) -> str:
+    """Why rows of such a model cannot join others; empty where they can."""
+    if family.turning_point is not None or family.stretched_after is not None:
+        return "its positions depend on the length of a text"
+    if family.chains_only or None in family.layer_sizes:
+        return "it has layers with states"
+    if family.reads_pictures_apart:
+        return "its layers attend to all pictures of a batch side by side"
+    return "" if way == WAYS[0] else "its own generate prepares each step"
+
+
+class Reading:
+    """A prompt being read by itself, or several short ones at once: ``processors`` are theirs,
+    ``most`` the tokens of the largest piece, ``room`` those that prompt and answer may have.
+    """
+
+    def __init__(
+        self,
+        target: RowsTarget,
+        prompt: VLMPrompt,
+        processors: Sequence[ProbsProcessor],
+        room: int,
+        most: int,
+    ) -> None:
+        self.alone: RowsTarget = copy.copy(target)
+        self.alone.__dict__.pop("started", None)
+        self.alone.processor = RowProcessors(processors)
+        self.prompt = prompt
+        self.room = room
+        self.most = most
+        self.read = 0  # tokens of a prompt by itself
+        self.left = prompt.input_ids.shape[1]
+        self.output: TargetOutput | None = None  # of the last token
+
+    @torch.inference_mode()
+    def go_on(self, count: int) -> None:
+        """Read ``count`` more tokens, or all that there are; a prompt with pictures is read whole,
+        and so are several.
+        """
+        prompt, alone = self.prompt, self.alone
+        whole = len(prompt.lengths) > 1 or bool(prompt.vision) or alone.wants_context
+        count = self.left if whole else min(count, self.left)
+        ids = prompt.input_ids[:, self.read : self.read + count]
+        last = count == self.left
+        if self.read:
+            self.output = alone.read_on(ids, last)
+        else:
+            part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
+            output = alone.prefill(part, 0 if last else self.most)
+            if alone.way != WAYS[0]:
+                raise ValueError(
+                    f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
+                    "join others"
+                )
+            self.output = output if last else None
+            alone.prompt = prompt
+            alone.history = History(prompt.input_ids, prompt.lengths, 1)
+            if not last:
+                alone.begins = prompt.begins.clone()
+        self.read += count
+        self.left -= count

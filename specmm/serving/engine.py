@@ -1,0 +1,393 @@
+"""The engine: many requests answered in one batch, whose rows join and leave between rounds.
+
+Prompts are read in pieces beside the rounds, so that no answer waits long for another's prompt;
+several short ones are read at once. Every row has its own settings, limit, stops and generator, and
+its tokens do not depend on the others, but for how products of other sizes round.
+
+Shape letters: N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from specmm import methods
+from specmm.core.decode import check_output
+from specmm.core.drafter import NoDrafts
+from specmm.core.rows import Rows
+from specmm.core.turns import turns_of
+from specmm.hf.answers.running import Pipeline
+from specmm.hf.models.rows import Reading, RowsTarget
+from specmm.hf.prompts.options import Options
+from specmm.hf.prompts.prompt import VLMPrompt, padded
+from specmm.loading.files import sentence_of
+from specmm.runs.run import HERE, Place, kinds_of, open_model
+from specmm.serving.answer import Answer, GrowingText, RowStops
+from specmm.serving.requests import Asked, Busy, Tell
+from specmm.verify import Recursive
+from specmm.verify.claims import run_claim
+
+log = logging.getLogger(__name__)
+PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
+PIECES = (16, 512)
+ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
+BESIDE = 2.0  # rounds that a piece may take
+NO_DRAFTS = methods.AR()
+NEWEST = 0.1  # weight of the latest measurement
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
+    the model's).
+    """
+
+    rows: int = 16
+    waiting: int = 256
+    tokens: int = 0
+
+
+@dataclass
+class Pieces:
+    """How many tokens of prompts are read beside a round: what takes ``BESIDE`` rounds."""
+
+    seconds: float = 0.0  # of a token
+    round_seconds: float = 0.0
+    least: int = PIECES[0]
+
+    @property
+    def size(self) -> int:
+        """Tokens of the next piece."""
+        if not self.seconds or not self.round_seconds:
+            return PIECE
+        wanted = BESIDE * self.round_seconds / self.seconds
+        return int(min(max(wanted, self.least), PIECES[1]))
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A piece of ``tokens`` took so long."""
+        self.seconds = _mean(self.seconds, seconds / tokens)
+
+    def played(self, seconds: float) -> None:
+        """A round took so long."""
+        self.round_seconds = _mean(self.round_seconds, seconds)
+
+
+def _mean(before: float, latest: float) -> float:
+    return latest if not before else before + NEWEST * (latest - before)
+
+
+@dataclass
+class _Read:
+    """Prompts being read, and whose they are."""
+
+    reading: Reading
+    answers: list[Answer]
+
+
+class BatchEngine:
+    """Answers requests to the model of ``pipe``; see :class:`specmm.serving.requests.Engine`.
+
+    ``stripped``: whether blanks around an answer are left out. Raises ``ValueError`` for a model
+    whose rows cannot join others.
+    """
+
+    def __init__(self, pipe: Pipeline, limits: Limits, stripped: bool = False) -> None:
+        self.pipe = pipe
+        self.name = pipe.name
+        self.limits = limits
+        self.stripped = stripped
+        self.target = RowsTarget(pipe.model, pipe.name)
+        self.stops = RowStops(pipe.ends(), self.target.device)
+        self.waiting: deque[Answer] = deque()
+        self.reads: deque[_Read] = deque()
+        self.pieces = Pieces()
+        self.made: Counter[str] = Counter()
+        self.closing = False
+        self.deadline = 0.0
+        self.changed = threading.Condition()
+        self.preparing = threading.Lock()
+        self.rows = self._empty()
+        self.thread = threading.Thread(target=self._work, name=f"engine {self.name}", daemon=True)
+        self.thread.start()
+
+    def submit(self, asked: Asked, tell: Tell) -> Answer:
+        """See :class:`specmm.serving.requests.Engine`."""
+        self._check_room()
+        with self.preparing:
+            answer = self._answer(asked, tell)
+        with self.changed:
+            self._check_room()
+            self.waiting.append(answer)
+            self.changed.notify()
+        self.made["requests"] += 1
+        return answer
+
+    def counts(self) -> Mapping[str, float]:
+        """See :class:`specmm.serving.requests.Engine`."""
+        now = {"rows": self.rows.count, "waiting": len(self.waiting), "reading": len(self.reads)}
+        return {**self.made, **now, "piece_tokens": self.pieces.size}
+
+    def close(self, seconds: float = 0.0) -> None:
+        """See :class:`specmm.serving.requests.Engine`."""
+        with self.changed:
+            self.closing = True
+            self.deadline = time.monotonic() + seconds
+            self.changed.notify()
+        self.thread.join()
+
+    def _check_room(self) -> None:
+        if self.closing:
+            raise Busy("the server is stopping; ask another one")
+        if len(self.waiting) >= self.limits.waiting:
+            raise Busy(f"{len(self.waiting)} requests wait already; ask again later")
+
+    def _answer(self, asked: Asked, tell: Tell) -> Answer:
+        """``asked`` as the model reads it; raises ``ValueError``."""
+        pipe, target = self.pipe, self.target
+        options, prompt = self._read_request(asked)
+        target.check(prompt)
+        room = self.limits.tokens or target.family.room
+        length = int(prompt.lengths[0])
+        if length + options.max_new_tokens > room:
+            raise ValueError(
+                f"prompt and answer must fit {room} tokens, got {length} of the prompt and "
+                f"max_tokens {options.max_new_tokens}; shorten one of them"
+            )
+        [generator] = options.generators(1, target.device)
+        alone = copy.copy(target)
+        alone.processor = options.processor  # type: ignore[assignment]
+        pipe.constrain(alone, NO_DRAFTS, options, prompt)
+        own = alone.processor
+        tokenizer = pipe.tokenizer
+
+        def raw(ids: list[int]) -> str:
+            return str(tokenizer.decode(ids[-4:], skip_special_tokens=True))
+
+        text = GrowingText(pipe.stops(options), raw, self.stripped)
+        limit = options.max_new_tokens
+        prompt = replace(prompt, max_new_tokens=1)
+        one = lambda token: str(tokenizer.decode([token]))  # noqa: E731
+        return Answer(asked, tell, prompt, options, own, generator, limit, text, one)
+
+    def _read_request(self, asked: Asked) -> tuple[Options, VLMPrompt]:
+        given = dict(asked.options)
+        if asked.messages is not None:
+            given["messages"] = list(asked.messages)
+        options = self.pipe.options(given)
+        for name in ("batch_size", "compiled", "draw", "drafter", "method", "tree", "rule"):
+            if given.get(name):
+                raise ValueError(f"{name} is the server's, and not of a request; leave it out")
+        if asked.messages is not None:
+            options.messages[0] = replace(options.messages[0], more=asked.more)
+        prompt = asked.prompt
+        prompts = prompt if prompt is None or isinstance(prompt, str) else [list(prompt)]
+        return options, self.pipe.read(prompts, options)
+
+    # ---- in the engine's thread
+
+    def _empty(self) -> Rows:
+        """A batch without rows."""
+        drafter = NoDrafts()
+        self.target.open(max(drafter.max_nodes, 1))
+        self.stops.rows.clear()
+        return Rows(self.target, drafter, Recursive(), self.stops)
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Those that have a row, by its number."""
+        return self.stops.rows
+
+    def _work(self) -> None:
+        call = object()
+        turns = turns_of(self.pipe.model)
+        while True:
+            with self.changed:
+                while not (self.waiting or self.reads or self.answers or self.closing):
+                    self.changed.wait()
+            if self.closing and self._stopped():
+                return
+            with turns.take(call), torch.inference_mode():
+                self._step()
+
+    def _stopped(self) -> bool:
+        """Whether all is answered, or there is no time left for it."""
+        left = [*self.answers, *self.waiting, *(one for read in self.reads for one in read.answers)]
+        if left and time.monotonic() < self.deadline:
+            return False
+        for answer in left:
+            answer.end("error", error="the server was stopped before the answer ended")
+        return True
+
+    def _step(self) -> None:
+        """Free the rows of those who left, read a piece of a prompt, play a round."""
+        for row in reversed(range(self.rows.count)):
+            if self.answers[row].cancelled:
+                self._leave(row, "cancelled")
+        self._admit()
+        if self.reads:
+            self._read()
+        if self.rows.count:
+            self._round()
+
+    def _admit(self) -> None:
+        """Begin to read waiting prompts for which there are rows: short ones at once."""
+        busy = self.rows.count + sum(len(read.answers) for read in self.reads)
+        budget = self.pieces.size if self.rows.count else ALONE
+        together: list[Answer] = []
+        with self.changed:
+            while self.waiting and busy < self.limits.rows:
+                answer = self.waiting[0]
+                if answer.cancelled:
+                    self.waiting.popleft().end("cancelled")
+                    continue
+                widest = max([answer.prompt_tokens, *(one.prompt_tokens for one in together)])
+                if together and (
+                    answer.prompt.vision
+                    or together[0].prompt.vision
+                    or widest * (len(together) + 1) > budget
+                ):
+                    break
+                if self.reads or (together and not self.target.reads_ragged):
+                    break
+                together.append(self.waiting.popleft())
+                busy += 1
+        if together:
+            self._begin(together)
+
+    def _begin(self, answers: list[Answer]) -> None:
+        prompt = answers[0].prompt
+        if len(answers) > 1:
+            prompt = VLMPrompt({**padded([one.prompt.rows()[0] for one in answers])}, 1)
+        prompt = prompt.to(self.target.device, self.target.dtype)
+        own = [one.processor for one in answers]
+        room = max(one.room for one in answers) + self.target.scratch
+        self.reads.append(_Read(Reading(self.target, prompt, own, room, PIECES[1]), answers))
+
+    def _read(self) -> None:
+        """Read a piece of the first prompts; those that are read join."""
+        read = self.reads[0]
+        if all(one.cancelled for one in read.answers):
+            self.reads.popleft()
+            for one in read.answers:
+                one.end("cancelled")
+            return
+        start = time.perf_counter()
+        before = read.reading.left
+        try:
+            read.reading.go_on(self.pieces.size if self.rows.count else ALONE)
+            tokens = (before - read.reading.left) * len(read.answers)
+            seconds = time.perf_counter() - start
+            self.pieces.read(tokens, seconds)
+            self.made["prompt_tokens"] += tokens
+            self.made["read_seconds"] += seconds  # type: ignore[assignment]
+            if read.reading.left:
+                return
+            self.reads.popleft()
+            for number, answer in enumerate(read.answers):
+                self._join(answer, read.reading, number)
+        except Exception as error:  # whatever a prompt does to the model, the others go on
+            if self.reads and self.reads[0] is read:
+                self.reads.popleft()
+            self._failed([one for one in read.answers if one not in self.answers], error)
+            if self.rows.count != len(self.answers):
+                self._begin_anew(error)
+
+    def _join(self, answer: Answer, reading: Reading, number: int) -> None:
+        if answer.cancelled:
+            answer.end("cancelled")
+            return
+        assert reading.output is not None
+        check_output(reading.output, self.name)
+        self.stops.rows.append(answer)
+        row = self.rows.join(
+            answer.generator, lambda row: self.target.take(row, reading, number), answer.limit
+        )
+        answer.heard(reading.alone.logits[number], self.rows.progress.row(row)[:1].tolist())
+        self._told(row, 0)
+        self._end_if_done(row)
+
+    def _round(self) -> None:
+        """Play a round, tell what it gave, end the rows that are done."""
+        start = time.perf_counter()
+        before = self.rows.progress.counts.tolist()
+        try:
+            gained = self.rows.round()
+        except Exception as error:  # of a model with poisoned weights, or without memory
+            self._begin_anew(error)
+            return
+        seconds = time.perf_counter() - start
+        self.pieces.played(seconds)
+        self.made["rounds"] += 1
+        self.made["row_rounds"] += self.rows.count
+        self.made["round_seconds"] += seconds  # type: ignore[assignment]
+        for row, answer in enumerate(self.answers):
+            answer.rounds += 1
+            if answer.asked.logprobs is not None:
+                self._heard(row, gained[row])
+            self._told(row, before[row])
+        for row in reversed(range(self.rows.count)):
+            self._end_if_done(row)
+
+    def _heard(self, row: int, gained: int) -> None:
+        """Keep how likely the ``gained`` tokens of a ``row`` were in the last round."""
+        path = self.rows.feedback.drafted[1].path[row, :gained]
+        tokens = self.rows.progress.row(row)[-gained:].tolist() if gained else []
+        self.answers[row].heard(self.target.logits[row, path], tokens)
+
+    def _told(self, row: int, before: int) -> None:
+        tokens = self.rows.progress.row(row)[before:].tolist()
+        self.made["tokens"] += len(tokens)
+        self.answers[row].grow(tokens)
+
+    def _end_if_done(self, row: int) -> None:
+        progress = self.rows.progress
+        if progress.counts[row] < progress.limits[row]:
+            return
+        answer = self.answers[row]
+        ids = answer.text.ids
+        stopped = len(ids) < answer.limit or answer.text.stops.stopped(ids)
+        stopped = stopped or (ids[-1] in self.stops.ids.tolist() and not answer.asked.goes_on)
+        self._leave(row, "stop" if stopped else "length")
+
+    def _leave(self, row: int, reason: str) -> None:
+        answer = self.answers[row]
+        claim = run_claim(Recursive(), self.rows.progress, None).under(answer.options.settings)
+        answer.end(reason, "ar", str(claim))
+        self.made[reason] += 1
+        self.rows.leave(row)
+
+    def _failed(self, answers: Sequence[Answer], error: Exception) -> None:
+        said = sentence_of(error)
+        if not isinstance(error, ValueError):
+            log.error("%s failed: %s", self.name, said, exc_info=error)
+        for answer in answers:
+            answer.end("error", error=said)
+            self.made["error"] += 1
+
+    def _begin_anew(self, error: Exception) -> None:
+        """What is in the batch may be spoilt: end its answers, and go on without."""
+        self._failed(list(self.answers), error)
+        self.rows = self._empty()
+
+
+def open_engine(
+    model: str, limits: Limits, place: Place = HERE, drafter: str | None = None
+) -> BatchEngine:
+    """The engine of ``model``, a folder, pocket name or hub id of a model that answers or continues
+    texts, where ``place`` says.
+
+    Raises ``ValueError`` for a model that cannot be found, read or served.
+    """
+    kind = next((kind for kind in kinds_of(model) if kind != "images"), None)
+    if kind is None:
+        raise ValueError(f"{model} draws pictures and answers nothing")
+    pipe = open_model(kind, model, place, methods.AR.name, drafter)
+    return BatchEngine(pipe, limits, stripped=kind == "questions")
