@@ -34,6 +34,7 @@ from specmm.kernels.backend import backend
 from specmm.loading.hardware import attention_of_any_length
 from specmm.verify import Recursive
 from specmm.verify.claims import GivenTrees, proved
+from specmm.verify.matching import Matching
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
 
 # A row's tokens have room for a power of two of these, so that texts of many lengths share a
@@ -254,6 +255,8 @@ def decide(
     On a GPU, rules that ``specmm.kernels.acceptance`` knows are one kernel, unless the excess is to
     be measured.
     """
+    if isinstance(rule, Matching):
+        return rule.result(tree, p, uniforms)
     if not measure and backend(p.device) == "triton":
         result = decide_fused(rule, tree, p, uniforms)
         if result is not None:

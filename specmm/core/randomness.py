@@ -18,7 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specmm.core.state import with_one, without
 from specmm.extending.kinds import shown
 
 BLOCK = 4096  # numbers drawn from a generator at a time
@@ -103,20 +102,6 @@ class Uniforms:
         first = self._next(row, 1)
         self._block[row, self._used :] = self._next(row, self._block.shape[1] - self._used)
         return first
-
-    def join(self, generator: torch.Generator) -> Tensor:
-        """One more row, which draws from ``generator``; its first number [1]."""
-        self.generators.append(generator)
-        self._rest.append(self._rest[0][:0])
-        self._block = with_one(self._block)
-        return self.start_row(len(self.generators) - 1, generator)
-
-    def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
-        self.generators[row] = self.generators[-1]
-        self._rest[row] = self._rest[-1]
-        del self.generators[-1], self._rest[-1]
-        self._block = without(self._block, row)
 
     def _next(self, row: int, count: int) -> Tensor:
         """The next ``count`` numbers of a row's stream."""

@@ -3,7 +3,8 @@
 Each row has its own limit, stop and generator. A row that leaves gives its place to the last one,
 so that the rows of a batch are always those that are answered. As in continuous batching, a row
 that joins is prefilled by itself, and the last feedback is rewritten for it as if the batch had
-just begun there: its tokens are those it would have by itself.
+just begun there. Token i of a row is drawn by the number i of its generator
+(:class:`specmm.verify.matching.Matching`): it does not depend on what else is there or drafted.
 
 Shape letters: B rows, D deepest level, V vocabulary.
 """
@@ -20,11 +21,13 @@ from specmm.core.continuous_batching import begin_anew
 from specmm.core.decode import Progress, Stop, begun, check_output, first_token, one_round
 from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, committed
 from specmm.core.randomness import Uniforms
+from specmm.core.state import without
 from specmm.core.stats import Clock
 from specmm.core.target import Target, TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.loading.hardware import attention_of_any_length
-from specmm.verify.rule import Rule, VerifyResult
+from specmm.verify.matching import Matching
+from specmm.verify.rule import VerifyResult
 
 
 @runtime_checkable
@@ -42,17 +45,44 @@ class RowStop(Stop, Joining, Protocol):
     """A stop that knows what ends each row."""
 
 
+class RowNumbers:
+    """A uniform for each token that a row may have, by its place in the row."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.empty(0, 0)  # [B, T]
+        self.counts = torch.empty(0, dtype=torch.int64)  # [B], tokens that rows have
+
+    def join(self, generator: torch.Generator, count: int) -> Tensor:
+        """One more row, of at most ``count`` numbers; its first one [1]."""
+        own = Uniforms([generator]).draw(count)
+        rows, width = self.numbers.shape
+        numbers = own.new_zeros(rows + 1, max(width, count))
+        numbers[:rows, :width] = self.numbers
+        numbers[rows, :count] = own[0]
+        self.numbers = numbers
+        return own[0, :1]
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        self.numbers = without(self.numbers, row)
+
+    def draw(self, count: int) -> Tensor:
+        """The numbers [B, count] of the tokens that come next; a row that has ended draws any."""
+        places = self.counts[:, None] + torch.arange(count, device=self.counts.device)
+        return self.numbers.gather(1, places.clamp(max=self.numbers.shape[1] - 1))
+
+
 class Rows:
     """The rows of ``target``, drafted for by ``drafter``; ``stop`` ends them. All of these join and
     leave together.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, rule: Rule, stop: RowStop) -> None:
-        self.parts = (target, drafter, rule)
+    def __init__(self, target: Target, drafter: Drafter, stop: RowStop) -> None:
+        self.parts = (target, drafter, Matching())
         self.members = [part for part in (target, drafter, stop) if isinstance(part, Joining)]
         self.stop = stop
         self.clock = Clock()
-        self.uniforms: Uniforms
+        self.uniforms = RowNumbers()
         self.progress: Progress
         self.feedback: Feedback
         self.count = 0  # B
@@ -71,13 +101,9 @@ class Rows:
             member.join()
         output = begin(row)
         check_output(output, target.name)
-        if row:
-            numbers = self.uniforms.join(generator)
-        else:
-            self.uniforms = Uniforms([generator])
-            numbers = self.uniforms.draw(1)[:, 0]
-        token = first_token(rule, output.probs[:, -1:], numbers)
         spare = drafter.max_depth + 1
+        numbers = self.uniforms.join(generator, limit + spare)
+        token = first_token(rule, output.probs[:, -1:], numbers)
         if row:
             self.progress.join()
             self.progress.widen(limit + spare)
@@ -100,14 +126,15 @@ class Rows:
         for member in self.members:
             member.leave(row)
         self.count -= 1
+        self.uniforms.leave(row)
         if self.count:
-            self.uniforms.leave(row)
             self.progress.leave(row)
             self.feedback = self.feedback.left(row)
 
     def round(self) -> Sequence[int]:
         """Play one; how many tokens each row gained."""
         before = self.progress.counts.tolist()
+        self.uniforms.counts = self.progress.counts
         with attention_of_any_length():
             self.feedback = one_round(
                 self.parts, self.feedback, self.progress, self.uniforms, self.clock

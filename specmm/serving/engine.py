@@ -32,8 +32,8 @@ from specmm.loading.files import sentence_of
 from specmm.runs.run import HERE, Place, kinds_of, open_model
 from specmm.serving.answer import Answer, GrowingText, RowStops
 from specmm.serving.requests import Asked, Busy, Tell
-from specmm.verify import Recursive
 from specmm.verify.claims import run_claim
+from specmm.verify.matching import Matching
 
 log = logging.getLogger(__name__)
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
@@ -198,7 +198,7 @@ class BatchEngine:
         drafter = NoDrafts()
         self.target.open(max(drafter.max_nodes, 1))
         self.stops.rows.clear()
-        return Rows(self.target, drafter, Recursive(), self.stops)
+        return Rows(self.target, drafter, self.stops)
 
     @property
     def answers(self) -> list[Answer]:
@@ -359,7 +359,7 @@ class BatchEngine:
 
     def _leave(self, row: int, reason: str) -> None:
         answer = self.answers[row]
-        claim = run_claim(Recursive(), self.rows.progress, None).under(answer.options.settings)
+        claim = run_claim(Matching(), self.rows.progress, None).under(answer.options.settings)
         answer.end(reason, "ar", str(claim))
         self.made[reason] += 1
         self.rows.leave(row)

@@ -33,9 +33,10 @@ from specmm.verify.exhaustive import (
     sequence_probs,
     total_variation,
 )
+from specmm.verify.matching import Matching
 from specmm.verify.rule import Rule
 
-PROVED = (Block, GreedyMatch, GreedyMultiDraft, PointMass, Recursive, Traversal)
+PROVED = (Block, GreedyMatch, GreedyMultiDraft, Matching, PointMass, Recursive, Traversal)
 VOCABULARY = 3  # at least
 SEEDS = range(4)
 TOLERANCE = 1e-9  # of a total variation in float64, summed over some thousand draws
