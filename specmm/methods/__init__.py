@@ -36,6 +36,7 @@ from specmm.methods.language import (
     Eagle3,
     PromptLookup,
     SpecDiff,
+    Suffix,
     TextDraft,
     Verdict,
     VLMDraft,
@@ -78,6 +79,7 @@ __all__ = [
     "ScalesMethod",
     "SpecDiff",
     "Speculative",
+    "Suffix",
     "TextDraft",
     "TextMethod",
     "TransformersImageMethod",
@@ -98,7 +100,7 @@ __all__ = [
 Method: TypeAlias = AR | SJD | GSD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 # of questions and of texts
 LanguageMethod: TypeAlias = (
-    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | Draft | Auto
+    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | Suffix | Draft | Auto
 )
 VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMethod
 TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod

@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+
+from specmm import methods
+from specmm.core.drafter import Feedback
+from specmm.core.stats import Clock
+from specmm.hf.drafters.drafting import Assembly
+from specmm.hf.drafters.prompt_lookup import Recall, RecallDrafter
+from specmm.hf.models.target import VLMTarget
+from specmm.verify import Recursive
 
 COUNTED = 64  # suffixes of a text whose counts a token raises, the longest first
-LEAST = 0.2  # a draft's least probability
+LEAST = 0.25  # a draft's least probability
+SAMPLED = 8  # tokens of a chain at most, where every chain is of full length
 ROOT = 0
 
 
@@ -82,13 +91,14 @@ class SuffixTree:
         return new
 
     def guess(self, state: int, matched: int, length: int, least: float) -> Guess:
-        """Up to ``length`` tokens that most often followed the last ``matched`` tokens of
-        ``state``, while their probability is at least ``least``.
+        """Up to ``length`` tokens that followed the last ``matched`` tokens of ``state``, while
+        their probability is at least ``least``.
 
-        Of n followers, of which c are the likeliest, after m tokens that agree, its probability is
-        taken as c / (n + 1/m): a copy that held for m tokens holds for another by the rule of
-        succession. So longer matches have longer drafts. A guess that reaches the end of the text
-        goes on after the earlier occurrence, so that repetitions are drafted at full length.
+        Of several followers the one that is new among them is taken: what has changed once stays.
+        If c of n followers are that one, after m tokens that agree, its probability is taken as
+        c / (n + 1/m): a copy that held for m tokens holds for another by the rule of succession.
+        So longer matches have longer drafts. A guess that reaches the end of the text goes on after
+        the earlier occurrence, so that repetitions are drafted at full length.
         """
         tokens: list[int] = []
         probs: list[float] = []
@@ -102,16 +112,11 @@ class SuffixTree:
                 follow = self.follow[state]
             if state == ROOT or matched == 0:
                 break
-            if len(follow) == 1:
-                [(token, state)] = follow.items()
-                best = total = count[state]
-            else:
-                token, total, best = 0, 0, 0
-                for each, after in follow.items():
-                    total += count[after]
-                    if count[after] >= best:  # the latest of equals
-                        token, state, best = each, after, count[after]
-            likely *= best / (total + 1 / matched)
+            token, state = next(reversed(follow.items()))
+            total = count[state]
+            if len(follow) > 1:
+                total = sum([count[after] for after in follow.values()])
+            likely *= count[state] / (total + 1 / matched)
             if likely < least:
                 break
             matched += 1
@@ -123,11 +128,16 @@ class SuffixTree:
 class EarlierAnswers:
     """Answers for rows to draft from: about the ``capacity`` tokens that were of use last.
 
+    As the ``drafter`` of a pipeline with method ``suffix`` it keeps the answers of all calls. Then
+    the tokens that a seed draws depend on earlier calls; their distribution does not.
+
     There are two trees. Answers go to the younger one; once that has half of the ``capacity`` it is
     the elder, and the elder so far is forgotten. What a row took over from an earlier answer stands
     in its own answer, too, and so in the younger tree: what was not used for longest goes. For one
     thread at a time. Raises ``ValueError`` for a capacity below 2.
     """
+
+    method: ClassVar[str] = "suffix"
 
     def __init__(self, capacity: int = 100_000) -> None:
         if capacity < 2:
@@ -135,6 +145,18 @@ class EarlierAnswers:
         self.capacity = capacity
         self.trees = [SuffixTree()]
         self.tokens = 0  # of the younger tree
+        self.open: list[list[int]] = []  # answers that are being written
+
+    def begin(self, answers: list[list[int]]) -> None:
+        """Keep the answers of the last run as they are now; ``answers`` are being written."""
+        for answer in self.open:
+            self.add(answer)
+        self.open = answers
+
+    def restart(self, row: int, answer: list[int]) -> None:
+        """Keep the answer of ``row``, which now writes another ``answer``."""
+        self.add(self.open[row])
+        self.open[row] = answer
 
     def add(self, tokens: Iterable[int], banned: frozenset[int] = frozenset()) -> None:
         """Keep the ``tokens`` of an answer that has ended, but for those of ``banned``."""
@@ -178,7 +200,7 @@ class Match:
 
 class SuffixRow:
     """One row's text, and guesses how it goes on: from itself and, if given, from ``earlier``
-    answers.
+    answers. ``answer`` holds what was appended to the first ``tokens``.
 
     Tokens of ``banned`` never match and are never guessed.
     """
@@ -195,7 +217,9 @@ class SuffixRow:
         self.state = ROOT
         self.latest: deque[int] = deque(maxlen=COUNTED)  # since the last banned token
         self.matches: list[Match] = []
+        self.answer: list[int] = []
         self.extend(tokens)
+        self.answer.clear()
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append ``tokens`` to the text."""
@@ -207,6 +231,7 @@ class SuffixRow:
                 continue
             self.state = self.tree.add(self.state, token)
             self.latest.append(token)
+            self.answer.append(token)
             for match in self.matches:
                 match.extend((token,))
 
@@ -223,3 +248,47 @@ class SuffixRow:
             self.matches = [Match(each, self.latest) for each in trees]
         guesses = (match.guess(length, least) for match in self.matches)
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
+
+
+class SuffixDrafter(RecallDrafter[SuffixRow]):
+    """Chains of up to ``length`` tokens, each of an estimated probability of at ``least`` so much;
+    for sampled targets, whose chains are always of full length, at most ``SAMPLED``.
+
+    Raises ``ValueError`` for a length below 1 and a probability that is none.
+    """
+
+    def __init__(
+        self,
+        target: VLMTarget,
+        length: int = 32,
+        least: float = LEAST,
+        earlier: EarlierAnswers | None = None,
+    ) -> None:
+        if length < 1 or not 0 <= least <= 1:
+            raise ValueError(
+                f"length must be at least 1 and least from 0 to 1, got {length} and {least}"
+            )
+        self.earlier = earlier
+        super().__init__(
+            Recall(target, lambda tokens, banned: SuffixRow(tokens, banned, earlier)),
+            lambda row, most: row.guess(most, least).tokens,
+            length if target.processor.greedy else min(length, SAMPLED),
+        )
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Index the prompts and the first tokens."""
+        super().begin(feedback, clock)
+        if self.earlier is not None:
+            self.earlier.begin([row.answer for row in self.recall.rows])
+
+    def start_row(self, row: int) -> None:
+        super().start_row(row)
+        if self.earlier is not None:
+            self.earlier.restart(row, self.recall.rows[row].answer)
+
+
+def make(
+    method: methods.Suffix, target: VLMTarget, drafter: EarlierAnswers | None, tokenizer: object
+) -> Assembly:
+    """The parts of method ``suffix``; the ``drafter`` is what earlier calls answered, if any."""
+    return Assembly(SuffixDrafter(target, method.length, method.least, drafter), Recursive())
