@@ -35,6 +35,7 @@ from specmm.methods.language import (
     DiffuSpec,
     Eagle3,
     PromptLookup,
+    Recycle,
     SpecDiff,
     Suffix,
     TextDraft,
@@ -76,6 +77,7 @@ __all__ = [
     "Method",
     "Methods",
     "PromptLookup",
+    "Recycle",
     "ScalesMethod",
     "SpecDiff",
     "Speculative",
@@ -100,7 +102,17 @@ __all__ = [
 Method: TypeAlias = AR | SJD | GSD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 # of questions and of texts
 LanguageMethod: TypeAlias = (
-    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | Suffix | Draft | Auto
+    AR
+    | TextDraft
+    | Eagle3
+    | MTP
+    | Assistant
+    | Block
+    | PromptLookup
+    | Suffix
+    | Recycle
+    | Draft
+    | Auto
 )
 VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMethod
 TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod

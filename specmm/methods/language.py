@@ -156,6 +156,23 @@ class Suffix(Declared):
 
 
 @dataclass(frozen=True)
+class Recycle(Declared):
+    """Token recycling (arXiv 2408.08696): a tree of the tokens that the target last found likeliest
+    after each token, of ``total`` nodes or a ``tree`` of fixed shape.
+    """
+
+    name: ClassVar[str] = "recycle"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    tree: TreeName = ""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ("total",) if self.tree else ()
+
+
+@dataclass(frozen=True)
 class AnswerSJD(Declared):
     """Speculative Jacobi decoding (arXiv 2410.01699) of pictures in an answer, and prompt lookup of
     the words between: up to ``window`` drafts a round, those of pictures drawn afresh.

@@ -24,6 +24,7 @@ LENGTH = 12
 METHODS = {
     "prompt-lookup": methods.PromptLookup(2, 4),
     "suffix": methods.Suffix(4, 0.1),
+    "recycle": methods.Recycle(tree=(2, 2, 1)),
     "text-draft": methods.TextDraft((2, 1, 1)),
     "vlm-draft": methods.VLMDraft((2, 1)),
 }
