@@ -33,7 +33,7 @@ from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.sources import BlockSource, NextLogits
 from specmm.hf.drafters.drafting import drafting_probs
-from specmm.hf.drafters.prompt_lookup import Recall
+from specmm.hf.drafters.prompt_lookup import lookup
 from specmm.hf.models.target import VLMTarget
 from specmm.shape import eagle2
 from specmm.shape.blocks import block_tree
@@ -96,7 +96,7 @@ class ChainDrafter(SourceDrafter):
         super().__init__(source, target, length)
         if recall < 0:
             raise ValueError(f"recall must be at least 0 tokens, got {recall}")
-        self.recall = Recall(target, recall) if recall else None
+        self.recall = lookup(target, recall) if recall else None
         self.max_nodes = self.max_depth + 1
         self.shape = TreeShape.chain(self.max_depth, target.device)
 
@@ -135,7 +135,7 @@ class ChainDrafter(SourceDrafter):
         self.recall.extend(feedback)
         fixed = feedback.token.new_full((len(feedback.token), self.max_depth), -1)
         for row, log in enumerate(self.recall.rows):
-            if guess := log.guess(self.max_depth, self.recall.ngram):
+            if guess := log.guess(self.max_depth, log.ngram):
                 fixed[row, : len(guess)] = torch.tensor(guess, device=fixed.device)
         return fixed
 

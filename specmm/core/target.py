@@ -20,12 +20,14 @@ class TargetOutput:
 
     ``probs`` [B, N, V] are processed: guidance, temperature and filters are applied. ``hidden`` [R,
     N, C] are the states that drafters read. ``extremes`` [2] are the least and the largest logit,
-    finite if all logits are; None if nothing checks them.
+    finite if all logits are; None if nothing checks them. ``likeliest`` [B, N, K] are the tokens of
+    the largest logits, if a drafter reads them.
     """
 
     probs: Tensor
     hidden: Tensor
     extremes: Tensor | None = None
+    likeliest: Tensor | None = None
 
 
 class Target(Protocol):

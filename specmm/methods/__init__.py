@@ -35,7 +35,9 @@ from specmm.methods.language import (
     DiffuSpec,
     Eagle3,
     PromptLookup,
+    Recycle,
     SpecDiff,
+    Suffix,
     TextDraft,
     Verdict,
     VLMDraft,
@@ -75,9 +77,11 @@ __all__ = [
     "Method",
     "Methods",
     "PromptLookup",
+    "Recycle",
     "ScalesMethod",
     "SpecDiff",
     "Speculative",
+    "Suffix",
     "TextDraft",
     "TextMethod",
     "TransformersImageMethod",
@@ -98,7 +102,17 @@ __all__ = [
 Method: TypeAlias = AR | SJD | GSD | Speculative | Eagle | Lantern | LanternPP | Draft | Auto
 # of questions and of texts
 LanguageMethod: TypeAlias = (
-    AR | TextDraft | Eagle3 | MTP | Assistant | Block | PromptLookup | Draft | Auto
+    AR
+    | TextDraft
+    | Eagle3
+    | MTP
+    | Assistant
+    | Block
+    | PromptLookup
+    | Suffix
+    | Recycle
+    | Draft
+    | Auto
 )
 VQAMethod: TypeAlias = AR | VLMDraft | MSD | AnswerSJD | Verdict | LanguageMethod
 TextMethod: TypeAlias = AR | DiffuSpec | SpecDiff | DEER | LanguageMethod

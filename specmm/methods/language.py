@@ -141,6 +141,38 @@ class PromptLookup(Declared):
 
 
 @dataclass(frozen=True)
+class Suffix(Declared):
+    """Suffix decoding (arXiv 2411.04975): drafts what followed the longest earlier occurrence of
+    the latest tokens, as long as its estimated probability is at ``least`` so much.
+
+    At most ``length`` tokens, longer ones after longer matches. A drafter ``EarlierAnswers`` has it
+    draft from the answers of earlier calls, too.
+    """
+
+    name: ClassVar[str] = "suffix"
+    can_refill: ClassVar[bool] = True
+    length: int = 32
+    least: float = 0.25
+
+
+@dataclass(frozen=True)
+class Recycle(Declared):
+    """Token recycling (arXiv 2408.08696): a tree of the tokens that the target last found likeliest
+    after each token, of ``total`` nodes or a ``tree`` of fixed shape.
+    """
+
+    name: ClassVar[str] = "recycle"
+    can_refill: ClassVar[bool] = True
+    total: int = 12
+    tree: TreeName = ""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Options that nothing reads as the others are."""
+        return ("total",) if self.tree else ()
+
+
+@dataclass(frozen=True)
 class AnswerSJD(Declared):
     """Speculative Jacobi decoding (arXiv 2410.01699) of pictures in an answer, and prompt lookup of
     the words between: up to ``window`` drafts a round, those of pictures drawn afresh.

@@ -21,7 +21,7 @@ from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree
 from specmm.extending.registry import named
 from specmm.hf.drafters.drafting import Assembly
-from specmm.hf.drafters.prompt_lookup import Recall
+from specmm.hf.drafters.prompt_lookup import lookup
 from specmm.hf.pictures.interleaved import TEXT, InterleavedTarget
 from specmm.verify import Recursive
 from specmm.verify.exact import one_hot
@@ -36,7 +36,7 @@ class InterleavedDrafter:
     def __init__(self, target: InterleavedTarget, window: int = 8) -> None:
         self.target = target
         self.jacobi: Any = named(JACOBI)(target, window)
-        self.recall = Recall(target, NGRAM)
+        self.recall = lookup(target, NGRAM)
         self.window = window
         self.max_nodes = window + 1
         self.max_depth = window

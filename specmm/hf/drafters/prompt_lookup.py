@@ -1,5 +1,5 @@
-"""Prompt lookup: drafts the tokens that followed the last earlier occurrence of the latest tokens,
-in the prompt or the answer so far.
+"""Drafts of tokens that were read or written before: by prompt lookup, those that followed the last
+earlier occurrence of the latest tokens in the prompt or the answer so far, or by suffix decoding.
 
 Picture placeholders never match and are never drafted. Drafts are point masses, so any is exact.
 
@@ -8,7 +8,9 @@ Shape letters: B batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import cycle, islice, takewhile
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -60,15 +62,25 @@ class LookupRow:
         return []
 
 
-class Recall:
-    """Index of the tokens that ``target``'s rows have read and written, by n-grams of at most
-    ``ngram`` tokens.
+class Row(Protocol):
+    """An index of the tokens of one row."""
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append ``tokens``."""
+
+
+R = TypeVar("R", bound=Row)
+
+
+class Recall(Generic[R]):
+    """Indices of the tokens that ``target``'s rows have read and written: ``make(tokens, banned)``
+    of each.
     """
 
-    def __init__(self, target: VLMTarget, ngram: int) -> None:
+    def __init__(self, target: VLMTarget, make: Callable[[list[int], frozenset[int]], R]) -> None:
         self.target = target
-        self.ngram = ngram
-        self.rows: list[LookupRow] = []
+        self.make = make
+        self.rows: list[R] = []
 
     def begin(self, token: Tensor) -> None:
         """Index the prompts and the first tokens [B]."""
@@ -84,33 +96,36 @@ class Recall:
         if feedback.result is not None and feedback.tokens is not None:
             self._extend(feedback.tokens.tolist(), feedback.result.kept.tolist())
 
-    def _read(self, target: VLMTarget) -> list[LookupRow]:
+    def _read(self, target: VLMTarget) -> list[R]:
         banned = frozenset(target.image_tokens)
         rows = target.prompt.rows()
         if not target.family.shared:  # the prompt's ids are of other tokens
             rows = [[] for _ in rows]
-        return [LookupRow(tokens, self.ngram, banned) for tokens in rows]
+        return [self.make(tokens, banned) for tokens in rows]
 
     def _extend(self, tokens: list[list[int]], kept: list[int]) -> None:
         for row, new, count in zip(self.rows, tokens, kept, strict=True):
             row.extend(new[:count])
 
 
-class PromptLookupDrafter:
-    """Chains of up to ``length`` tokens looked up by n-grams of at most ``ngram`` tokens.
+def lookup(target: VLMTarget, ngram: int) -> Recall[LookupRow]:
+    """Prompt lookup of ``target``'s rows by n-grams of at most ``ngram`` tokens."""
+    return Recall(target, lambda tokens, banned: LookupRow(tokens, ngram, banned))
 
-    Raises ``ValueError`` for sizes below 1.
-    """
 
-    def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
-        if ngram < 1 or length < 1:
-            raise ValueError(f"ngram and length must be at least 1, got {ngram} and {length}")
-        self.target = target
+class RecallDrafter(Generic[R]):
+    """Chains of up to ``length`` tokens, ``guess(row, length)`` of each row of ``recall``."""
+
+    def __init__(
+        self, recall: Recall[R], guess: Callable[[R, int], list[int]], length: int
+    ) -> None:
+        self.target = recall.target
+        self.guess = guess
         self.length = length
-        self.recall = Recall(target, ngram)
+        self.recall = recall
         self.max_nodes = length + 1
         self.max_depth = length
-        self.shapes = [TreeShape.chain(n, target.device) for n in range(length + 1)]
+        self.shapes = [TreeShape.chain(n, self.target.device) for n in range(length + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Index the prompts and the first tokens."""
@@ -128,15 +143,26 @@ class PromptLookupDrafter:
         """
         with self.clock("draft"):
             self.recall.extend(feedback)
-            rows = self.recall.rows
-            guesses = [row.guess(self.length) for row in rows]
+            guesses = [self.guess(row, self.length) for row in self.recall.rows]
             drafted = max(map(len, guesses))
             longest = drafted if self.target.processor.greedy else self.length
-            chains = [[row.tokens[-1], *g] for row, g in zip(rows, guesses, strict=True)]
+            roots = feedback.token.tolist()
+            chains = [[root, *guess] for root, guess in zip(roots, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)
-        tokens[:, 0] = feedback.token  # in a finished row the latest token is another
         return DraftTree(tokens, self.shapes[longest], drafted=drafted)
+
+
+class PromptLookupDrafter(RecallDrafter[LookupRow]):
+    """Chains of up to ``length`` tokens looked up by n-grams of at most ``ngram`` tokens.
+
+    Raises ``ValueError`` for sizes below 1.
+    """
+
+    def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
+        if ngram < 1 or length < 1:
+            raise ValueError(f"ngram and length must be at least 1, got {ngram} and {length}")
+        super().__init__(lookup(target, ngram), LookupRow.guess, length)
 
 
 def make(

@@ -133,6 +133,7 @@ class VLMTarget:
         processor.check_vocabulary(self.family.vocabulary)
         self.wants_context = False
         self.context: Context | None = None
+        self.likeliest = 0  # tokens after each node that a drafter reads
         self.aux: AuxStates | None = None  # what drafters read in place of the last states
         self.steps = 0  # plain ones
         self.running = False  # a forward of this target, not of another on the same model
@@ -468,7 +469,9 @@ class VLMTarget:
         """
         logits = self.head(states)
         ends = extremes(logits)
-        return TargetOutput(self._probs(self.guided(logits, positions), tree), hidden, ends)
+        guided = self.guided(logits, positions)
+        best = guided.topk(self.likeliest).indices if self.likeliest else None
+        return TargetOutput(self._probs(guided, tree), hidden, ends, best)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches, for tokens at

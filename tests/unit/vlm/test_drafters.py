@@ -23,6 +23,8 @@ from tests.tiny.parts import shaken
 LENGTH = 12
 METHODS = {
     "prompt-lookup": methods.PromptLookup(2, 4),
+    "suffix": methods.Suffix(4, 0.1),
+    "recycle": methods.Recycle(tree=(2, 2, 1)),
     "text-draft": methods.TextDraft((2, 1, 1)),
     "vlm-draft": methods.VLMDraft((2, 1)),
 }
@@ -129,7 +131,12 @@ def small_world(zoo):
 
 
 SAMPLED = [("repetition penalty", "ar"), ("repetition penalty", "vlm-draft")]
-SAMPLED += [("top-k and top-p", "text-draft"), ("hot", "text-draft"), ("hot", "prompt-lookup")]
+SAMPLED += [
+    ("top-k and top-p", "text-draft"),
+    ("hot", "text-draft"),
+    ("hot", "prompt-lookup"),
+    ("hot", "suffix"),
+]
 
 
 @pytest.mark.parametrize(("processor", "method"), SAMPLED)
@@ -145,11 +152,8 @@ def sample(world, processor, method, row, break_it=None):
     uniforms = Stream(ROWS)
     if method is None:
         return last(decode_plain(target, prompt, T, uniforms)).tokens[:, :T]
-    small = (
-        SmallModel(text_model(6))
-        if method.name == "text-draft"
-        else SmallModel(world.model("llava", 7))
-    )
+    models = {"text-draft": lambda: text_model(6), "vlm-draft": lambda: world.model("llava", 7)}
+    small = SmallModel(models[method.name]()) if method.name in models else None
     late, rule = assemble(method, target, small)
     drafter = getattr(late, "inner", late)  # begun at once: T is short
     if break_it is not None:

@@ -1,0 +1,294 @@
+"""Suffix decoding (arXiv 2411.04975): drafts what followed the longest earlier occurrence of the
+latest tokens, in the prompt and the answer so far, and in earlier answers if they are kept.
+
+The texts' suffixes are states of a suffix automaton (Blumer et al. 1985), which grows by a token in
+constant time and has a state for every node of the texts' suffix tree. Picture placeholders never
+match and are never drafted. Drafts are point masses, so any is exact.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+from specmm import methods
+from specmm.core.drafter import Feedback
+from specmm.core.stats import Clock
+from specmm.hf.drafters.drafting import Assembly
+from specmm.hf.drafters.prompt_lookup import Recall, RecallDrafter
+from specmm.hf.models.target import VLMTarget
+from specmm.verify import Recursive
+
+COUNTED = 64  # suffixes of a text whose counts a token raises, the longest first
+LEAST = 0.25  # a draft's least probability
+SAMPLED = 8  # tokens of a chain at most, where every chain is of full length
+ROOT = 0
+
+
+class Guess(NamedTuple):
+    """A chain of ``tokens``, and of each the estimated probability that it is kept with all before
+    it.
+    """
+
+    tokens: list[int]
+    probs: list[float]
+
+
+class SuffixTree:
+    """All suffixes of texts, each with how often it occurred.
+
+    States are numbers, ``ROOT`` the empty suffix. Of each there are the states that ``follow`` it
+    by token, the state of its longest suffix elsewhere (``link``), the ``length`` of its longest
+    text, and its ``count`` of occurrences.
+    """
+
+    def __init__(self) -> None:
+        self.follow: list[dict[int, int]] = [{}]
+        self.link = [-1]
+        self.length = [0]
+        self.count = [0]
+
+    def add(self, state: int, token: int) -> int:
+        """The state of the text of ``state``, which ends here, with ``token`` after it."""
+        length = self.length[state] + 1
+        found = self.follow[state].get(token)
+        if found is None:
+            new = self._append({}, length, ROOT, 0)
+            while state >= 0 and token not in self.follow[state]:
+                self.follow[state][token] = new
+                state = self.link[state]
+            if state >= 0:
+                self.link[new] = self._exactly(state, token)
+        else:
+            new = self._exactly(state, token)
+        place = new
+        for _ in range(COUNTED):
+            if place == ROOT:
+                break
+            self.count[place] += 1
+            place = self.link[place]
+        return new
+
+    def _append(self, follow: dict[int, int], length: int, link: int, count: int) -> int:
+        self.follow.append(follow)
+        self.length.append(length)
+        self.link.append(link)
+        self.count.append(count)
+        return len(self.link) - 1
+
+    def _exactly(self, state: int, token: int) -> int:
+        """The state that follows ``state`` by ``token``, split if it stands for longer texts."""
+        found = self.follow[state][token]
+        length = self.length[state] + 1
+        if self.length[found] == length:
+            return found
+        new = self._append(self.follow[found].copy(), length, self.link[found], self.count[found])
+        self.link[found] = new
+        while state >= 0 and self.follow[state].get(token) == found:
+            self.follow[state][token] = new
+            state = self.link[state]
+        return new
+
+    def guess(self, state: int, matched: int, length: int, least: float) -> Guess:
+        """Up to ``length`` tokens that followed the last ``matched`` tokens of ``state``, while
+        their probability is at least ``least``.
+
+        Of several followers the one that is new among them is taken: what has changed once stays.
+        If c of n followers are that one, after m tokens that agree, its probability is taken as
+        c / (n + 1/m): a copy that held for m tokens holds for another by the rule of succession.
+        So longer matches have longer drafts. A guess that reaches the end of the text goes on after
+        the earlier occurrence, so that repetitions are drafted at full length.
+        """
+        tokens: list[int] = []
+        probs: list[float] = []
+        likely = 1.0
+        count = self.count
+        while len(tokens) < length:
+            follow = self.follow[state]
+            while not follow and state != ROOT:
+                state = self.link[state]
+                matched = min(matched, self.length[state])
+                follow = self.follow[state]
+            if state == ROOT or matched == 0:
+                break
+            token, state = next(reversed(follow.items()))
+            total = count[state]
+            if len(follow) > 1:
+                total = sum([count[after] for after in follow.values()])
+            likely *= count[state] / (total + 1 / matched)
+            if likely < least:
+                break
+            matched += 1
+            tokens.append(token)
+            probs.append(likely)
+        return Guess(tokens, probs)
+
+
+class EarlierAnswers:
+    """Answers for rows to draft from: about the ``capacity`` tokens that were of use last.
+
+    As the ``drafter`` of a pipeline with method ``suffix`` it keeps the answers of all calls. Then
+    the tokens that a seed draws depend on earlier calls; their distribution does not.
+
+    There are two trees. Answers go to the younger one; once that has half of the ``capacity`` it is
+    the elder, and the elder so far is forgotten. What a row took over from an earlier answer stands
+    in its own answer, too, and so in the younger tree: what was not used for longest goes. For one
+    thread at a time. Raises ``ValueError`` for a capacity below 2.
+    """
+
+    method: ClassVar[str] = "suffix"
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        if capacity < 2:
+            raise ValueError(f"capacity must be at least 2 tokens, got {capacity}")
+        self.capacity = capacity
+        self.trees = [SuffixTree()]
+        self.tokens = 0  # of the younger tree
+        self.open: list[list[int]] = []  # answers that are being written
+
+    def begin(self, answers: list[list[int]]) -> None:
+        """Keep the answers of the last run as they are now; ``answers`` are being written."""
+        for answer in self.open:
+            self.add(answer)
+        self.open = answers
+
+    def restart(self, row: int, answer: list[int]) -> None:
+        """Keep the answer of ``row``, which now writes another ``answer``."""
+        self.add(self.open[row])
+        self.open[row] = answer
+
+    def add(self, tokens: Iterable[int], banned: frozenset[int] = frozenset()) -> None:
+        """Keep the ``tokens`` of an answer that has ended, but for those of ``banned``."""
+        tree = self.trees[0]
+        state = ROOT
+        for token in tokens:
+            state = ROOT if token in banned else tree.add(state, token)
+            self.tokens += 1
+        if self.tokens >= self.capacity // 2:
+            self.trees = [SuffixTree(), tree]
+            self.tokens = 0
+
+
+class Match:
+    """The longest end of a text that occurs in ``tree``: its state and its length."""
+
+    def __init__(self, tree: SuffixTree, tokens: Iterable[int]) -> None:
+        self.tree = tree
+        self.state = ROOT
+        self.length = 0
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The text goes on with ``tokens``."""
+        tree = self.tree
+        for token in tokens:
+            while self.state != ROOT and token not in tree.follow[self.state]:
+                self.state = tree.link[self.state]
+                self.length = min(self.length, tree.length[self.state])
+            found = tree.follow[self.state].get(token)
+            self.length = 0 if found is None else self.length + 1
+            self.state = ROOT if found is None else found
+
+    def guess(self, length: int, least: float) -> Guess:
+        """See :meth:`SuffixTree.guess`."""
+        tree = self.tree
+        while self.state != ROOT and self.length <= tree.length[tree.link[self.state]]:
+            self.state = tree.link[self.state]  # the state was split since
+        return tree.guess(self.state, self.length, length, least)
+
+
+class SuffixRow:
+    """One row's text, and guesses how it goes on: from itself and, if given, from ``earlier``
+    answers. ``answer`` holds what was appended to the first ``tokens``.
+
+    Tokens of ``banned`` never match and are never guessed.
+    """
+
+    def __init__(
+        self,
+        tokens: Iterable[int] = (),
+        banned: frozenset[int] = frozenset(),
+        earlier: EarlierAnswers | None = None,
+    ) -> None:
+        self.banned = banned
+        self.earlier = earlier
+        self.tree = SuffixTree()
+        self.state = ROOT
+        self.latest: deque[int] = deque(maxlen=COUNTED)  # since the last banned token
+        self.matches: list[Match] = []
+        self.answer: list[int] = []
+        self.extend(tokens)
+        self.answer.clear()
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append ``tokens`` to the text."""
+        for token in tokens:
+            if token in self.banned:
+                self.state = ROOT
+                self.latest.clear()
+                self.matches = []
+                continue
+            self.state = self.tree.add(self.state, token)
+            self.latest.append(token)
+            self.answer.append(token)
+            for match in self.matches:
+                match.extend((token,))
+
+    def guess(self, length: int, least: float = LEAST) -> Guess:
+        """The likeliest chain of up to ``length`` tokens, each with a probability of at ``least``
+        so much; of those of several texts the one of which more tokens are expected to be kept.
+        """
+        tree = self.tree
+        best = tree.guess(self.state, tree.length[self.state], length, least)
+        if self.earlier is None:
+            return best
+        trees = self.earlier.trees
+        if [match.tree for match in self.matches] != trees:
+            self.matches = [Match(each, self.latest) for each in trees]
+        guesses = (match.guess(length, least) for match in self.matches)
+        return max(best, *guesses, key=lambda guess: sum(guess.probs))
+
+
+class SuffixDrafter(RecallDrafter[SuffixRow]):
+    """Chains of up to ``length`` tokens, each of an estimated probability of at ``least`` so much;
+    for sampled targets, whose chains are always of full length, at most ``SAMPLED``.
+
+    Raises ``ValueError`` for a length below 1 and a probability that is none.
+    """
+
+    def __init__(
+        self,
+        target: VLMTarget,
+        length: int = 32,
+        least: float = LEAST,
+        earlier: EarlierAnswers | None = None,
+    ) -> None:
+        if length < 1 or not 0 <= least <= 1:
+            raise ValueError(
+                f"length must be at least 1 and least from 0 to 1, got {length} and {least}"
+            )
+        self.earlier = earlier
+        super().__init__(
+            Recall(target, lambda tokens, banned: SuffixRow(tokens, banned, earlier)),
+            lambda row, most: row.guess(most, least).tokens,
+            length if target.processor.greedy else min(length, SAMPLED),
+        )
+
+    def begin(self, feedback: Feedback, clock: Clock) -> None:
+        """Index the prompts and the first tokens."""
+        super().begin(feedback, clock)
+        if self.earlier is not None:
+            self.earlier.begin([row.answer for row in self.recall.rows])
+
+    def start_row(self, row: int) -> None:
+        super().start_row(row)
+        if self.earlier is not None:
+            self.earlier.restart(row, self.recall.rows[row].answer)
+
+
+def make(
+    method: methods.Suffix, target: VLMTarget, drafter: EarlierAnswers | None, tokenizer: object
+) -> Assembly:
+    """The parts of method ``suffix``; the ``drafter`` is what earlier calls answered, if any."""
+    return Assembly(SuffixDrafter(target, method.length, method.least, drafter), Recursive())
