@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,7 @@ def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
     tokens = sum(one.tokens for one in good)
     seen = [one for one in good if one.pieces]
     spans = [(one.pieces[-1] - one.pieces[0], one.tokens - 1) for one in seen]
-    pauses = [b - a for one in seen for a, b in zip(one.pieces, one.pieces[1:], strict=False)]
+    pauses = [b - a for one in seen for a, b in pairwise(one.pieces)]
     return {
         "requests": len(served),
         "errors": dict(Counter(one.error for one in served if one.error)),

@@ -101,7 +101,8 @@ def _answer(address: str, most: int, end: float) -> bytes | str:
         raise ValueError("must stay at http(s) addresses without a user's name, got another")
     secure = parts.scheme == "https"
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=max(end - time.monotonic(), 0.1))
+    port = parts.port or kind.default_port
+    connection = kind(parts.hostname, port, timeout=max(end - time.monotonic(), 0.1))
     # in place of socket.create_connection: the names of hosts stay those of certificates
     connection._create_connection = _connected  # type: ignore[attr-defined]
     try:

@@ -247,6 +247,9 @@ def _grammar(fields: Fields) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
+ONE_LINE = (
+    False  # any white space: small models go on with it for ever, and certain tokens are fast
+)
 SPELLED = ("json", "regex", "grammar", "choice")
 
 
@@ -261,11 +264,11 @@ def _by_format(told: Fields | None) -> Grammar | None:
         if not isinstance(schema, dict):
             raise told.wrong("json_schema.schema", "a JSON schema", schema)
         told.done()
-        return json_schema(schema)
+        return json_schema(schema, ONE_LINE)
     told.done()
     if kind is None:
         raise told.wrong("type", "text, json_object or json_schema", None)
-    return json_schema({"type": "object"}) if kind == "json_object" else None
+    return json_schema({"type": "object"}, ONE_LINE) if kind == "json_object" else None
 
 
 def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
@@ -280,7 +283,7 @@ def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
             schema = None
         if not isinstance(schema, dict):
             raise fields.wrong(name, "a JSON schema", given)
-        return json_schema(schema)
+        return json_schema(schema, ONE_LINE)
     if kind == "choice":
         choices = fields.items(name)
         if not choices or not all(isinstance(one, str) and one for one in choices):

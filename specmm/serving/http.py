@@ -120,8 +120,9 @@ class Api:
         """Refuse whoever lacks the key, and all while the server ends."""
         if not request.url.path.startswith("/v1/"):
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if self.settings.api_key and not hmac.compare_digest(given, self.settings.api_key.encode()):
+        key = self.settings.api_key.encode()
+        said = request.headers.get("authorization", "").encode("latin-1")
+        if key and not hmac.compare_digest(said, b"Bearer " + key):
             why = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
             raise Refused(why, status=401, code="invalid_api_key")
         if self.draining:
