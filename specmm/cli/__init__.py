@@ -1,5 +1,5 @@
-"""The command line: ``specmm generate | ask | complete | batch | bench | eval | train | doctor |
-inspect | export | fetch | convert | methods | plan | zoo | demo``.
+"""The command line: ``specmm generate | ask | complete | serve | batch | bench | eval | train |
+doctor | inspect | export | fetch | convert | methods | plan | zoo | demo``.
 
 Modules here import nothing heavy at their top, so that ``specmm --help`` is quick.
 """
@@ -22,9 +22,10 @@ from specmm.cli import (
     generate,
     language,
     published,
+    serve,
     train,
 )
-from specmm.cli.output import OneLine
+from specmm.cli.output import OneLine, OwnOrOther
 from specmm.cli.starting import quick_end
 
 app = typer.Typer(
@@ -38,8 +39,12 @@ app = typer.Typer(
 )
 app.command()(generate.generate)
 app.command()(language.ask)
+app.command()(serve.serve)
 app.command()(batch.batch)
-app.command()(bench.bench)
+measuring = typer.Typer(cls=OwnOrOther, help=bench.bench.__doc__, rich_markup_mode=None)
+measuring.command(OwnOrOther.own, hidden=True)(bench.bench)
+measuring.command("serve")(serve.bench_serve)
+app.add_typer(measuring, name="bench")
 app.command()(language.complete)
 app.add_typer(evaluate.app, name="eval")
 app.command()(train.train)

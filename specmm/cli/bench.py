@@ -78,7 +78,10 @@ def bench(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure speed, block efficiency and likelihood; plain decoding is always the baseline."""
+    """Measure speed, block efficiency and likelihood; plain decoding is always the baseline.
+
+    specmm bench serve URL loads a server instead.
+    """
     from specmm.runs.benches import Bench, asked_of, kind_of
     from specmm.runs.figures import PICTURES, TEXTS, table_of
     from specmm.runs.run import Place

@@ -63,6 +63,17 @@ class OneLine(TyperGroup):
         sys.exit(status if isinstance(status, int) else 0)
 
 
+class OwnOrOther(TyperGroup):
+    """A command ``own`` that has others beside it: what names none of them is its own arguments."""
+
+    own = "model"
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See the class."""
+        mine = args[:1] and args[0] in self.commands
+        return super().parse_args(ctx, args if mine else [self.own, *args])
+
+
 def _fail(message: str, status: int = 2) -> NoReturn:
     """Say what is wrong on one line and exit."""
     say("error: " + " ".join(message.split()))

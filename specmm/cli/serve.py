@@ -1,0 +1,155 @@
+"""``specmm serve``, and ``specmm bench serve``, which measures any server of that protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specmm.cli.options import Device, Drafter, Dtype, Json, Threads
+from specmm.cli.output import emit, say, stdout_reserved, table
+from specmm.cli.starting import started, starting
+from specmm.loading.extras import install
+
+Key = Annotated[
+    str,
+    typer.Option(
+        envvar="SPECMM_API_KEY",
+        show_envvar=False,
+        help="The key of clients; better as SPECMM_API_KEY, which no list of processes shows.",
+    ),
+]
+
+
+def serve(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...", help="Folders, pocket models (see specmm zoo) or hub ids."
+        ),
+    ],
+    method: Annotated[
+        str, typer.Option(help="Of all answers, and of pictures that ask for none; auto measures.")
+    ] = "auto",
+    drafter: Drafter = None,
+    rows: Annotated[int, typer.Option(min=1, help="Answers made at a time, of each model.")] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait for a row; others get a 429.")
+    ] = 256,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; else what a model holds.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0 opens it to the network.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    api_key: Key = "",
+    http_pictures: Annotated[
+        bool,
+        typer.Option(
+            "--allow-http-pictures",
+            help="Fetch pictures from http(s) addresses of public machines.",
+        ),
+    ] = False,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")
+    ] = 30.0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Serve models by OpenAI's protocol: chats, completions and pictures, at /v1.
+
+    SIGTERM or Ctrl-C lets requests that there are end; a second one does not.
+    """
+    starting()
+    try:
+        from specmm.serving.http import app_of
+        from specmm.serving.process import Server
+    except ModuleNotFoundError as error:
+        raise ValueError(f"serve needs {error.name}, run: {install('serve')}") from error
+    from specmm.loading.hardware import Place
+    from specmm.serving.asking import Settings
+    from specmm.serving.opening import opened, own_sampling
+
+    if len(set(models)) < len(models):
+        raise ValueError("each MODEL is served once, got one twice")
+    if drafter is not None and len(models) > 1:
+        raise ValueError("--drafter is of one MODEL, got several; serve them apart")
+    with stdout_reserved():
+        place = Place.named(device, dtype)
+        engines, painters = opened(models, place, method, drafter, rows, max_waiting)
+        settings = Settings(
+            api_key=api_key,
+            http_pictures=http_pictures,
+            max_tokens=max_tokens,
+            max_waiting=max_waiting,
+            sampling={engine.name: own_sampling(engine.name) for engine in engines},
+        )
+        server = Server(app_of(engines, settings, painters), host, port, drain)
+        started()
+    say(f"serving {', '.join(models)} at {server.address}")
+    server.run()
+
+
+def bench_serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")],
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Clients, each of whom waits for an answer; 1.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Or arrivals a second, as a Poisson process.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Or JSON lines of requests, of which each says its second, at."),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Lines of text, or JSON lines with messages or a prompt; else our own."),
+    ] = None,
+    completions: Annotated[
+        bool, typer.Option("--completions", help="Continue texts instead of asking them in a chat.")
+    ] = False,
+    n: Annotated[int | None, typer.Option("-n", min=1, help="Requests; 64 if not given.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    model: Annotated[str | None, typer.Option(help="The server's first if not given.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the arrivals.")] = 0,
+    api_key: Key = "",
+    as_json: Json = False,
+) -> None:
+    """Load a server of OpenAI's protocol: tokens a second, seconds to the first token, between
+    tokens, between pieces of a stream, and of whole answers.
+    """
+    from specmm.runs.load import Load, bodies_of, run
+
+    ways = [way for way in (clients, rate, trace) if way is not None]
+    if len(ways) > 1 or (trace is not None and (prompts is not None or n is not None)):
+        raise ValueError("give one of --clients, --rate and --trace, and with a trace no prompts")
+    bodies = bodies_of(trace or prompts, completions)
+    count = len(bodies) if trace is not None else n or 64
+    load = Load(url, bodies, count, max_tokens, temperature, model, api_key, seed)
+    found = run(load, clients if ways else 1, rate)
+    if as_json:
+        emit(found)
+    else:
+        typer.echo(_load_table(found))
+    if len(found["errors"]) and not found["tokens"]:
+        raise typer.Exit(1)
+
+
+def _load_table(found: dict[str, Any]) -> str:
+    """A load test for people."""
+    each = (
+        f"{found['tokens_per_second']:.1f} tokens/s, {found['requests_per_second']:.2f} answers/s"
+    )
+    lines = [f"{found['requests']} requests in {found['seconds']:.1f} s: {each}"]
+    rows = [["seconds", "p50", "p90", "p99"]]
+    for name in ("first_token", "between_tokens", "pause", "answer"):
+        values = found[name].values()
+        cells = ["" if value is None else f"{value:.4f}" for value in values]
+        rows.append([name.replace("_", " "), *cells])
+    errors = [f"{count} failed, {why}" for why, count in found["errors"].items()]
+    return "\n".join([*lines, table(rows), *errors])

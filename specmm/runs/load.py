@@ -1,0 +1,247 @@
+"""A load test of any server of OpenAI's protocol: requests arrive, answers stream, times are noted.
+
+A request's times count from when it was to arrive, so that a server that falls behind is seen to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specmm.extending.kinds import shown
+from specmm.loading.files import JSON_LINES, sentence_of
+
+PERCENTILES = (50, 90, 99)
+PATIENCE = 600.0  # seconds without a sign
+CHAT, COMPLETIONS = "/chat/completions", "/completions"
+BUILT_IN = (
+    "def add(a, b):",
+    "Write a function that counts the words of a text.",
+    "import json\n\ndef read(path):",
+    "What is speculative decoding?",
+    "class Stack:\n    def __init__(self):",
+    "Name three colours and a thing of each.",
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of the server at ``url``: of ``model`` (None: its first), ``bodies`` in turn,
+    ``count`` requests in all, of ``max_tokens`` each, at a ``temperature``, with a ``key``.
+    """
+
+    url: str
+    bodies: Sequence[Mapping[str, Any]]
+    count: int
+    max_tokens: int = 64
+    temperature: float = 0.0
+    model: str | None = None
+    key: str = ""
+    seed: int = 0
+
+
+@dataclass
+class Served:
+    """A request's ``start``, the times of its answer's ``pieces``, its ``tokens``, those of the
+    ``prompt``, its ``end`` and its ``error``, "" if there was none.
+    """
+
+    start: float
+    pieces: list[float] = field(default_factory=list)
+    tokens: int = 0
+    prompt: int = 0
+    end: float = 0.0
+    error: str = ""
+
+
+def bodies_of(file: Path | None, completions: bool) -> list[dict[str, Any]]:
+    """What the lines of a ``file`` ask (None: built-in ones): a text each, or in JSON lines an
+    object with ``messages`` or a ``prompt``, and fields of a request; ``at``, seconds, is when it
+    arrives. Texts are questions of a chat, or are continued with ``completions``.
+
+    Raises ``ValueError`` for a line that is none of these.
+    """
+    if file is None:
+        return [_body(text, completions) for text in BUILT_IN]
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be lines of text, got: {error}") from error
+    if not lines:
+        raise ValueError(f"{file} must have a line at least, got none")
+    if file.suffix not in JSON_LINES:
+        return [_body(line, completions) for line in lines]
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            body = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number} of {file} must be JSON, got: {error}") from error
+        if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
+            got = shown(body)
+            raise ValueError(f"line {number} of {file} must have messages or a prompt, got {got}")
+        found.append(body)
+    return found
+
+
+def _body(text: str, completions: bool) -> dict[str, Any]:
+    return {"prompt": text} if completions else {"messages": [{"role": "user", "content": text}]}
+
+
+def arrivals(load: Load, rate: float | None) -> list[float]:
+    """The seconds at which requests arrive: those that their lines say, or by a Poisson process of
+    ``rate`` a second.
+
+    Raises ``ValueError`` for lines of which some do not say.
+    """
+    if rate is not None:
+        draw = random.Random(load.seed)
+        times = [0.0]
+        while len(times) < load.count:
+            times.append(times[-1] + draw.expovariate(rate))
+        return times
+    times = [body["at"] for body in load.bodies if isinstance(body.get("at"), int | float)]
+    if len(times) < len(load.bodies):
+        raise ValueError("every line of a trace must have at, the seconds when it arrives")
+    return times
+
+
+def run(load: Load, clients: int | None = None, rate: float | None = None) -> dict[str, Any]:
+    """Send the requests of ``load``: from so many ``clients``, each of whom waits for his answer,
+    or as :func:`arrivals` says. Times are in seconds, by percentile.
+
+    Raises ``ValueError`` for a server that cannot be asked.
+    """
+    return asyncio.run(_run(load, clients, rate))
+
+
+async def _run(load: Load, clients: int | None, rate: float | None) -> dict[str, Any]:
+    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
+    limits = httpx.Limits(max_connections=None)
+    base = load.url.rstrip("/").removesuffix("/v1") + "/v1"
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=PATIENCE) as client:
+        model = load.model or await _first_model(client, base)
+        common = {"model": model, "max_tokens": load.max_tokens, "temperature": load.temperature}
+        common |= {"stream": True, "stream_options": {"include_usage": True}}
+
+        async def ask(number: int, start: float) -> Served:
+            body = {k: v for k, v in load.bodies[number % len(load.bodies)].items() if k != "at"}
+            path = CHAT if "messages" in body else COMPLETIONS
+            return await _served(client, base + path, common | body, start)
+
+        begin = time.perf_counter()
+        if clients is not None:
+            found = await _by_clients(ask, load.count, clients)
+        else:
+            found = await _by_arrivals(ask, arrivals(load, rate), begin)
+        seconds = time.perf_counter() - begin
+    return {"url": load.url, "model": model, **measured(found, seconds)}
+
+
+async def _first_model(client: httpx.AsyncClient, base: str) -> str:
+    """The first model that a server lists."""
+    try:
+        answer = await client.get(f"{base}/models")
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        said = sentence_of(error)
+        raise ValueError(f"{base}/models must list a model, got: {said}; give --model") from error
+
+
+async def _by_clients(ask: Any, count: int, clients: int) -> list[Served]:
+    """Each client sends the next request once he has his answer."""
+    numbers = iter(range(count))
+    found: list[Served] = []
+
+    async def client() -> None:
+        for number in numbers:
+            found.append(await ask(number, time.perf_counter()))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return found
+
+
+async def _by_arrivals(ask: Any, times: Sequence[float], begin: float) -> list[Served]:
+    """Each request is sent at its time, whether those before have been answered or not."""
+
+    async def one(number: int, at: float) -> Served:
+        await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
+        found: Served = await ask(number, begin + at)
+        return found
+
+    return await asyncio.gather(*(one(number, at) for number, at in enumerate(times)))
+
+
+async def _served(
+    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float
+) -> Served:
+    """Ask, and note when pieces come."""
+    found = Served(start)
+    try:
+        async with client.stream("POST", address, json=body) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                found.error = f"status {response.status_code}: {' '.join(text.split())[:200]}"
+            else:
+                await _read(response.aiter_lines(), found)
+    except (httpx.HTTPError, ValueError) as error:
+        found.error = sentence_of(error)
+    found.end = time.perf_counter()
+    return found
+
+
+async def _read(lines: AsyncIterator[str], found: Served) -> None:
+    """Note a stream's pieces, and what it says of itself; a piece counts as a token where the
+    server counts none.
+    """
+    async for line in lines:
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            continue
+        event = json.loads(line.removeprefix("data:"))
+        if event.get("error"):
+            raise ValueError(f"in the stream: {event['error']}")
+        for choice in event.get("choices") or ():
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
+                found.pieces.append(time.perf_counter())
+        if usage := event.get("usage"):
+            found.tokens, found.prompt = usage["completion_tokens"], usage["prompt_tokens"]
+    found.tokens = found.tokens or len(found.pieces)
+
+
+def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
+    """What the requests took that were ``served`` within so many ``seconds``."""
+    good = [one for one in served if not one.error]
+    tokens = sum(one.tokens for one in good)
+    seen = [one for one in good if one.pieces]
+    spans = [(one.pieces[-1] - one.pieces[0], one.tokens - 1) for one in seen]
+    pauses = [b - a for one in seen for a, b in pairwise(one.pieces)]
+    return {
+        "requests": len(served),
+        "errors": dict(Counter(one.error for one in served if one.error)),
+        "seconds": seconds,
+        "prompt_tokens": sum(one.prompt for one in good),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "requests_per_second": len(good) / seconds,
+        "first_token": percentiles([one.pieces[0] - one.start for one in seen]),
+        "between_tokens": percentiles([span / n for span, n in spans if n > 0]),
+        "pause": percentiles(pauses),
+        "answer": percentiles([one.end - one.start for one in good]),
+    }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    """By nearest rank; None where there are no ``values``."""
+    ordered = sorted(values)
+    places = {f"p{p}": max(-(-p * len(ordered) // 100) - 1, 0) for p in PERCENTILES}
+    return {name: ordered[i] if ordered else None for name, i in places.items()}

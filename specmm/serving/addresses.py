@@ -1,0 +1,142 @@
+"""Pictures that a request names by address: data, and http(s) of public machines alone.
+
+Whoever may send a request could otherwise have the server read what only it can reach. So files are
+never opened, a host's addresses are looked up once and all must be public, and the connection goes
+to one of those that were checked; redirects are followed in the same way.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import http.client
+import io
+import ipaddress
+import socket
+import time
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from PIL import Image
+
+from specmm.extending.kinds import shown
+from specmm.loading.files import sentence_of
+from specmm.loading.pictures import header, upright
+from specmm.serving.fields import Refused
+
+PATIENCE = 10.0  # seconds that a picture may take to arrive
+REDIRECTS = 3
+PIECE = 1 << 16  # bytes read at a time
+PUBLIC_V6 = ipaddress.ip_network("2000::/3")
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Looking:
+    """Opens the pictures of one request: at most ``pictures`` of ``pixels`` in all, each in at most
+    ``size`` bytes, from other machines only with ``remote``.
+    """
+
+    def __init__(self, pictures: int, pixels: int, size: int, remote: bool) -> None:
+        self.pictures = self.left = pictures
+        self.pixels = pixels
+        self.size = size
+        self.remote = remote
+
+    def picture(self, address: Any, place: str) -> Image.Image:
+        """The picture at an ``address``, which is called ``place`` in the request; :class:`Refused`
+        for what is none, may not be reached, or is too large.
+        """
+        if self.left == 0:
+            raise Refused(f"a request may have {self.pictures} pictures, got more", place)
+        self.left -= 1
+        try:
+            found = header(io.BytesIO(self._read(address)), self.pixels)
+            self.pixels -= found.width * found.height
+            return upright(found)
+        except (ValueError, OSError) as error:
+            raise Refused(f"{place} {sentence_of(error)}", place) from error
+
+    def _read(self, address: Any) -> bytes:
+        """The bytes at ``address``; errors begin with "must"."""
+        if isinstance(address, str) and address[:5].lower() == "data:":
+            head, comma, data = address.partition(",")
+            if not comma or not head.lower().endswith(";base64"):
+                raise ValueError("must be data:image/…;base64,… or an address, got other data")
+            try:
+                return base64.b64decode(data, validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise ValueError(f"must be base64 after its comma, got: {error}") from error
+        if not isinstance(address, str) or urlsplit(address).scheme not in ("http", "https"):
+            raise ValueError(f"must be data:image/…;base64,… or http(s), got {shown(address)}")
+        if not self.remote:
+            raise ValueError(
+                "must be data:image/…;base64,…, got an address, which this server does not fetch "
+                "(specmm serve --allow-http-pictures does)"
+            )
+        return fetched(address, self.size)
+
+
+def fetched(address: str, most: int) -> bytes:
+    """At most so many bytes at an http(s) ``address`` of a public machine.
+
+    Raises ``ValueError``, whose text begins with "must", for any other and for what fails.
+    """
+    end = time.monotonic() + PATIENCE
+    for _ in range(REDIRECTS + 1):
+        try:
+            found = _answer(address, most, end)
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
+            said = sentence_of(error)
+            raise ValueError(f"must be a picture that can be fetched, got: {said}") from error
+        if isinstance(found, bytes):
+            return found
+        address = urljoin(address, found)
+    raise ValueError(f"must be fetched within {REDIRECTS} redirects, got more")
+
+
+def _answer(address: str, most: int, end: float) -> bytes | str:
+    """The bytes at ``address``, or where it redirects to."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+        raise ValueError("must stay at http(s) addresses without a user's name, got another")
+    secure = parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    port = parts.port or kind.default_port
+    connection = kind(parts.hostname, port, timeout=max(end - time.monotonic(), 0.1))
+    # in place of socket.create_connection: the names of hosts stay those of certificates
+    connection._create_connection = _connected  # type: ignore[attr-defined]
+    try:
+        path = parts._replace(scheme="", netloc="", fragment="").geturl() or "/"
+        connection.request("GET", path, headers={"User-Agent": "specmm"})
+        answer = connection.getresponse()
+        if answer.status in (301, 302, 303, 307, 308):
+            return answer.headers.get("Location", "")
+        if answer.status != 200:
+            raise ValueError(f"must be a picture that can be fetched, got status {answer.status}")
+        read = bytearray()
+        while piece := answer.read1(PIECE):
+            read += piece
+            if len(read) > most or time.monotonic() > end:
+                raise ValueError(
+                    f"must have at most {most:,} bytes, which come within {PATIENCE} s"
+                )
+        return bytes(read)
+    finally:
+        connection.close()
+
+
+def _connected(place: tuple[str, int], timeout: float, *_: Any) -> socket.socket:
+    """A connection to a ``place`` (host, port), all of whose addresses are public."""
+    found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    hosts = [str(one[-1][0]) for one in found]
+    if not all(public(ipaddress.ip_address(host.partition("%")[0])) for host in hosts):
+        raise ValueError(f"must be on a public machine, got {place[0]}, which is not")
+    return socket.create_connection((hosts[0], place[1]), timeout)
+
+
+def public(address: Address) -> bool:
+    """Whether an ``address`` belongs to the whole internet: not to this machine or its networks."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address.is_global and not address.is_multicast
+    hidden = address.sixtofour or address.teredo  # ways to an IPv4 address that may be any
+    return address.is_global and address in PUBLIC_V6 and not hidden

@@ -1,0 +1,154 @@
+"""Answers in the form of OpenAI's chat completions and completions, whole and in pieces."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specmm.serving.asking import Wanted
+from specmm.serving.requests import Ended, Piece, TokenLogprob
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+@dataclass(frozen=True)
+class Form:
+    """One of the two forms: its ``prefix`` of ids, the ``kind`` of a whole answer and that of a
+    ``chunk``.
+    """
+
+    prefix: str
+    kind: str
+    chunk: str
+
+    def head(self, model: str, stream: bool) -> dict[str, Any]:
+        """What an answer, or each of its chunks, begins with."""
+        kind = self.chunk if stream else self.kind
+        now = int(time.time())
+        name = f"{self.prefix}-{uuid.uuid4().hex}"
+        return {"id": name, "object": kind, "created": now, "model": model}
+
+    def first(self, count: int) -> Iterator[dict[str, Any]]:
+        """Chunks before all others, of ``count`` answers."""
+        if self is CHAT:
+            for number in range(count):
+                yield self.choice(number, {"role": "assistant", "content": ""}, None, None)
+
+    def choice(self, number: int, said: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        """A piece of an answer: its text, or of a chat a message's part."""
+        part = {"delta" if self is CHAT else "text": said}
+        return {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
+
+    def piece(self, number: int, text: str, logprobs: Any) -> dict[str, Any]:
+        """A chunk's choice with some ``text``."""
+        return self.choice(number, {"content": text} if self is CHAT else text, logprobs, None)
+
+    def end(self, number: int, reason: str) -> dict[str, Any]:
+        """A chunk's choice with the ``reason`` why an answer ended."""
+        return self.choice(number, {} if self is CHAT else "", None, reason)
+
+    def whole(self, number: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        said = {"role": "assistant", "content": text, "refusal": None}
+        part = {"message": said} if self is CHAT else {"text": text}
+        return {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
+        """The log probabilities of ``tokens``, the first of which begins at ``offset``."""
+        if self is CHAT:
+            listed = [{**_told(t), "top_logprobs": [_told(o) for o in t.top]} for t in tokens]
+            return {"content": listed, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [max(token.logprob, LEAST) for token in tokens],
+            "top_logprobs": [{o.text: max(o.logprob, LEAST) for o in t.top} for t in tokens],
+            "text_offset": offsets,
+        }
+
+
+CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
+COMPLETION = Form("cmpl", "text_completion", "text_completion")
+
+
+def _told(token: TokenLogprob) -> dict[str, Any]:
+    """A token in a chat's logprobs."""
+    letters = list(token.text.encode(errors="replace"))
+    return {"token": token.text, "logprob": max(token.logprob, LEAST), "bytes": letters}
+
+
+class Sums:
+    """The answers to a request ``wanted``, as they grow, in a ``form``."""
+
+    def __init__(self, form: Form, wanted: Wanted) -> None:
+        self.form = form
+        self.wanted = wanted
+        count = len(wanted.asked)
+        self.texts = [""] * count
+        self.logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
+        self.offsets = [0] * count
+        self.ends: list[Ended | None] = [None] * count
+
+    def add(self, number: int, event: Piece | Ended) -> dict[str, Any] | None:
+        """Note what is told of answer ``number``; a chunk's choice, None where it has nothing."""
+        if isinstance(event, Ended):
+            self.ends[number] = event
+            return self.form.end(number, event.reason)
+        told = None
+        if self.wanted.asked[number].logprobs is not None:
+            self.logprobs[number] += event.logprobs
+            told = self.form.logprobs(event.logprobs, self.offsets[number])
+            self.offsets[number] += sum(len(one.text) for one in event.logprobs)
+        self.texts[number] += event.text
+        return self.form.piece(number, event.text, told) if event.text or event.logprobs else None
+
+    @property
+    def done(self) -> bool:
+        """Whether all answers have ended."""
+        return None not in self.ends
+
+    @property
+    def ended(self) -> list[Ended]:
+        """The ends of all answers that have one."""
+        return [end for end in self.ends if end is not None]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's count of tokens; a prompt counts once, however many its answers."""
+        each = self.ended[:: self.wanted.n]
+        read, made = sum(e.prompt_tokens for e in each), sum(e.tokens for e in self.ended)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": made,
+            "total_tokens": read + made,
+            "prompt_tokens_details": {"cached_tokens": sum(e.cached for e in each)},
+        }
+
+    @property
+    def unknown_usage(self) -> dict[str, Any]:
+        """What chunks say of it before the last one."""
+        return {"usage": None} if self.wanted.usage else {}
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """Our own field: by which method, how many tokens a round, and what is claimed."""
+        rounds = sum(end.rounds for end in self.ended)
+        tokens = sum(end.tokens for end in self.ended)
+        first = self.ended[0]
+        tau = tokens / rounds if rounds else 0.0
+        return {"method": first.method, "tau": tau, "certificate": first.certificate}
+
+    def whole(self, head: dict[str, Any]) -> dict[str, Any]:
+        """The response of all answers."""
+        choices = []
+        for number, end in enumerate(self.ended):
+            asked = self.wanted.asked[number].logprobs is not None
+            told = self.form.logprobs(self.logprobs[number], 0) if asked else None
+            choices.append(self.form.whole(number, self.texts[number], told, end.reason))
+        return {**head, "choices": choices, "usage": self.usage, "specmm": self.own}

@@ -1,0 +1,378 @@
+"""From requests as OpenAI's clients write them, with vLLM's further settings, to what they ask of
+an engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specmm.chats.tokens import THINKING
+from specmm.extending.kinds import shown, texts_of
+from specmm.serving.addresses import Looking
+from specmm.serving.fields import Fields, Refused
+from specmm.serving.requests import Asked
+from specmm.structured import Grammar, json_schema
+
+MOST_TOP = 20  # likeliest tokens told beside each one
+COMPLETION = 16  # tokens of a completion that asks for no number, at OpenAI's and vLLM
+SEEDS = 2**63
+ROLES = {  # as chat templates know them
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+IGNORED = (  # fields that change no answer
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+    "prediction",
+    "request_id",
+    "priority",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server lets in: requests with the ``api_key`` ("": all), with pictures at http(s)
+    addresses or without, of at most so many tokens an answer (None: as many as the model has room
+    for), answers, pictures, pixels in all and bytes; so many pictures may wait to be drawn.
+    ``sampling`` are options by model where a request has none.
+    """
+
+    api_key: str = ""
+    http_pictures: bool = False
+    max_tokens: int | None = None
+    max_answers: int = 128
+    max_pictures: int = 16
+    max_pixels: int = 50_000_000
+    max_bytes: int = 32_000_000
+    max_waiting: int = 16
+    sampling: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request wants: what is ``asked`` for each answer, in their order, of each prompt ``n``
+    of them; as a ``stream``, with the ``usage`` at its end.
+    """
+
+    asked: Sequence[Asked]
+    n: int
+    stream: bool
+    usage: bool
+
+
+def chat(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
+    """A request for a chat's next message; ``own`` are the model's options.
+
+    Raises :class:`Refused`. Pictures are opened here, which takes its time.
+    """
+    options = _options(fields, settings, own, "max_completion_tokens", "max_tokens")
+    top = fields.whole("top_logprobs", 0, MOST_TOP)
+    logprobs = (top or 0) if fields.flag("logprobs") else None
+    if top is not None and logprobs is None:
+        raise Refused("top_logprobs needs logprobs, which is not true", "top_logprobs")
+    fields.only("answers are text", modalities=["text"], audio=None)
+    tools = fields.items("tools")
+    if any(not isinstance(tool, dict) or "function" not in tool for tool in tools):
+        raise fields.wrong("tools", 'a list of {"type": "function", "function": {…}}', tools)
+    choice = fields.any("tool_choice")
+    if choice not in (None, "none", "auto"):
+        raise fields.wrong("tool_choice", '"none" or "auto", for answers are not forced', choice)
+    fields.only("give tools and tool_choice", functions=None, function_call=None)
+    more: dict[str, Any] = {"tools": tools} if tools and choice != "none" else {}
+    told = fields.inner("chat_template_kwargs")
+    if told is not None:
+        more |= {name: told.flag(name) for name in THINKING if told.any(name) is not None}
+        told.done()
+    ends = fields.flag("ignore_eos")
+    listed, shape = fields.items("messages"), _Shape.of(fields, settings)
+    if not listed:
+        raise fields.wrong("messages", "a list of messages, one at least", fields.any("messages"))
+    size = settings.max_bytes
+    look = Looking(settings.max_pictures, settings.max_pixels, size, settings.http_pictures)
+    fields.done()
+    messages = [_message(Fields(m, f"messages[{i}]"), look) for i, m in enumerate(listed)]
+    return shape.wanted([Asked(messages, None, options, more, logprobs, ends)])
+
+
+def completion(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
+    """A request to continue a text, tokens, or a list of either; as :func:`chat`."""
+    options = _options(fields, settings, own, "max_tokens")
+    options.setdefault("max_new_tokens", min(COMPLETION, settings.max_tokens or COMPLETION))
+    logprobs = fields.whole("logprobs", 0, MOST_TOP)
+    ends = fields.flag("ignore_eos")
+    shape = _Shape.of(fields, settings)
+    fields.only("this server continues prompts, and answers once", echo=False, suffix=None)
+    fields.only("all answers are returned: give n", best_of=shape.n)
+    prompts = _prompts(fields)
+    fields.done()
+    return shape.wanted([Asked(None, one, options, {}, logprobs, ends) for one in prompts])
+
+
+def _prompts(fields: Fields) -> list[str | list[int]]:
+    """The prompts of a request."""
+    given = fields.any("prompt")
+    several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
+    prompts = given if isinstance(given, list) and several else [given]
+    for one in prompts:
+        ids = isinstance(one, list) and all(type(i) is int and i >= 0 for i in one)
+        if not one or not (isinstance(one, str) or ids):
+            wanted = "a text that is not empty, a list of such, a list of token ids or of such"
+            raise fields.wrong("prompt", wanted, given)
+        if isinstance(one, str):
+            texts_of("prompt", one)
+    return prompts
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """How answers come: ``n`` of a prompt, at most ``most`` in all, with seeds from ``seed`` on."""
+
+    n: int
+    most: int
+    seed: int | None
+    stream: bool
+    usage: bool
+
+    @classmethod
+    def of(cls, fields: Fields, settings: Settings) -> _Shape:
+        fields.ignore(*IGNORED)
+        stream = fields.flag("stream")
+        told = fields.inner("stream_options")
+        if told is not None:
+            if not stream:
+                raise Refused("stream_options needs stream, which is not true", "stream_options")
+            usage = told.flag("include_usage")
+            told.ignore("include_obfuscation")
+            told.done()
+        seed = fields.whole("seed", -SEEDS, SEEDS - 1)
+        n = fields.whole("n", 1, settings.max_answers) or 1
+        return cls(n, settings.max_answers, seed, stream, told is not None and usage)
+
+    def wanted(self, asked: Sequence[Asked]) -> Wanted:
+        """``n`` answers to each of ``asked``."""
+        if self.n * len(asked) > self.most:
+            got = self.n * len(asked)
+            raise Refused(f"a request may have {self.most} answers, got {got}", "n")
+        return Wanted([self._seeded(a, i) for a in asked for i in range(self.n)], *self._how)
+
+    @property
+    def _how(self) -> tuple[int, bool, bool]:
+        return self.n, self.stream, self.usage
+
+    def _seeded(self, asked: Asked, number: int) -> Asked:
+        if self.seed is None or not asked.options["temperature"]:
+            return asked  # nothing is drawn
+        options = {**asked.options, "seed": (self.seed + number) % SEEDS}
+        return dataclasses.replace(asked, options=options)
+
+
+# ---- how tokens are chosen
+
+
+def _options(
+    fields: Fields, settings: Settings, own: Mapping[str, Any], *lengths: str
+) -> dict[str, Any]:
+    """Options of a call. ``lengths`` are names of the field with the most tokens."""
+    most = settings.max_tokens or 2**31
+    counts = {count for name in lengths if (count := fields.whole(name, 1, most)) is not None}
+    if len(counts) > 1:
+        raise Refused(f"give one of {' and '.join(lengths)}, got two numbers", lengths[0])
+    top_k = fields.whole("top_k", -1, 2**31)
+    given = dict(
+        max_new_tokens=counts.pop() if counts else None,
+        temperature=fields.number("temperature", 0, 2),
+        top_p=fields.number("top_p", 1e-6, 1),
+        top_k=0 if top_k == -1 else top_k,
+        min_p=fields.number("min_p", 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 0.01, 100),
+        min_new_tokens=fields.whole("min_tokens", 0, most),
+        stop=_stops(fields),
+        sequence_bias=_biases(fields),
+        grammar=_grammar(fields),
+    )
+    fields.only("give repetition_penalty", presence_penalty=0, frequency_penalty=0)
+    found = {"temperature": 1.0, **own, **{k: v for k, v in given.items() if v is not None}}
+    if not found["temperature"]:
+        for name in ("top_p", "top_k", "min_p"):  # nothing is drawn
+            found.pop(name, None)
+    return found
+
+
+def _stops(fields: Fields) -> list[str] | None:
+    """The texts that end an answer."""
+    given = fields.any("stop")
+    stops = [given] if isinstance(given, str) else given or []
+    if not isinstance(stops, list) or not all(isinstance(one, str) and one for one in stops):
+        raise fields.wrong("stop", "a text or a list of texts, none of them empty", given)
+    return texts_of("stop", stops) or None
+
+
+def _biases(fields: Fields) -> list[list[Any]] | None:
+    """``logit_bias`` as transformers' ``sequence_bias``."""
+    told = fields.inner("logit_bias")
+    if told is None or not told.given:
+        return None
+    if not all(token.isdecimal() and len(token) < 10 for token in told.given):
+        raise fields.wrong("logit_bias", "numbers by token id", told.given)
+    return [[[int(token)], float(told.number(token, -100, 100) or 0)] for token in told.given]
+
+
+def _grammar(fields: Fields) -> Grammar | None:
+    """How an answer is spelled, by whichever of the ways to say so is there.
+
+    Texts become grammars as they are: functions of :mod:`specmm.structured` would open files.
+    """
+    found = [_by_format(fields.inner("response_format"))]
+    found += [_spelled(fields, f"guided_{kind}", kind) for kind in SPELLED]
+    told = fields.inner("structured_outputs")
+    if told is not None:
+        found += [_spelled(told, kind, kind) for kind in SPELLED]
+        told.done()
+    grammars = [one for one in found if one is not None]
+    if len(grammars) > 1:
+        raise Refused("an answer is spelled in one way, got several", "response_format")
+    return grammars[0] if grammars else None
+
+
+ONE_LINE = (
+    False  # any white space: small models go on with it for ever, and certain tokens are fast
+)
+SPELLED = ("json", "regex", "grammar", "choice")
+
+
+def _by_format(told: Fields | None) -> Grammar | None:
+    """The grammar of OpenAI's ``response_format``."""
+    if told is None:
+        return None
+    kind = told.text("type", ("text", "json_object", "json_schema"))
+    if kind == "json_schema":
+        inner = told.inner("json_schema")
+        schema = None if inner is None else inner.any("schema")
+        if not isinstance(schema, dict):
+            raise told.wrong("json_schema.schema", "a JSON schema", schema)
+        told.done()
+        return json_schema(schema, ONE_LINE)
+    told.done()
+    if kind is None:
+        raise told.wrong("type", "text, json_object or json_schema", None)
+    return json_schema({"type": "object"}, ONE_LINE) if kind == "json_object" else None
+
+
+def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
+    """The grammar of a field as vLLM has them."""
+    given = fields.any(name)
+    if given is None:
+        return None
+    if kind == "json":
+        try:
+            schema = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise fields.wrong(name, "a JSON schema", given)
+        return json_schema(schema, ONE_LINE)
+    if kind == "choice":
+        choices = fields.items(name)
+        if not choices or not all(isinstance(one, str) and one for one in choices):
+            raise fields.wrong(name, "a list of texts, none of them empty", given)
+        return Grammar("grammar", "root ::= " + " | ".join(map(json.dumps, choices)))
+    return Grammar(kind, fields.text(name) or "")
+
+
+# ---- messages
+
+
+def _message(fields: Fields, look: Looking) -> dict[str, Any]:
+    """A message in the form of :mod:`specmm.hf.prompts.messages`, its pictures opened."""
+    role = fields.text("role", tuple(ROLES))
+    if role is None:
+        raise fields.wrong("role", f"one of {', '.join(ROLES)}", None)
+    found: dict[str, Any] = {"role": ROLES[role]}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (text := fields.text(name)) is not None:
+            found[name] = text
+    calls = fields.items("tool_calls")
+    if calls:
+        place = fields.path("tool_calls")
+        found["tool_calls"] = [_call(Fields(c, f"{place}[{i}]")) for i, c in enumerate(calls)]
+    content = fields.any("content")
+    if content is None and not calls:
+        raise fields.wrong("content", "a text or a list of parts", content)
+    found["content"] = _content(fields, content, look)
+    fields.ignore("refusal", "audio", "annotations", "function_call")  # as answers come back
+    fields.done()
+    return found
+
+
+def _content(fields: Fields, content: Any, look: Looking) -> str | list[dict[str, Any]]:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return texts_of(fields.path("content"), content)[0]
+    place = fields.path("content")
+    listed = fields.items("content")
+    if not listed:
+        raise fields.wrong("content", "a text or a list of parts", content)
+    return [_part(Fields(part, f"{place}[{i}]"), look) for i, part in enumerate(listed)]
+
+
+def _part(fields: Fields, look: Looking) -> dict[str, Any]:
+    """A part of a message; ``video`` is ours: the addresses of its frames."""
+    kind = fields.any("type")
+    found: dict[str, Any]
+    if kind in ("text", "refusal"):
+        text = fields.text(kind)
+        if text is None:
+            raise fields.wrong(kind, "a text", None)
+        found = {"type": "text", "text": texts_of(fields.path(kind), text)[0]}
+    elif kind == "image_url":
+        told = fields.any(kind)
+        if isinstance(told, dict):  # with how closely to look, which models here do not know
+            inner = Fields(told, fields.path(kind))
+            inner.ignore("detail", "url")
+            inner.done()
+            told = told.get("url")
+        found = {"type": "image", "image": look.picture(told, fields.path("image_url"))}
+    elif kind == "video":
+        frames = fields.items(kind)
+        if not frames:
+            raise fields.wrong(kind, "a list of its frames' addresses", None)
+        place = fields.path(kind)
+        opened = [look.picture(one, f"{place}[{i}]") for i, one in enumerate(frames)]
+        found = {"type": "video", "video": opened, "fps": fields.number("fps", 0.01, 1000)}
+    else:
+        wanted = "text, image_url or video (a list of frames)"
+        hint = "; give a film's frames" if kind == "video_url" else ""
+        got = f"{shown(kind)}, which is not served{hint}"
+        raise Refused(f"{fields.path('type')} must be {wanted}, got {got}", fields.path("type"))
+    fields.ignore("uuid", "cache_control")
+    fields.done()
+    return found
+
+
+def _call(fields: Fields) -> dict[str, Any]:
+    """A call of a tool as templates read it, whose arguments are no text."""
+    inner = fields.inner("function")
+    name = None if inner is None else inner.text("name")
+    if inner is None or name is None:
+        raise fields.wrong("function", "of a name and arguments", None)
+    arguments = inner.text("arguments") or "{}"
+    try:
+        given = json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise inner.wrong("arguments", "JSON", arguments) from None
+    found = {"type": "function", "function": {"name": name, "arguments": given}}
+    return found | ({"id": fields.text("id")} if fields.any("id") else {})

@@ -1,0 +1,382 @@
+"""The server: OpenAI's protocol over engines and picture pipelines, for ``specmm serve``.
+
+Whatever goes wrong is answered by OpenAI's error object with a sentence. Requests are read in
+threads, so that no stream waits for another's pictures; what engines tell comes back into the event
+loop, and whoever hangs up has his rows freed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+
+from specmm.extending.registry import unknown
+from specmm.loading.files import sentence_of
+from specmm.serving.answers import CHAT, COMPLETION, Form, Sums
+from specmm.serving.asking import Settings, Wanted, chat, completion
+from specmm.serving.drawing import Painter
+from specmm.serving.fields import Fields, Refused
+from specmm.serving.measures import Measures
+from specmm.serving.requests import Busy, Ended, Engine, Piece, Ticket
+
+LOGGER = logging.getLogger(__name__)
+GONE = 499  # how servers' logs call a client that hung up
+RETRY = {429: "1", 503: "10"}  # seconds after which to ask again
+TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+ASKED, DRAWN = "/v1/chat/completions", "/v1/images/generations"
+DONE = "data: [DONE]\n\n"
+Answer = Callable[[Request], Awaitable[Response]]
+Told = tuple[int, Piece | Ended]
+
+
+def app_of(
+    engines: Sequence[Engine], settings: Settings, painters: Sequence[Painter] = ()
+) -> FastAPI:
+    """The application that serves ``engines`` and ``painters`` by their names. Its ``state.api`` is
+    the :class:`Api`, which ends it.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    api = app.state.api = Api(engines, settings, painters)
+    for path, method, answer in (
+        (ASKED, "POST", api.chat),
+        ("/v1/completions", "POST", api.completion),
+        (DRAWN, "POST", api.draw),
+        ("/v1/models", "GET", api.models),
+        ("/v1/models/{name:path}", "GET", api.model),
+        ("/health", "GET", api.health),
+        ("/metrics", "GET", api.metrics),
+    ):
+        app.add_route(path, api.guarded(answer), [method])
+
+    async def nowhere(request: Request, error: Exception) -> Response:
+        status = getattr(error, "status_code", 404)
+        why = f"there is no {request.method} {request.url.path[:200]} here"
+        return api.refusal(request, Refused(why, status=status, code="not_found"))
+
+    app.add_exception_handler(HTTPException, nowhere)
+    return app
+
+
+class Api:
+    """What the paths of the protocol answer. While it is ``draining`` it takes no new requests."""
+
+    def __init__(
+        self, engines: Sequence[Engine], settings: Settings, painters: Sequence[Painter] = ()
+    ) -> None:
+        self.engines = {engine.name: engine for engine in engines}
+        self.painters = {painter.name: painter for painter in painters}
+        self.settings = settings
+        self.measures = Measures(engines)
+        self.started = int(time.time())
+        self.draining = False
+        self.drawing = asyncio.Lock()  # pictures are drawn one request at a time
+        self.waiting = 0  # requests for pictures
+
+    async def close(self, seconds: float) -> None:
+        """Take no more requests, and give those that there are ``seconds`` to end."""
+        self.draining = True
+        ends = [run_in_threadpool(engine.close, seconds) for engine in self.engines.values()]
+        await asyncio.gather(*ends, self._drawn(seconds))
+
+    async def _drawn(self, seconds: float) -> None:
+        """Wait for the pictures that are being drawn."""
+        end = time.monotonic() + seconds
+        while self.waiting and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        for painter in self.painters.values():
+            painter.stopped = True
+
+    # ---- any request
+
+    def guarded(self, answer: Answer) -> Answer:
+        """``answer`` for those who may ask; an error becomes OpenAI's."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                self._check(request)
+                response = await answer(request)
+            except ClientDisconnect:
+                response = Response(status_code=GONE)
+            except Exception as error:
+                return self.refusal(request, error)
+            self.measures.answered(request.url.path, response.status_code)
+            return response
+
+        return endpoint
+
+    def _check(self, request: Request) -> None:
+        """Refuse whoever lacks the key, and all while the server ends."""
+        if not request.url.path.startswith("/v1/"):
+            return
+        key = self.settings.api_key.encode()
+        said = request.headers.get("authorization", "").encode("latin-1")
+        if key and not hmac.compare_digest(said, b"Bearer " + key):
+            why = "the API key is missing or wrong: send it as Authorization: Bearer KEY"
+            raise Refused(why, status=401, code="invalid_api_key")
+        if self.draining:
+            raise Refused("the server is about to end; ask again later", status=503)
+
+    def refusal(self, request: Request, error: Exception) -> Response:
+        """The answer to a request that fails with an ``error``, which is logged if it is ours."""
+        body, status = _error(error)
+        if status == 500:
+            LOGGER.error("%s failed: %s", request.url.path, sentence_of(error))
+            LOGGER.debug("the traceback", exc_info=error)
+        self.measures.answered(request.url.path, status)
+        again = {"Retry-After": RETRY[status]} if status in RETRY else {}
+        return _json(body, status, again)
+
+    async def _fields(self, request: Request) -> Fields:
+        """The fields of a request's JSON."""
+        most = self.settings.max_bytes
+        if "json" not in request.headers.get("content-type", ""):
+            raise Refused("the request must have Content-Type: application/json")
+        said = request.headers.get("content-length", "0")
+        too_much = Refused(f"a request may have {most:,} bytes, got more", status=413)
+        if said.isdecimal() and int(said[:20]) > most:
+            raise too_much
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > most:
+                raise too_much
+        return Fields(await run_in_threadpool(_parsed, bytes(body)))
+
+    # ---- texts
+
+    async def chat(self, request: Request) -> Response:
+        """``/v1/chat/completions``."""
+        return await self._texts(request, CHAT, chat)
+
+    async def completion(self, request: Request) -> Response:
+        """``/v1/completions``."""
+        return await self._texts(request, COMPLETION, completion)
+
+    async def _texts(self, request: Request, form: Form, read: Any) -> Response:
+        start = time.perf_counter()
+        fields = await self._fields(request)
+        engine = _named(self.engines, fields, self.painters, DRAWN)
+        own = self.settings.sampling.get(engine.name, {})
+        wanted = await run_in_threadpool(read, fields, self.settings, own)
+        answers = Answers(request, wanted, self.measures.timed(engine.name, start))
+        await answers.begin(engine)
+        head = form.head(engine.name, wanted.stream)
+        if wanted.stream:
+            return StreamingResponse(
+                _streamed(answers, form, head, wanted), media_type="text/event-stream"
+            )
+        sums = Sums(form, wanted)
+        async for number, event in answers:
+            _raise_failure(event)
+            sums.add(number, event)
+        return Response(status_code=GONE) if answers.gone else _json(sums.whole(head))
+
+    # ---- pictures
+
+    async def draw(self, request: Request) -> Response:
+        """``/v1/images/generations``; one request is drawn at a time."""
+        fields = await self._fields(request)
+        painter = _named(self.painters, fields, self.engines, ASKED)
+        draw = painter.wanted(fields, self.settings.max_answers)
+        if self.waiting >= self.settings.max_waiting:
+            raise Busy(f"{self.waiting} requests for pictures wait, as many as may")
+        self.waiting += 1
+        gone = asyncio.create_task(_gone(request))
+        try:
+            async with self.drawing:
+                if gone.done():
+                    return Response(status_code=GONE)
+                return _json(await run_in_threadpool(draw, gone.done))
+        finally:
+            gone.cancel()
+            self.waiting -= 1
+
+    # ---- what there is
+
+    async def models(self, _: Request) -> Response:
+        """``/v1/models``."""
+        names = dict.fromkeys([*self.engines, *self.painters])
+        return _json({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        """``/v1/models/NAME``."""
+        name = request.path_params["name"]
+        if name not in self.engines and name not in self.painters:
+            raise _unknown(name, [*self.engines, *self.painters])
+        return _json(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "specmm"}
+
+    async def health(self, _: Request) -> Response:
+        """``/health``: 200, and 503 while the server ends."""
+        if self.draining:
+            raise Refused("the server is about to end", status=503)
+        return _json({"status": "ok"})
+
+    async def metrics(self, _: Request) -> Response:
+        """``/metrics``, as Prometheus reads them."""
+        kind, text = self.measures.page()
+        return Response(text, headers={"Content-Type": kind})
+
+
+class Answers:
+    """What an engine tells of a request's answers, in this event loop; ``gone`` once nobody waits
+    for them, whose rows are then free.
+    """
+
+    def __init__(self, request: Request, wanted: Wanted, seen: Callable[[int, Any], None]) -> None:
+        self.request = request
+        self.wanted = wanted
+        self.seen = seen
+        self.gone = False
+        self.told: asyncio.Queue[Told | None] = asyncio.Queue()
+        self.tickets: list[Ticket] = []
+        self.watch: asyncio.Task[None] | None = None
+
+    async def begin(self, engine: Engine) -> None:
+        """Submit all answers, or none: raises what the ``engine`` raises."""
+        loop = asyncio.get_running_loop()
+
+        def tell_of(number: int) -> Callable[[Piece | Ended], None]:
+            def tell(event: Piece | Ended) -> None:
+                with suppress(RuntimeError):  # the server has ended
+                    loop.call_soon_threadsafe(self.told.put_nowait, (number, event))
+
+            return tell
+
+        try:
+            for number, asked in enumerate(self.wanted.asked):
+                ticket = await run_in_threadpool(engine.submit, asked, tell_of(number))
+                self.tickets.append(ticket)
+        except BaseException:
+            self.cancel()
+            raise
+        self.watch = asyncio.create_task(self._watched())
+
+    async def _watched(self) -> None:
+        await _gone(self.request)
+        self.gone = True
+        self.cancel()
+        self.told.put_nowait(None)
+
+    def cancel(self) -> None:
+        """Free the rows of all answers that have not ended."""
+        for ticket in self.tickets:
+            ticket.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Told]:
+        """What is told, with the number of its answer, until all have ended or nobody waits."""
+        left = len(self.tickets)
+        try:
+            while left and (found := await self.told.get()) is not None:
+                self.seen(*found)
+                left -= isinstance(found[1], Ended)
+                yield found
+        finally:
+            assert self.watch is not None
+            self.watch.cancel()
+            if left:
+                self.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client of a ``request``, which has been read, hangs up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _streamed(
+    answers: Answers, form: Form, head: dict[str, Any], wanted: Wanted
+) -> AsyncIterator[str]:
+    """The events of a stream."""
+    sums = Sums(form, wanted)
+    for first in form.first(len(wanted.asked)):
+        yield _event(head | {"choices": [first]} | sums.unknown_usage)
+    try:
+        async for number, event in answers:
+            _raise_failure(event)
+            choice = sums.add(number, event)
+            if choice is not None:
+                own = {"specmm": sums.own} if sums.done else {}
+                yield _event(head | {"choices": [choice]} | sums.unknown_usage | own)
+    except Exception as error:
+        yield _event(_error(error)[0])
+        return
+    if answers.gone:
+        return
+    if wanted.usage:
+        yield _event(head | {"choices": [], "usage": sums.usage})
+    yield DONE
+
+
+def _raise_failure(event: Piece | Ended) -> None:
+    """Raise what an answer that ended badly is refused with."""
+    if isinstance(event, Ended) and event.reason == "error":
+        raise Refused(event.error or "the answer failed", status=500)
+    if isinstance(event, Ended) and event.reason == "cancelled":
+        raise Refused("the server ended before the answer did", status=503)
+
+
+def _named(
+    here: Mapping[str, Any], fields: Fields, others: Mapping[str, Any], elsewhere: str
+) -> Any:
+    """Which of those ``here`` a request names, or the only one if it names none."""
+    name = fields.text("model") or (next(iter(here)) if len(here) == 1 else "")
+    if name in here:
+        return here[name]
+    if name in others:
+        why = f"the model {name} is asked at {elsewhere}"
+        raise Refused(why, "model", 404, "model_not_found")
+    raise _unknown(name, list(here))
+
+
+def _unknown(name: str, known: Sequence[str]) -> Refused:
+    why = str(unknown("model", name, known))
+    return Refused(why, "model", 404, "model_not_found")
+
+
+def _parsed(body: bytes) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no number of JSON")
+
+    try:
+        return json.loads(body, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the request must be JSON, got: {sentence_of(error)}") from error
+
+
+def _error(error: Exception) -> tuple[dict[str, Any], int]:
+    """OpenAI's error object, and the status."""
+    why, param, status, code = sentence_of(error), None, 500, None
+    if isinstance(error, Refused):
+        param, status, code = error.param, error.status, error.code
+    elif isinstance(error, Busy):
+        why, status, code = str(error) or "the server is busy; ask again later", 429, "busy"
+    elif isinstance(error, ValueError):
+        status = 400
+    else:
+        why = f"the server failed ({type(error).__name__}), its log says more"
+    kind = TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": why, "type": kind, "param": param, "code": code}}, status
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """``body`` in ASCII: errors quote what a client sent, which may hold halves of letters."""
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
