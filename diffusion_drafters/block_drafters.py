@@ -28,6 +28,7 @@ from torch import Tensor
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.growth import Level
 from specmm.core.randomness import UniformSource, categorical
+from specmm.core.rows import Joining
 from specmm.core.sorting import largest
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
@@ -72,6 +73,14 @@ class SourceDrafter:
         with self.clock("draft"):
             self.source.start_row(row)
 
+    def join(self) -> None:
+        """One more row, the last, which is then started; of sources whose rows join."""
+        joining(self.source).join()
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        joining(self.source).leave(row)
+
 
 def block_length(source: BlockSource, wanted: int | None) -> int:
     """Drafts a round; raises ``ValueError`` for none, and for more than ``source`` has."""
@@ -80,6 +89,13 @@ def block_length(source: BlockSource, wanted: int | None) -> int:
         limit = "" if source.longest is None else f" and at most the drafter's {source.longest}"
         raise ValueError(f"length must be at least 1{limit}, got {length}")
     return length
+
+
+def joining(source: BlockSource) -> Joining:
+    """``source``, whose rows join and leave; raises ``ValueError`` where they cannot."""
+    if not isinstance(source, Joining):
+        raise ValueError(f"rows of a {type(source).__name__} cannot join and leave")
+    return source
 
 
 class ChainDrafter(SourceDrafter):

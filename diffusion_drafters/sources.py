@@ -212,7 +212,16 @@ class DFlashSource:
         alone.begin(1, context.shape[1], 1)
         alone.read_prompt(context, self.target.started.prompt.lengths)
         alone.cache.lengths -= 1
+        self.model.cache.widen(self.target.cache.size.capacity)
         self.model.cache.take(row, alone.cache)
+
+    def join(self) -> None:
+        """One more row, the last, which is then started."""
+        self.model.cache.join()
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        self.model.cache.leave(row)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """[B, K, S]; see :class:`BlockSource`."""

@@ -14,23 +14,32 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from specmm import methods
+from specmm.core.continuous_batching import begin_anew
 from specmm.core.decode import check_output
-from specmm.core.drafter import NoDrafts
-from specmm.core.rows import Rows
+from specmm.core.drafter import Drafter, Feedback
+from specmm.core.processors import Processor
+from specmm.core.rows import Joining, Rows
+from specmm.core.stats import Clock
+from specmm.core.tree import TreeShape
 from specmm.core.turns import turns_of
+from specmm.extending.registry import unknown
 from specmm.hf.answers.running import Pipeline
+from specmm.hf.drafters.drafting import assemble, load_drafter, method_of
+from specmm.hf.drafters.features import FeatureDrafter
+from specmm.hf.loading.pretrained import find
 from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
 from specmm.runs.run import HERE, Place, kinds_of, open_model
 from specmm.serving.answer import Answer, GrowingText, RowStops
+from specmm.serving.drafting import GAIN, Drafts
 from specmm.serving.requests import Asked, Busy, Tell
 from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
@@ -47,12 +56,13 @@ NEWEST = 0.1  # weight of the latest measurement
 @dataclass(frozen=True)
 class Limits:
     """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
-    the model's).
+    the model's); whether anything is drafted.
     """
 
     rows: int = 16
     waiting: int = 256
     tokens: int = 0
+    drafts: bool = True
 
 
 @dataclass
@@ -95,12 +105,20 @@ class _Read:
 class BatchEngine:
     """Answers requests to the model of ``pipe``; see :class:`specmm.serving.requests.Engine`.
 
-    ``stripped``: whether blanks around an answer are left out. Raises ``ValueError`` for a model
+    ``stripped``: whether blanks around an answer are left out. ``network(target)`` is what drafts
+    beside what was said, a drafter whose rows join and leave. Raises ``ValueError`` for a model
     whose rows cannot join others.
     """
 
-    def __init__(self, pipe: Pipeline, limits: Limits, stripped: bool = False) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        limits: Limits,
+        stripped: bool = False,
+        network: Callable[[RowsTarget], Drafter | None] = lambda target: None,
+    ) -> None:
         self.pipe = pipe
+        self.make_network = network
         self.name = pipe.name
         self.limits = limits
         self.stripped = stripped
@@ -193,12 +211,25 @@ class BatchEngine:
 
     # ---- in the engine's thread
 
+    @torch.inference_mode()
     def _empty(self) -> Rows:
         """A batch without rows."""
-        drafter = NoDrafts()
-        self.target.open(max(drafter.max_nodes, 1))
+        target = self.target
         self.stops.rows.clear()
-        return Rows(self.target, drafter, self.stops)
+        network = self.make_network(target)
+        self.drafts = Drafts(target, network, self.limits.drafts)
+        if network is not None:  # it makes its memory for a prompt of one token
+            prompt = VLMPrompt({**padded([[0]])}, 1).to(target.device, target.dtype)
+            reading = Reading(target, prompt, [Processor(0.0)], 1, 1)
+            reading.go_on(1)
+            output = reading.output
+            assert output is not None and isinstance(network, Joining)
+            target.open(self.drafts.max_nodes)
+            target.prompt, target.context = prompt, reading.alone.context
+            network.begin(Feedback(output, output.probs[:, -1].argmax(-1)), Clock())
+            network.leave(0)
+        target.open(self.drafts.max_nodes)
+        return Rows(target, self.drafts, self.stops)
 
     @property
     def answers(self) -> list[Answer]:
@@ -234,6 +265,7 @@ class BatchEngine:
         self._admit()
         if self.reads:
             self._read()
+        self._choose()
         if self.rows.count:
             self._round()
 
@@ -314,6 +346,44 @@ class BatchEngine:
         self._told(row, 0)
         self._end_if_done(row)
 
+    def _choose(self) -> None:
+        """Begin or end the drafts of the network, if that pays."""
+        count = self.rows.count
+        if not count:
+            self.drafts.end_network()
+            return
+        gain = self.drafts.gain_of_network(count)
+        if self.drafts.network_rows:
+            if gain < 1:
+                self.drafts.end_network()
+        elif gain >= GAIN and self._pays(gain):
+            try:
+                for row in range(count):
+                    self._read_again(row)
+            except Exception as error:
+                self._begin_anew(error)
+
+    def _pays(self, gain: float) -> bool:
+        """Whether a network that is ``gain`` times as fast makes good for reading all texts."""
+        left = (self.rows.progress.limits - self.rows.progress.counts).sum()
+        texts = sum(one.prompt_tokens + len(one.text.ids) for one in self.answers)
+        rounds = float(left) / self.rows.count * (1 - 1 / gain)
+        return rounds * self.pieces.round_seconds >= texts * self.pieces.seconds
+
+    def _read_again(self, row: int) -> None:
+        """Let the network read the text of ``row``, which goes on as if it had just begun."""
+        answer = self.answers[row]
+        prompt = answer.prompt.to(self.target.device, self.target.dtype)
+        tokens = self.rows.progress.row(row)
+        for token in tokens[:-1]:
+            prompt = prompt.extended(token[None])
+        reading = Reading(self.target, prompt, [answer.processor], answer.room, PIECES[1])
+        reading.go_on(reading.left)
+        assert reading.output is not None
+        self.target.started = reading.row(0)
+        begin_anew(self.rows.feedback, row, reading.output, tokens[-1:])
+        self.drafts.start_network(row)
+
     def _round(self) -> None:
         """Play a round, tell what it gave, end the rows that are done."""
         start = time.perf_counter()
@@ -324,6 +394,7 @@ class BatchEngine:
             self._begin_anew(error)
             return
         seconds = time.perf_counter() - start
+        self.drafts.observe(self.rows.feedback, seconds)
         self.pieces.played(seconds)
         self.made["rounds"] += 1
         self.made["row_rounds"] += self.rows.count
@@ -344,6 +415,7 @@ class BatchEngine:
 
     def _told(self, row: int, before: int) -> None:
         tokens = self.rows.progress.row(row)[before:].tolist()
+        self.drafts.extend(row, tokens)
         self.made["tokens"] += len(tokens)
         self.answers[row].grow(tokens)
 
@@ -378,16 +450,48 @@ class BatchEngine:
         self.rows = self._empty()
 
 
+NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
+DEEP = 5  # drafts of a chain of a head that drafts one after the other
+
+
 def open_engine(
-    model: str, limits: Limits, place: Place = HERE, drafter: str | None = None
+    model: str,
+    rows: int = 16,
+    waiting: int = 256,
+    method: str = "auto",
+    drafter: str | None = None,
+    place: Place = HERE,
 ) -> BatchEngine:
     """The engine of ``model``, a folder, pocket name or hub id of a model that answers or continues
-    texts, where ``place`` says.
+    texts, where ``place`` says. ``method``: "ar" drafts nothing, "suffix" from what was said,
+    "auto" also with the model's drafter, as does its own method.
 
-    Raises ``ValueError`` for a model that cannot be found, read or served.
+    Raises ``ValueError`` for a model that cannot be found, read or served, and other methods.
     """
     kind = next((kind for kind in kinds_of(model) if kind != "images"), None)
     if kind is None:
         raise ValueError(f"{model} draws pictures and answers nothing")
-    pipe = open_model(kind, model, place, methods.AR.name, drafter)
-    return BatchEngine(pipe, limits, stripped=kind == "questions")
+    known = ("auto", "ar", "suffix", *NETWORKS)
+    if method not in known:
+        raise unknown("method of a server", method, known)
+    pipe = open_model(kind, model, place, methods.AR.name, None)
+    given = drafter or method in NETWORKS
+    if drafter is not None:
+        own = method_of(find(drafter)) if method not in NETWORKS else method
+        pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
+        wanted = [own]
+    else:
+        wanted = [method] if given else [one for one in NETWORKS if pipe.drafters.has(one)]
+    if method in ("ar", "suffix"):
+        wanted = []
+    made = {one: pipe.drafter(one) for one in wanted[:1]}
+
+    def network(target: RowsTarget) -> Drafter | None:
+        for name, one in made.items():
+            if name == methods.Block.name:
+                return assemble(methods.Block(), target, one).drafter
+            return FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
+        return None
+
+    limits = Limits(rows, waiting, drafts=method != "ar")
+    return BatchEngine(pipe, limits, kind == "questions", network)

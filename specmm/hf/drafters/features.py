@@ -29,6 +29,7 @@ from specmm.core.drafter import DeferredDrafter, DrafterVocabulary, Feedback
 from specmm.core.growth import Growth
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms, UniformSource
+from specmm.core.state import with_one, without
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.drafting import Assembly, drafting_probs
@@ -164,9 +165,7 @@ class FeatureDrafter:
             scratch=max(self.growth.scratch, self.ahead.scratch if self.ahead else 0),
         )
         self.cache = Cache.again(vars(self).get("cache"), size, hidden.dtype, hidden.device)
-        self.growth.begin(self.cache)
-        if self.ahead is not None:
-            self.ahead.begin(self.cache)
+        self._resized()
         self.shift = shift_of(self.target)
         self.predicted = self._read(self.target, feedback.token, self.cache)  # [B, C]
 
@@ -178,8 +177,29 @@ class FeatureDrafter:
         slots = Cache(size, self.cache.dtype, alone.device)
         self._read(alone, ids[:, -1], slots)
         slots.lengths -= 1
+        if self.target.cache.size.capacity > self.cache.size.capacity:
+            self.cache.widen(self.target.cache.size.capacity)
+            self._resized()
         self.cache.take(row, slots)
         self.shift = with_row(self.shift, row, shift_of(alone))
+
+    def join(self) -> None:
+        """One more row, the last, which is then started."""
+        self.cache.join()
+        self.shift = with_one(self.shift, -1)
+        self._resized()
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        self.cache.leave(row)
+        self.shift = without(self.shift, row, -1)
+        self._resized()
+
+    def _resized(self) -> None:
+        """The cache has another size: make the masks again."""
+        self.growth.begin(self.cache)
+        if self.ahead is not None:
+            self.ahead.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""

@@ -18,7 +18,7 @@ from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.families import WAYS, Family
 from specmm.hf.models.probe import way_of
-from specmm.hf.models.target import ProbsProcessor, VLMTarget
+from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 
 NEAR = 256  # tokens by which the room of rows grows
@@ -145,7 +145,7 @@ class RowsTarget(VLMTarget):
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
         """The prompt ``source`` of ``reading`` begins in ``row``; the output after it."""
         alone = reading.alone
-        self.started = alone
+        self.started = reading.row(source)
         self.widen(reading.room)
         self.processor.rows[row] = alone.processor.rows[source]
         self.cache.take(row, alone.cache, source)
@@ -178,10 +178,23 @@ class RowsTarget(VLMTarget):
         states = self.states(ids, positions, mask)
         kept = torch.arange(count, device=self.device)[None]
         cache.keep(kept, torch.full_like(self.begins, count))
+        hidden = self._drafters_states(states)
+        if self.context is not None:
+            self.context = _longer(self.context, hidden, self.embed(ids))
         if not last:
             return None
-        hidden = self._drafters_states(states)
         return self._output(states[:, -1:], hidden[:, -1:], None, positions[:, -1:])
+
+
+def _longer(context: Context, hidden: Tensor, embeddings: Tensor) -> Context:
+    """``context`` of a text that goes on with tokens of these states and embeddings."""
+    count = hidden.shape[1]
+    return Context(
+        torch.cat([context.hidden, hidden], 1),
+        torch.cat([context.embeddings, embeddings], 1),
+        context.lengths + count,
+        torch.nn.functional.pad(context.image_mask, (0, count)),
+    )
 
 
 def why_no_rows(family: Family, way: Any) -> str:
@@ -208,6 +221,7 @@ class Reading:
         room: int,
         most: int,
     ) -> None:
+        self.target = target
         self.alone: RowsTarget = copy.copy(target)
         self.alone.__dict__.pop("started", None)
         self.alone.processor = RowProcessors(processors)
@@ -224,24 +238,51 @@ class Reading:
         and so are several.
         """
         prompt, alone = self.prompt, self.alone
-        whole = len(prompt.lengths) > 1 or bool(prompt.vision) or alone.wants_context
+        mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
+        whole = len(prompt.lengths) > 1 or bool(prompt.vision) or mrope
         count = self.left if whole else min(count, self.left)
         ids = prompt.input_ids[:, self.read : self.read + count]
         last = count == self.left
-        if self.read:
-            self.output = alone.read_on(ids, last)
-        else:
-            part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
-            output = alone.prefill(part, 0 if last else self.most)
-            if alone.way != WAYS[0]:
-                raise ValueError(
-                    f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
-                    "join others"
-                )
-            self.output = output if last else None
-            alone.prompt = prompt
-            alone.history = History(prompt.input_ids, prompt.lengths, 1)
-            if not last:
-                alone.begins = prompt.begins.clone()
+        self.target.starting_row = True  # drafters' hooks are of the target itself
+        try:
+            self.output = self._piece(ids, last)
+        finally:
+            self.target.starting_row = False
         self.read += count
         self.left -= count
+
+    def _piece(self, ids: Tensor, last: bool) -> TargetOutput | None:
+        prompt, alone = self.prompt, self.alone
+        if self.read:
+            return alone.read_on(ids, last)
+        left = self.left - ids.shape[1]
+        part = prompt if last else VLMPrompt({"input_ids": ids}, left)
+        output = alone.prefill(part, 0 if last else self.most)
+        if alone.way != WAYS[0]:
+            raise ValueError(
+                f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
+                "join others"
+            )
+        alone.prompt = prompt
+        alone.history = History(prompt.input_ids, prompt.lengths, 1)
+        alone.begins = prompt.begins.clone()
+        return output if last else None
+
+    def row(self, number: int) -> RowsTarget:
+        """What drafters read of prompt ``number``, as that of a target of its own."""
+        if len(self.prompt.lengths) == 1:
+            return self.alone
+        found = copy.copy(self.alone)
+        length = int(self.prompt.lengths[number])
+        some = slice(number, number + 1)
+        found.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[some, :length]}, 1)
+        found.offsets = self.alone.offsets[..., some]
+        found.begins = self.alone.begins[some]
+        found.history = self.alone.history.rows(torch.tensor([number], device=found.device))
+        if (context := self.alone.context) is not None:
+            parts = (context.hidden, context.embeddings)
+            hidden, embeddings = (part[some, :length] for part in parts)
+            mask, positions = context.image_mask[some, :length], context.positions
+            positions = None if positions is None else positions[:, some, :length]
+            found.context = Context(hidden, embeddings, context.lengths[some], mask, positions)
+        return found
