@@ -28,11 +28,10 @@ from torch import Tensor
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.growth import Level
 from specmm.core.randomness import UniformSource, categorical
-from specmm.core.rows import Joining
 from specmm.core.sorting import largest
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.diffusion_drafters.sources import BlockSource, NextLogits
+from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, NextLogits
 from specmm.hf.drafters.drafting import drafting_probs
 from specmm.hf.drafters.prompt_lookup import lookup
 from specmm.hf.models.target import VLMTarget
@@ -75,11 +74,21 @@ class SourceDrafter:
 
     def join(self) -> None:
         """One more row, the last, which is then started; of sources whose rows join."""
-        joining(self.source).join()
+        self._late.join()
 
     def leave(self, row: int) -> None:
         """Without ``row``, whose place the last one takes."""
-        joining(self.source).leave(row)
+        self._late.leave(row)
+
+    def absorb(self, feedback: Feedback) -> None:
+        """Read the tokens of a round for which it has not drafted."""
+        self._late.absorb(feedback)
+
+    @property
+    def _late(self) -> DFlashSource:
+        if not isinstance(self.source, DFlashSource):
+            raise ValueError(f"rows of a {type(self.source).__name__} cannot join and leave")
+        return self.source
 
 
 def block_length(source: BlockSource, wanted: int | None) -> int:
@@ -89,13 +98,6 @@ def block_length(source: BlockSource, wanted: int | None) -> int:
         limit = "" if source.longest is None else f" and at most the drafter's {source.longest}"
         raise ValueError(f"length must be at least 1{limit}, got {length}")
     return length
-
-
-def joining(source: BlockSource) -> Joining:
-    """``source``, whose rows join and leave; raises ``ValueError`` where they cannot."""
-    if not isinstance(source, Joining):
-        raise ValueError(f"rows of a {type(source).__name__} cannot join and leave")
-    return source
 
 
 class ChainDrafter(SourceDrafter):

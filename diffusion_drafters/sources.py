@@ -223,10 +223,15 @@ class DFlashSource:
         """Without ``row``, whose place the last one takes."""
         self.model.cache.leave(row)
 
+    def absorb(self, feedback: Feedback) -> None:
+        """Read the states of a round for which it has not drafted."""
+        assert feedback.result is not None
+        self.model.read(feedback.kept_hidden(), feedback.result.kept)
+
     def logits(self, feedback: Feedback, block: int) -> Tensor:
         """[B, K, S]; see :class:`BlockSource`."""
         if feedback.result is not None:
-            self.model.read(feedback.kept_hidden(), feedback.result.kept)
+            self.absorb(feedback)
         config = self.model.config
         masks = feedback.token.new_full((len(feedback.token), config.block - 1), config.mask)
         ids = torch.cat([feedback.token[:, None], masks], dim=1)

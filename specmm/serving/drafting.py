@@ -12,37 +12,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, widened
 from specmm.core.randomness import UniformSource
 from specmm.core.rows import Joining
 from specmm.core.stats import Clock
+from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.suffix import EarlierAnswers, Guess, SuffixRow
 from specmm.hf.models.rows import RowsTarget
 from specmm.serving.costs import Costs
+from specmm.verify.rule import VerifyResult
 
 LONGEST = 16  # tokens of a guess from what was said
 FIRM = 4.0  # drafts as which what is believed of all rows counts for a new one
 NEWEST = 0.05  # weight of the latest round in what is believed of the network's drafts
 HOPED = 0.7  # of a network's draft, that it is kept, before any was seen
-GAIN = 1.1  # by which the network must promise more before it is begun
+GAIN = 1.1  # by which the network must promise more before it begins
+MISSED = 512  # tokens of a row that the network reads later, if it has not drafted
+
+
+@runtime_checkable
+class LateDrafter(BatchingDrafter, Joining, Protocol):
+    """A drafter that can read later what rounds committed for which it has not drafted."""
+
+    max_depth: int
+
+    def absorb(self, feedback: Feedback) -> None:
+        """Read the tokens of a round, of at most ``max_depth`` + 1 a row, and draft nothing."""
 
 
 @dataclass
 class RowDrafts:
-    """What is known of a row: its ``text``, how many of its drafts were ``expected`` to be kept,
-    and how many were ``kept``.
+    """What is known of a row: its ``text``, what is guessed to follow, how many of its drafts were
+    ``expected`` to be kept, and how many were ``kept``.
+
+    What the network has not read of it: its prompt, if ``started`` is there, and tokens that were
+    ``missed``, with the states before them.
     """
 
     text: SuffixRow
-    guess: Guess
+    guess: Guess = field(default_factory=lambda: Guess([], []))
     expected: float = 0.0
     kept: float = 0.0
+    started: RowsTarget | None = None
+    missed: list[int] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)  # [n, C] each
 
     def trust(self, usual: float) -> float:
         """By what its estimated probabilities are to be multiplied, where ``usual`` is for all."""
@@ -70,7 +91,9 @@ class Drafts:
         self.trusted = 1.0  # what is usual of rows
         self.costs = Costs()  # of rounds without the network
         self.network_costs = Costs()
-        self.network_rows = 0  # B while the network drafts, or 0
+        self.drafting = False  # whether the network drafts
+        self.left = 0.0  # tokens that all rows still want
+        self.start_seconds = 0.0  # of reading a prompt by the network
         self.kept_at = np.full(deep, HOPED)  # of a network's draft by depth, if those above were
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
         self.spent = 0.0  # seconds of the network in this round
@@ -83,23 +106,23 @@ class Drafts:
         """Index the prompt that the target has just begun in ``row``."""
         started = self.target.started
         [ids] = started.prompt.rows() if self.target.family.shared else [[]]
-        text = SuffixRow(ids, self.banned, self.earlier)
-        self.rows[row] = RowDrafts(text, Guess([], []))
-        if self.network_rows:
-            self.start_network(row)
+        self.rows[row] = RowDrafts(SuffixRow(ids, self.banned, self.earlier))
+        if self.network is not None:
+            self.rows[row].started = started.without_cache()
 
     def join(self) -> None:
-        self.rows.append(RowDrafts(SuffixRow(), Guess([], [])))
+        self.rows.append(RowDrafts(SuffixRow()))
+        if isinstance(self.network, Joining):
+            self.network.join()
 
     def leave(self, row: int) -> None:
         """Without ``row``: what was answered there may be drafted from."""
         self.earlier.add(self.rows[row].text.answer)
         self.rows[row] = self.rows[-1]
         self.rows.pop()
-        if self.network_rows:
-            assert isinstance(self.network, Joining)
+        if isinstance(self.network, Joining):
             self.network.leave(row)
-            self.network_rows -= 1
+        self.drafting &= bool(self.rows)
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """The answer of ``row`` goes on with ``tokens``."""
@@ -107,29 +130,72 @@ class Drafts:
 
     # ---- the network
 
-    def start_network(self, row: int) -> None:
-        """It drafts for ``row``, whose text the target has just read; rows are started in order."""
-        assert isinstance(self.network, Joining) and isinstance(self.network, BatchingDrafter)
-        if row == self.network_rows:
-            self.network.join()
-            self.network_rows += 1
-        self.network.start_row(row)
-
-    def end_network(self) -> None:
-        """It does not draft any more."""
-        while self.network_rows:
-            assert isinstance(self.network, Joining)
-            self.network_rows -= 1
-            self.network.leave(self.network_rows)
-
-    def gain_of_network(self, rows: int) -> float:
-        """Its goodput over the best without it, at so many ``rows``; 0 where there is none."""
+    def _choose(self) -> None:
+        """Whether the network drafts in this round: as long as that has more goodput, and from when
+        on it makes good for what it has to read first.
+        """
         if self.network is None:
-            return 0.0
-        alone, _ = self._best(rows, self._said(rows), 0.0)
-        extra = float(self.network_costs.of(rows, np.array(rows)))
-        own, _ = self._best(rows, rows * self._depths(), extra)
-        return own / alone if alone else GAIN
+            return
+        count = len(self.rows)
+        alone, _ = self._best(count, self._said(count), 0.0)
+        extra = float(self.network_costs.of(count, np.array(count)))
+        own, _ = self._best(count, count * self._depths(), extra)
+        gain = own / alone if alone else GAIN
+        if self.drafting:
+            self.drafting = gain >= 1
+        elif gain >= GAIN and max(len(row.missed) for row in self.rows) <= MISSED:
+            unread = sum(row.started is not None for row in self.rows)
+            behind = max(len(row.missed) for row in self.rows) / (self.network.max_depth + 1)
+            seconds = unread * self.start_seconds + behind * extra
+            self.drafting = not own or self.left * (1 / alone - 1 / own) >= seconds
+
+    def _catch_up(self) -> None:
+        """Let the network read what it has not."""
+        network = self.network
+        assert isinstance(network, LateDrafter)
+        for number, row in enumerate(self.rows):
+            if row.started is not None:
+                start = time.perf_counter()
+                self.target.started = row.started
+                network.start_row(number)
+                row.started = None
+                seconds = time.perf_counter() - start
+                self.start_seconds += (seconds - self.start_seconds) / 4
+        while any(row.missed for row in self.rows):
+            network.absorb(self._missed(network.max_depth + 1))
+
+    def _missed(self, width: int) -> Feedback:
+        """The next ``width`` missed tokens of all rows, as the feedback of a round."""
+        count = len(self.rows)
+        kept = [min(len(row.missed), width) for row in self.rows]
+        tokens = torch.zeros(count, width, dtype=torch.int64)
+        states = [torch.cat(row.states) for row in self.rows if row.states]
+        hidden = states[0].new_zeros(count, width, *states[0].shape[1:])
+        for number, row in enumerate(self.rows):
+            if not row.missed:
+                continue
+            own, n = torch.cat(row.states), kept[number]
+            tokens[number, :n] = torch.tensor(row.missed[:n])
+            hidden[number, :n] = own[:n]
+            row.missed, row.states = row.missed[n:], [own[n:]]
+        device = hidden.device
+        path = torch.arange(width, device=device).repeat(count, 1)
+        token = tokens[:, 0].to(device)
+        result = VerifyResult(path, torch.tensor(kept, device=device), token)
+        output = TargetOutput(hidden, hidden)  # nobody reads the distributions of such a round
+        return Feedback(output, token, result=result, tokens=tokens.to(device))
+
+    def _miss(self, feedback: Feedback) -> None:
+        """Keep what the last round committed, for the network to read later."""
+        assert feedback.result is not None and feedback.tokens is not None
+        hidden = feedback.kept_hidden()
+        pairs = zip(feedback.tokens.tolist(), feedback.result.kept.tolist(), strict=True)
+        for row, own, (tokens, kept) in zip(self.rows, hidden, pairs, strict=True):
+            if len(row.missed) > MISSED:  # the network waits until the row has ended
+                row.started, row.states = None, []
+            else:
+                row.states.append(own[:kept])
+            row.missed += tokens[:kept]
 
     def _depths(self) -> np.ndarray:
         """How likely the network's draft at each depth [D] is kept."""
@@ -142,8 +208,12 @@ class Drafts:
         for row in self.rows:
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
-        if self.network_rows:
+        self._choose()
+        if self.drafting:
+            self._catch_up()
             return self._by_network(feedback, uniforms)
+        if self.network is not None:
+            self._miss(feedback)
         count = len(self.rows)
         _, depth = self._best(count, self._said(count), 0.0)
         self.drafted = np.zeros(count, dtype=bool)

@@ -17,10 +17,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from specmm import methods
-from specmm.core.continuous_batching import begin_anew
 from specmm.core.decode import check_output
 from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
@@ -39,14 +39,15 @@ from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
 from specmm.runs.run import HERE, Place, kinds_of, open_model
 from specmm.serving.answer import Answer, GrowingText, RowStops
-from specmm.serving.drafting import GAIN, Drafts
+from specmm.serving.costs import Costs
+from specmm.serving.drafting import Drafts
 from specmm.serving.requests import Asked, Busy, Tell
 from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
 
 log = logging.getLogger(__name__)
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
-PIECES = (16, 512)
+PIECES = (32, 512)
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 BESIDE = 2.0  # rounds that a piece may take
 NO_DRAFTS = methods.AR()
@@ -65,33 +66,34 @@ class Limits:
     drafts: bool = True
 
 
-@dataclass
 class Pieces:
     """How many tokens of prompts are read beside a round: what takes ``BESIDE`` rounds."""
 
-    seconds: float = 0.0  # of a token
-    round_seconds: float = 0.0
-    least: int = PIECES[0]
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self.round_seconds = 0.0
 
     @property
     def size(self) -> int:
         """Tokens of the next piece."""
-        if not self.seconds or not self.round_seconds:
+        start, _, token = self.costs.known
+        if not token or not self.round_seconds:
             return PIECE
-        wanted = BESIDE * self.round_seconds / self.seconds
-        return int(min(max(wanted, self.least), PIECES[1]))
+        wanted = (BESIDE * self.round_seconds - start) / token
+        return int(min(max(wanted, PIECES[0]), PIECES[1]))
 
     def read(self, tokens: int, seconds: float) -> None:
         """A piece of ``tokens`` took so long."""
-        self.seconds = _mean(self.seconds, seconds / tokens)
+        self.costs.observe(0, tokens, seconds)
+
+    def seconds(self, tokens: int) -> float:
+        """How long pieces of ``tokens`` take."""
+        return float(self.costs.of(0, np.array(tokens)))
 
     def played(self, seconds: float) -> None:
         """A round took so long."""
-        self.round_seconds = _mean(self.round_seconds, seconds)
-
-
-def _mean(before: float, latest: float) -> float:
-    return latest if not before else before + NEWEST * (latest - before)
+        before = self.round_seconds
+        self.round_seconds = before + NEWEST * (seconds - before) if before else seconds
 
 
 @dataclass
@@ -265,7 +267,6 @@ class BatchEngine:
         self._admit()
         if self.reads:
             self._read()
-        self._choose()
         if self.rows.count:
             self._round()
 
@@ -346,48 +347,12 @@ class BatchEngine:
         self._told(row, 0)
         self._end_if_done(row)
 
-    def _choose(self) -> None:
-        """Begin or end the drafts of the network, if that pays."""
-        count = self.rows.count
-        if not count:
-            self.drafts.end_network()
-            return
-        gain = self.drafts.gain_of_network(count)
-        if self.drafts.network_rows:
-            if gain < 1:
-                self.drafts.end_network()
-        elif gain >= GAIN and self._pays(gain):
-            try:
-                for row in range(count):
-                    self._read_again(row)
-            except Exception as error:
-                self._begin_anew(error)
-
-    def _pays(self, gain: float) -> bool:
-        """Whether a network that is ``gain`` times as fast makes good for reading all texts."""
-        left = (self.rows.progress.limits - self.rows.progress.counts).sum()
-        texts = sum(one.prompt_tokens + len(one.text.ids) for one in self.answers)
-        rounds = float(left) / self.rows.count * (1 - 1 / gain)
-        return rounds * self.pieces.round_seconds >= texts * self.pieces.seconds
-
-    def _read_again(self, row: int) -> None:
-        """Let the network read the text of ``row``, which goes on as if it had just begun."""
-        answer = self.answers[row]
-        prompt = answer.prompt.to(self.target.device, self.target.dtype)
-        tokens = self.rows.progress.row(row)
-        for token in tokens[:-1]:
-            prompt = prompt.extended(token[None])
-        reading = Reading(self.target, prompt, [answer.processor], answer.room, PIECES[1])
-        reading.go_on(reading.left)
-        assert reading.output is not None
-        self.target.started = reading.row(0)
-        begin_anew(self.rows.feedback, row, reading.output, tokens[-1:])
-        self.drafts.start_network(row)
-
     def _round(self) -> None:
         """Play a round, tell what it gave, end the rows that are done."""
         start = time.perf_counter()
-        before = self.rows.progress.counts.tolist()
+        progress = self.rows.progress
+        before = progress.counts.tolist()
+        self.drafts.left = float((progress.limits - progress.counts).sum())
         try:
             gained = self.rows.round()
         except Exception as error:  # of a model with poisoned weights, or without memory

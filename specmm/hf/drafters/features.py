@@ -195,6 +195,12 @@ class FeatureDrafter:
         self.shift = without(self.shift, row, -1)
         self._resized()
 
+    def absorb(self, feedback: Feedback) -> None:
+        """Read the tokens of a round for which it has not drafted."""
+        assert feedback.result is not None
+        self.kept = feedback.result.kept
+        self.growth.read_committed(self, feedback)
+
     def _resized(self) -> None:
         """The cache has another size: make the masks again."""
         self.growth.begin(self.cache)

@@ -86,6 +86,7 @@ class RowsTarget(VLMTarget):
     """
 
     processor: RowProcessors
+    started: RowsTarget
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
@@ -159,6 +160,13 @@ class RowsTarget(VLMTarget):
         output = reading.output
         assert output is not None
         return TargetOutput(output.probs[some], output.hidden[some], output.extremes)
+
+    def without_cache(self) -> RowsTarget:
+        """What drafters read of a prompt, without the memory of its keys and values."""
+        found = copy.copy(self)
+        for name in ("cache", "past", "history", "logits"):
+            vars(found).pop(name, None)
+        return found
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         self.logits = logits  # [B, N, V], for those who ask how likely a token was
