@@ -145,6 +145,7 @@ class EarlierAnswers:
         self.capacity = capacity
         self.trees = [SuffixTree()]
         self.tokens = 0  # of the younger tree
+        self.count = 0  # of answers that were ever added
         self.open: list[list[int]] = []  # answers that are being written
 
     def begin(self, answers: list[list[int]]) -> None:
@@ -160,6 +161,7 @@ class EarlierAnswers:
 
     def add(self, tokens: Iterable[int], banned: frozenset[int] = frozenset()) -> None:
         """Keep the ``tokens`` of an answer that has ended, but for those of ``banned``."""
+        self.count += 1
         tree = self.trees[0]
         state = ROOT
         for token in tokens:
@@ -171,7 +173,9 @@ class EarlierAnswers:
 
 
 class Match:
-    """The longest end of a text that occurs in ``tree``: its state and its length."""
+    """The longest end of a text that occurs in ``tree``, which must not grow: its state and its
+    length.
+    """
 
     def __init__(self, tree: SuffixTree, tokens: Iterable[int]) -> None:
         self.tree = tree
@@ -185,17 +189,14 @@ class Match:
         for token in tokens:
             while self.state != ROOT and token not in tree.follow[self.state]:
                 self.state = tree.link[self.state]
-                self.length = min(self.length, tree.length[self.state])
+                self.length = tree.length[self.state]
             found = tree.follow[self.state].get(token)
             self.length = 0 if found is None else self.length + 1
             self.state = ROOT if found is None else found
 
     def guess(self, length: int, least: float) -> Guess:
         """See :meth:`SuffixTree.guess`."""
-        tree = self.tree
-        while self.state != ROOT and self.length <= tree.length[tree.link[self.state]]:
-            self.state = tree.link[self.state]  # the state was split since
-        return tree.guess(self.state, self.length, length, least)
+        return self.tree.guess(self.state, self.length, length, least)
 
 
 class SuffixRow:
@@ -217,6 +218,7 @@ class SuffixRow:
         self.state = ROOT
         self.latest: deque[int] = deque(maxlen=COUNTED)  # since the last banned token
         self.matches: list[Match] = []
+        self.counted = -1  # answers that the matches know
         self.answer: list[int] = []
         self.extend(tokens)
         self.answer.clear()
@@ -227,7 +229,7 @@ class SuffixRow:
             if token in self.banned:
                 self.state = ROOT
                 self.latest.clear()
-                self.matches = []
+                self.counted = -1
                 continue
             self.state = self.tree.add(self.state, token)
             self.latest.append(token)
@@ -243,9 +245,9 @@ class SuffixRow:
         best = tree.guess(self.state, tree.length[self.state], length, least)
         if self.earlier is None:
             return best
-        trees = self.earlier.trees
-        if [match.tree for match in self.matches] != trees:
-            self.matches = [Match(each, self.latest) for each in trees]
+        if self.counted != self.earlier.count:
+            self.counted = self.earlier.count
+            self.matches = [Match(each, self.latest) for each in self.earlier.trees]
         guesses = (match.guess(length, least) for match in self.matches)
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
 
