@@ -286,8 +286,7 @@ def test_a_prompt_from_a_chat_template_begins_once(text_pipe):
 
 
 def test_calls_draft_from_earlier_ones_if_they_are_given(text_pipe):
-    kept = type(text_pipe)(text_pipe.model, text_pipe.tokenizer, drafter=EarlierAnswers())
-    assert kept.method == methods.Suffix()
+    kept = type(text_pipe)(text_pipe.model, text_pipe.tokenizer, "suffix", EarlierAnswers())
     plain = text_pipe("def add(", max_new_tokens=30)
     rounds = []
     for _ in range(2):
