@@ -112,7 +112,7 @@ def test_auto_has_a_record_of_each_batch_size(text_pipe):
     assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts
     assert out.method.startswith("auto: ")
     [record] = text_pipe.records.values()
-    assert {"block", "deer", "prompt-lookup"} == {one.method.name for one in record.candidates}
+    assert {"block", "deer", "suffix"} == {one.method.name for one in record.candidates}
     text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert list(text_pipe.records.values()) == [record] and record.calls == 3
     text_pipe(PROMPTS[:1], method="auto", max_new_tokens=12)
