@@ -21,6 +21,7 @@ from specmm.hf.models.target import VLMTarget
 from specmm.verify import Recursive
 
 COUNTED = 64  # suffixes of a text whose counts a token raises, the longest first
+LATEST = 32  # tokens that are looked for in earlier answers
 LEAST = 0.25  # a draft's least probability
 SAMPLED = 8  # tokens of a chain at most, where every chain is of full length
 ROOT = 0
@@ -90,6 +91,17 @@ class SuffixTree:
             state = self.link[state]
         return new
 
+    def match(self, tokens: Iterable[int]) -> tuple[int, int]:
+        """The longest end of ``tokens`` that occurs: its state and its length."""
+        state, length = ROOT, 0
+        for token in tokens:
+            while state != ROOT and token not in self.follow[state]:
+                state = self.link[state]
+                length = self.length[state]
+            found = self.follow[state].get(token)
+            state, length = (ROOT, 0) if found is None else (found, length + 1)
+        return state, length
+
     def guess(self, state: int, matched: int, length: int, least: float) -> Guess:
         """Up to ``length`` tokens that followed the last ``matched`` tokens of ``state``, while
         their probability is at least ``least``.
@@ -145,7 +157,6 @@ class EarlierAnswers:
         self.capacity = capacity
         self.trees = [SuffixTree()]
         self.tokens = 0  # of the younger tree
-        self.count = 0  # of answers that were ever added
         self.open: list[list[int]] = []  # answers that are being written
 
     def begin(self, answers: list[list[int]]) -> None:
@@ -161,7 +172,6 @@ class EarlierAnswers:
 
     def add(self, tokens: Iterable[int], banned: frozenset[int] = frozenset()) -> None:
         """Keep the ``tokens`` of an answer that has ended, but for those of ``banned``."""
-        self.count += 1
         tree = self.trees[0]
         state = ROOT
         for token in tokens:
@@ -170,33 +180,6 @@ class EarlierAnswers:
         if self.tokens >= self.capacity // 2:
             self.trees = [SuffixTree(), tree]
             self.tokens = 0
-
-
-class Match:
-    """The longest end of a text that occurs in ``tree``, which must not grow: its state and its
-    length.
-    """
-
-    def __init__(self, tree: SuffixTree, tokens: Iterable[int]) -> None:
-        self.tree = tree
-        self.state = ROOT
-        self.length = 0
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """The text goes on with ``tokens``."""
-        tree = self.tree
-        for token in tokens:
-            while self.state != ROOT and token not in tree.follow[self.state]:
-                self.state = tree.link[self.state]
-                self.length = tree.length[self.state]
-            found = tree.follow[self.state].get(token)
-            self.length = 0 if found is None else self.length + 1
-            self.state = ROOT if found is None else found
-
-    def guess(self, length: int, least: float) -> Guess:
-        """See :meth:`SuffixTree.guess`."""
-        return self.tree.guess(self.state, self.length, length, least)
 
 
 class SuffixRow:
@@ -216,9 +199,7 @@ class SuffixRow:
         self.earlier = earlier
         self.tree = SuffixTree()
         self.state = ROOT
-        self.latest: deque[int] = deque(maxlen=COUNTED)  # since the last banned token
-        self.matches: list[Match] = []
-        self.counted = -1  # answers that the matches know
+        self.latest: deque[int] = deque(maxlen=LATEST)  # since the last banned token
         self.answer: list[int] = []
         self.extend(tokens)
         self.answer.clear()
@@ -229,13 +210,10 @@ class SuffixRow:
             if token in self.banned:
                 self.state = ROOT
                 self.latest.clear()
-                self.counted = -1
                 continue
             self.state = self.tree.add(self.state, token)
             self.latest.append(token)
             self.answer.append(token)
-            for match in self.matches:
-                match.extend((token,))
 
     def guess(self, length: int, least: float = LEAST) -> Guess:
         """The likeliest chain of up to ``length`` tokens, each with a probability of at ``least``
@@ -245,10 +223,8 @@ class SuffixRow:
         best = tree.guess(self.state, tree.length[self.state], length, least)
         if self.earlier is None:
             return best
-        if self.counted != self.earlier.count:
-            self.counted = self.earlier.count
-            self.matches = [Match(each, self.latest) for each in self.earlier.trees]
-        guesses = (match.guess(length, least) for match in self.matches)
+        found = [(each, *each.match(self.latest)) for each in self.earlier.trees]
+        guesses = [each.guess(state, many, length, least) for each, state, many in found]
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
 
 

@@ -5,14 +5,7 @@ import random
 import pytest
 
 from specmm.core.processors import Processor
-from specmm.hf.drafters.suffix import (
-    COUNTED,
-    ROOT,
-    EarlierAnswers,
-    SuffixDrafter,
-    SuffixRow,
-    SuffixTree,
-)
+from specmm.hf.drafters.suffix import ROOT, EarlierAnswers, SuffixDrafter, SuffixRow, SuffixTree
 from specmm.hf.models.target import VLMTarget
 
 NONE = frozenset()
@@ -45,25 +38,20 @@ def test_states_count_occurrences(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_longest_end_that_was_said_is_matched_while_more_is_said(seed):
-    earlier, said, text = EarlierAnswers(), [], []
-    row = SuffixRow([], NONE, earlier)
-    for _ in range(4):
-        answer, *more = texts(random.randrange(10**6))
+def test_the_longest_end_that_occurs_is_matched(seed):
+    earlier, said = EarlierAnswers(), texts(seed)
+    for answer in said:
         earlier.add(answer)
-        said.append(answer)
-        for some in more:  # the second is followed from where the first was matched
-            text += some[:5]
-            row.extend(some[:5])
-            row.guess(1)
-            ends = [text[len(text) - n :] for n in range(1, len(text) + 1)]
-            longest = max([len(end) for end in ends if occurrences(end, *said)], default=0)
-            [match] = row.matches
-            assert match.length == min(longest, COUNTED)
-            found = ROOT
-            for token in text[len(text) - match.length :]:
-                found = match.tree.follow[found][token]
-            assert found == match.state
+    [tree] = earlier.trees
+    for text in texts(seed + 1000):
+        ends = [text[n:] for n in range(len(text))]
+        longest = max([len(end) for end in ends if occurrences(end, *said)], default=0)
+        state, length = tree.match(text)
+        assert length == longest
+        found = ROOT
+        for token in text[len(text) - length :]:
+            found = tree.follow[found][token]
+        assert found == state
 
 
 def test_what_followed_the_longest_match_is_guessed_longer_after_longer_ones():
