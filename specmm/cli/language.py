@@ -181,8 +181,8 @@ def ask(
     method: Annotated[
         str | None,
         typer.Option(
-            help="ar, text-draft, vlm-draft, msd, eagle3, block, mtp, self, prompt-lookup, "
-            "verdict, draft or auto; without it ar, or the drafter's."
+            help="ar, text-draft, vlm-draft, msd, eagle3, block, mtp, self, suffix, recycle, "
+            "prompt-lookup, verdict, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the answer.")] = 64,
@@ -237,7 +237,7 @@ def complete(
         str | None,
         typer.Option(
             help="ar, diffuspec, specdiff, deer, block, eagle3, mtp, self, text-draft, "
-            "prompt-lookup, draft or auto; without it ar, or the drafter's."
+            "suffix, recycle, prompt-lookup, draft or auto; without it ar, or the drafter's."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a text.")] = 128,

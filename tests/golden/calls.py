@@ -128,12 +128,13 @@ IMAGES: dict[str, Any] = {
 }
 SCALES = {"ar": "ar", "code": CoDe(2)}
 CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
-ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup")} | {
+RECALLING = ("suffix", "recycle")
+ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup", *RECALLING)} | {
     "msd, drawn": MSD(sampled=True)
 }
 TEXTS: dict[str, Any] = {
     **{m: m for m in ("ar", "diffuspec", "specdiff", "deer", "block", "text-draft")},
-    "prompt-lookup": "prompt-lookup",
+    **{m: m for m in ("prompt-lookup", *RECALLING)},
     "deer, tree": DEER(tree=6),
     "block, drawn tree": Block(tree=(2, 2, 1)),
     "block, recall": Block(recall=3),

@@ -217,8 +217,10 @@ def classes(batch_size: int, **options: Any) -> Found:
 
 HEADS: dict[str, Any] = {"eagle3": {}, "p-eagle": {"mask": 3, "deep": 2}}
 MTP = {"deepseek": 3, "glm": 1, "mellum": 1, "mimo": 2, "qwen3.5 text": 1}
+RECALLING = ("prompt-lookup", "suffix", "recycle")
 STATES = [("qwen3_5", m) for m in ("ar", "prompt-lookup", "text-draft", "msd")]
 STATES += [("lfm2", "prompt-lookup"), ("lfm2", "msd"), ("jamba", "prompt-lookup")]
+STATES += [("lfm2", "suffix"), ("jamba", "recycle")]
 DRAWING: dict[str, Any] = {"ar": "ar", "sjd": methods.SJD(window=4)}
 OF_CLASSES: dict[str, Any] = DRAWING | {
     "a tree": methods.Speculative(tree=(2, 2, 1)),
@@ -229,7 +231,7 @@ OF_CLASSES: dict[str, Any] = DRAWING | {
 }
 OF_CODE: dict[str, dict[str, Any]] = {
     **{f"refilled: {method}": REFILLED | {"method": method} for method in ("ar", "block", "deer")},
-    "refilled: prompt-lookup": REFILLED | {"method": "prompt-lookup"},
+    **{f"refilled: {method}": REFILLED | {"method": method} for method in RECALLING},
     "stop strings": REFILLED | {"method": "block", "stop": list("dsnr(")},
     "penalty": DRAWN | {"method": "block", "repetition_penalty": 1.3},
     "penalty, prompt-lookup": GREEDY | {"method": "prompt-lookup", "repetition_penalty": 1.3},

@@ -188,7 +188,7 @@ def test_all_drafters_there_are_are_tried_and_the_fastest_answers(
     out = run.finish()
     [record] = pipe.records.values()
     tried = {one.name for one in record.samples}
-    assert tried == {"ar", "block", "deer", "prompt-lookup"}
+    assert tried == {"ar", "block", "deer", "suffix"}
     assert record.fastest() == taken
     wanted = pipe("def add(", method=taken, **options)
     assert out[0] == wanted.texts and len(record.samples[taken]) == contest.PASSES + 1
@@ -227,28 +227,25 @@ def test_a_drafter_that_does_not_fit_is_left_out_unless_it_was_given(text_folder
 def test_small_drafters_are_tried_first_and_each_before_a_second_tree(text_folder):
     pipe = TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     target = VLMTarget(pipe.model, Processor(0.0))
-    given = (["deer", "block", "prompt-lookup"], pipe.drafters, target, pipe.tokenizer)
+    given = (["deer", "block", "suffix"], pipe.drafters, target, pipe.tokenizer)
     names = [one.method.name for one in choosing.candidates_of(*given)]
     sizes = {
         name: sum(x.numel() for x in choosing.network_of(pipe.drafter(name)).parameters())
         for name in ("deer", "block")
     }
-    assert names[:3] == [*sorted(sizes, key=sizes.get), "prompt-lookup"]
-    assert names.count("block") > 1 and names.count("prompt-lookup") == 1
+    assert names[:3] == [*sorted(sizes, key=sizes.get), "suffix"]
+    assert names.count("block") > 1 and names.count("suffix") == 1
 
 
 def test_what_was_read_for_another_call_does_not_contend(text_folder):
     pipe = TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
     before = choosing.kinds_of(list(methods.TEXT), pipe.drafters)
-    assert set(before) == {"block", "deer", "prompt-lookup"}
+    assert set(before) == {"block", "deer", "suffix"}
     pipe("def add(", method="text-draft", max_new_tokens=2)
     assert choosing.kinds_of(list(methods.TEXT), pipe.drafters) == before
     given = pipe.drafter("text-draft")
     own = TextPipeline(pipe.model, pipe.tokenizer, "text-draft", given)
-    assert set(choosing.kinds_of(list(methods.TEXT), own.drafters)) == {
-        "text-draft",
-        "prompt-lookup",
-    }
+    assert set(choosing.kinds_of(list(methods.TEXT), own.drafters)) == {"text-draft", "suffix"}
 
 
 def test_what_a_plan_measured_is_taken_by_later_processes_in_their_first_call(

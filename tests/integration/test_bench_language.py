@@ -68,7 +68,7 @@ def test_plan_of_texts_says_what_auto_measures_and_takes(text_folder):
     assert found["batch"] == 1 and found["dtype"] == "float32" and found["choice"]
     assert found["costs"]["step"] > 0 and "beside plain decoding" in found["reason"]
     tried = {row["choice"].partition("(")[0]: row["speedup"] for row in found["candidates"]}
-    assert tried.keys() == {"block", "deer", "prompt-lookup"} and all(tried.values())
+    assert tried.keys() == {"block", "deer", "suffix"} and all(tried.values())
     shown = run("plan", text_folder, "-p", "def add").stdout.splitlines()
     assert shown[-1].startswith("choice  ") and shown[0].startswith(str(text_folder))
 

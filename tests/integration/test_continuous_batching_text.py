@@ -15,7 +15,8 @@ PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a", "def", "sub(a", "ret
 SEEDS = [3, 4, 5, 6, 7, 8, 9]
 FLOWING = [methods.AR(), methods.PromptLookup(), methods.Block(), methods.Block(length=2)]
 FLOWING += [methods.DEER(), methods.DEER(tree=7), methods.DEER(recall=1)]
-FAST = [FLOWING[i] for i in (0, 1, 2, 5)]
+FLOWING += [methods.Suffix(), methods.Recycle()]
+FAST = [FLOWING[i] for i in (0, 1, 2, 5, 7, 8)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -129,7 +129,7 @@ def test_auto_knows_a_folder_by_its_config(folders):
     for _ in range(2):
         pipe(PROMPTS[0], max_new_tokens=24)
     [record] = pipe.records.values()
-    assert [one.method.name for one in record.candidates] == ["eagle3", "prompt-lookup"]
+    assert [one.method.name for one in record.candidates] == ["eagle3", "suffix"]
 
 
 def test_the_command_line_takes_the_method(folders):

@@ -28,7 +28,7 @@ def test_every_method_says_what_transformers_says(pipe):
     inputs = tokenizer(PROMPT, return_tensors="pt")
     [said] = model.generate(**inputs, do_sample=False, max_new_tokens=48)
     said = said[inputs.input_ids.shape[1] :]
-    for method in ("ar", *DRAFTED, "prompt-lookup", methods.Block(tree=8)):
+    for method in ("ar", *DRAFTED, "prompt-lookup", "suffix", "recycle", methods.Block(tree=8)):
         out = pipe(PROMPT, method=method, max_new_tokens=48)
         assert out.tokens[0].tolist() == said.tolist(), method
         assert out.certificate.kind == "exact"

@@ -48,7 +48,16 @@ def test_plain_and_drafted_answers_are_those_of_transformers(pipe, rectangle):
     [said] = model.generate(**inputs, do_sample=False, max_new_tokens=48)
     said = said[inputs.input_ids.shape[1] :]
     sampled = methods.MSD(sampled=True, tree=(2, 1, 1, 1))
-    for method in ("ar", "msd", "text-draft", "vlm-draft", "prompt-lookup", sampled):
+    for method in (
+        "ar",
+        "msd",
+        "text-draft",
+        "vlm-draft",
+        "prompt-lookup",
+        "suffix",
+        "recycle",
+        sampled,
+    ):
         out = pipe(rectangle, DESCRIBE, method=method, max_new_tokens=48)
         assert out.tokens[0].tolist() == said.tolist(), method
         assert out.certificate.kind == "exact"

@@ -32,7 +32,7 @@ SCHEMA = {
     "required": ["name", "n", "tags"],
 }
 SPELLED = structured.json_schema(SCHEMA)
-METHODS = ["ar", "prompt-lookup", "block", "deer", "text-draft", "diffuspec"]
+METHODS = ["ar", "prompt-lookup", "suffix", "recycle", "block", "deer", "text-draft", "diffuspec"]
 PROMPTS = ["def f():\n    return ", "x = ", "import os\n\nNAME = "]
 LENGTH = 48
 

@@ -16,12 +16,14 @@ from specmm import methods
 from specmm.cli.language import Echo, complete
 from specmm.core.processors import Processor
 from specmm.diffusion_drafters.models.ddit import DDiT, DDiTConfig, MaskedDDiT
+from specmm.hf.drafters.suffix import EarlierAnswers
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.dflash import build_block
 from tests.commands import run, succeed
 from tests.generating import as_generate
 
 DRAFTING = ["diffuspec", "specdiff", "deer", "block", "text-draft", "prompt-lookup"]
+DRAFTING += ["suffix", "recycle"]
 PROMPTS = ["def add(a, b):\n", "x", "    return a + b + a"]
 
 
@@ -110,7 +112,7 @@ def test_auto_has_a_record_of_each_batch_size(text_pipe):
     assert out.texts == text_pipe(PROMPTS, max_new_tokens=12).texts
     assert out.method.startswith("auto: ")
     [record] = text_pipe.records.values()
-    assert {"block", "deer", "prompt-lookup"} == {one.method.name for one in record.candidates}
+    assert {"block", "deer", "suffix"} == {one.method.name for one in record.candidates}
     text_pipe(PROMPTS, method="auto", max_new_tokens=12)
     assert list(text_pipe.records.values()) == [record] and record.calls == 3
     text_pipe(PROMPTS[:1], method="auto", max_new_tokens=12)
@@ -281,3 +283,16 @@ def test_a_prompt_from_a_chat_template_begins_once(text_pipe):
     raw, said = pipe.encode(["a + b", pipe.templated("a + b")])
     assert raw == said == pipe.encode("a + b", chat=True)[0]
     assert raw[0] == words.mask_token_id and words.mask_token_id not in raw[1:]
+
+
+def test_calls_draft_from_earlier_ones_if_they_are_given(text_pipe):
+    kept = type(text_pipe)(text_pipe.model, text_pipe.tokenizer, "suffix", EarlierAnswers())
+    plain = text_pipe("def add(", max_new_tokens=30)
+    rounds = []
+    for _ in range(2):
+        out = kept("def add(", max_new_tokens=30)
+        assert torch.equal(out.tokens[0], plain.tokens[0])
+        rounds.append(out.stats.rounds)
+        alone = text_pipe("def add(", method="suffix", max_new_tokens=30)
+        assert alone.stats.rounds == rounds[0]
+    assert rounds[1] < rounds[0] / 2

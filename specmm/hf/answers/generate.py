@@ -92,7 +92,7 @@ def custom_generate(
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded
     drafter, its folder (read for the model at the first call), or your own object (see
     :func:`specmm.register`). ``last`` holds the last call's method, statistics and certificate.
-    ``method`` None is the ``drafter``'s own method, and prompt lookup without a drafter; ``auto``
+    ``method`` None is the ``drafter``'s own method, and suffix decoding without a drafter; ``auto``
     chooses between that and plain decoding. Raises ``ValueError`` for settings under which
     generate does not decode token by token (beams, an assistant, contrastive search and the
     like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, caches that
@@ -203,7 +203,7 @@ def _is_callers(processor: object) -> bool:
 
 def _method_for(drafter: object) -> str:
     """The method where none is named; raises ``ValueError`` for a drafter that tells none."""
-    name = "prompt-lookup" if drafter is None else method_of(drafter)
+    name = methods.Suffix.name if drafter is None else method_of(drafter)
     if name not in methods.GENERATE:
         raise ValueError(
             f"drafter must be one that tells its method, got {shown(drafter)}; name the method, "

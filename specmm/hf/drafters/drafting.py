@@ -64,8 +64,8 @@ class DrafterKind:
 
 
 KINDS: Mapping[str, DrafterKind] = {
-    "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make", contends=True),
-    "suffix": DrafterKind("specmm.hf.drafters.suffix:make"),
+    "prompt-lookup": DrafterKind("specmm.hf.drafters.prompt_lookup:make"),
+    "suffix": DrafterKind("specmm.hf.drafters.suffix:make", contends=True),
     "recycle": DrafterKind("specmm.hf.drafters.recycle:make"),
     "sjd": DrafterKind("specmm.hf.drafters.interleaved:make"),
     "text-draft": DrafterKind(f"{SMALL}:make_text_draft", f"{SMALL}:load_language_model", "text"),

@@ -21,6 +21,7 @@ from specmm.hf.models.target import VLMTarget
 from specmm.verify import Recursive
 
 COUNTED = 64  # suffixes of a text whose counts a token raises, the longest first
+LATEST = 32  # tokens that are looked for in earlier answers
 LEAST = 0.25  # a draft's least probability
 SAMPLED = 8  # tokens of a chain at most, where every chain is of full length
 ROOT = 0
@@ -89,6 +90,17 @@ class SuffixTree:
             self.follow[state][token] = new
             state = self.link[state]
         return new
+
+    def match(self, tokens: Iterable[int]) -> tuple[int, int]:
+        """The longest end of ``tokens`` that occurs: its state and its length."""
+        state, length = ROOT, 0
+        for token in tokens:
+            while state != ROOT and token not in self.follow[state]:
+                state = self.link[state]
+                length = self.length[state]
+            found = self.follow[state].get(token)
+            state, length = (ROOT, 0) if found is None else (found, length + 1)
+        return state, length
 
     def guess(self, state: int, matched: int, length: int, least: float) -> Guess:
         """Up to ``length`` tokens that followed the last ``matched`` tokens of ``state``, while
@@ -170,34 +182,6 @@ class EarlierAnswers:
             self.tokens = 0
 
 
-class Match:
-    """The longest end of a text that occurs in ``tree``: its state and its length."""
-
-    def __init__(self, tree: SuffixTree, tokens: Iterable[int]) -> None:
-        self.tree = tree
-        self.state = ROOT
-        self.length = 0
-        self.extend(tokens)
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """The text goes on with ``tokens``."""
-        tree = self.tree
-        for token in tokens:
-            while self.state != ROOT and token not in tree.follow[self.state]:
-                self.state = tree.link[self.state]
-                self.length = min(self.length, tree.length[self.state])
-            found = tree.follow[self.state].get(token)
-            self.length = 0 if found is None else self.length + 1
-            self.state = ROOT if found is None else found
-
-    def guess(self, length: int, least: float) -> Guess:
-        """See :meth:`SuffixTree.guess`."""
-        tree = self.tree
-        while self.state != ROOT and self.length <= tree.length[tree.link[self.state]]:
-            self.state = tree.link[self.state]  # the state was split since
-        return tree.guess(self.state, self.length, length, least)
-
-
 class SuffixRow:
     """One row's text, and guesses how it goes on: from itself and, if given, from ``earlier``
     answers. ``answer`` holds what was appended to the first ``tokens``.
@@ -215,8 +199,7 @@ class SuffixRow:
         self.earlier = earlier
         self.tree = SuffixTree()
         self.state = ROOT
-        self.latest: deque[int] = deque(maxlen=COUNTED)  # since the last banned token
-        self.matches: list[Match] = []
+        self.latest: deque[int] = deque(maxlen=LATEST)  # since the last banned token
         self.answer: list[int] = []
         self.extend(tokens)
         self.answer.clear()
@@ -227,13 +210,10 @@ class SuffixRow:
             if token in self.banned:
                 self.state = ROOT
                 self.latest.clear()
-                self.matches = []
                 continue
             self.state = self.tree.add(self.state, token)
             self.latest.append(token)
             self.answer.append(token)
-            for match in self.matches:
-                match.extend((token,))
 
     def guess(self, length: int, least: float = LEAST) -> Guess:
         """The likeliest chain of up to ``length`` tokens, each with a probability of at ``least``
@@ -243,10 +223,8 @@ class SuffixRow:
         best = tree.guess(self.state, tree.length[self.state], length, least)
         if self.earlier is None:
             return best
-        trees = self.earlier.trees
-        if [match.tree for match in self.matches] != trees:
-            self.matches = [Match(each, self.latest) for each in trees]
-        guesses = (match.guess(length, least) for match in self.matches)
+        found = [(each, *each.match(self.latest)) for each in self.earlier.trees]
+        guesses = [each.guess(state, many, length, least) for each, state, many in found]
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
 
 

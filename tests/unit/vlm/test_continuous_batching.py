@@ -15,6 +15,8 @@ from specmm.core.randomness import Uniforms
 from specmm.hf.answers.running import PromptBatch
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
+from specmm.hf.drafters.recycle import RecycleDrafter
+from specmm.hf.drafters.suffix import SuffixDrafter
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.programs.batch_invariant import batch_invariant
@@ -44,6 +46,8 @@ def msd(target, tree):
 DRAFTERS = {
     "plain": lambda target: NoDrafts(),
     "lookup": lambda target: PromptLookupDrafter(target, length=3),
+    "suffix": lambda target: SuffixDrafter(target, length=3),
+    "recycle": lambda target: RecycleDrafter(target, branching([2, 2])),
     "msd": lambda target: msd(target, branching([2, 2, 1])),
     "msd dynamic": lambda target: msd(target, Dynamic(top_k=3, depth=2, total=8)),
 }

@@ -174,11 +174,29 @@ def forget_ancestors(target, drafter):
     target.processor = Forgetful()
 
 
+def claim_to_draw(target, drafter):
+    """Point masses are recorded as if they had been drawn, each token as likely."""
+    propose = drafter.propose
+
+    def claiming(feedback, uniforms):
+        tree = propose(feedback, uniforms)
+        size = target.family.vocabulary
+        tree.probs = torch.full((*tree.tokens.shape, size), 1 / size)
+        return tree
+
+    drafter.propose = claiming
+
+
 @pytest.mark.parametrize(
-    ("processor", "break_it"),
-    [("repetition penalty", forget_ancestors), ("hot", lambda _, drafter: colder(drafter))],
+    ("processor", "method", "break_it"),
+    [
+        ("repetition penalty", methods.TextDraft((1, 1)), forget_ancestors),
+        ("hot", methods.TextDraft((1, 1)), lambda _, drafter: colder(drafter)),
+        ("hot", METHODS["suffix"], claim_to_draw),
+        ("hot", METHODS["recycle"], claim_to_draw),
+    ],
 )
-def test_the_same_test_rejects_a_broken_twin(small_world, processor, break_it):
+def test_the_same_test_rejects_a_broken_twin(small_world, processor, method, break_it):
     row, processor = [1, 3, "1", 2], SETTINGS[processor]
-    tokens = sample(small_world, processor, methods.TextDraft((1, 1)), row, break_it)
+    tokens = sample(small_world, processor, method, row, break_it)
     assert not fits(own_distribution(small_world, processor, row), tokens)

@@ -16,7 +16,7 @@ from tests.generating import as_generate
 from tests.tiny.parts import SIZES, ending
 
 
-@pytest.mark.parametrize("method", ["ar", "prompt-lookup"])
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "suffix", "recycle"])
 def test_greedy_is_that_of_generate(zoo, family, method):
     model, inputs = zoo.model(family), zoo.batch(family, zoo.rows)
     assert as_generate(model, inputs, 10, None, method)

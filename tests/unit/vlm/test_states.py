@@ -14,6 +14,7 @@ from specmm.recipes.msd import build_msd
 
 LENGTH = 20
 METHODS = {"ar": None, "prompt-lookup": methods.PromptLookup(1, 5), "msd": methods.MSD()}
+METHODS |= {"suffix": methods.Suffix(), "recycle": methods.Recycle()}
 
 
 @pytest.mark.parametrize("method", METHODS)
