@@ -56,13 +56,15 @@ NEWEST = 0.1  # weight of the latest measurement
 @dataclass(frozen=True)
 class Limits:
     """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
-    the model's); whether anything is drafted.
+    the model's); whether anything is drafted. An answer that asks for no number has at most
+    ``answer`` tokens, for which there is room.
     """
 
     rows: int = 16
     waiting: int = 256
     tokens: int = 0
     drafts: bool = True
+    answer: int = 1024
 
 
 @dataclass
@@ -174,10 +176,11 @@ class BatchEngine:
         target.check(prompt)
         room = self.limits.tokens or target.family.room
         length = int(prompt.lengths[0])
-        if length + options.max_new_tokens > room:
+        limit = asked.options.get("max_new_tokens") or min(self.limits.answer, room - length)
+        if limit < 1 or length + limit > room:
             raise ValueError(
                 f"prompt and answer must fit {room} tokens, got {length} of the prompt and "
-                f"max_tokens {options.max_new_tokens}; shorten one of them"
+                f"max_tokens {max(limit, 1)}; shorten one of them"
             )
         [generator] = options.generators(1, target.device)
         alone = copy.copy(target)
@@ -190,13 +193,12 @@ class BatchEngine:
             return str(tokenizer.decode(ids[-4:], skip_special_tokens=True))
 
         text = GrowingText(pipe.stops(options), raw, self.stripped)
-        limit = options.max_new_tokens
         prompt = replace(prompt, max_new_tokens=1)
         one = lambda token: str(tokenizer.decode([token]))  # noqa: E731
         return Answer(asked, tell, prompt, options, own, generator, limit, text, one)
 
     def _read_request(self, asked: Asked) -> tuple[Options, VLMPrompt]:
-        given = dict(asked.options)
+        given = {"max_new_tokens": 1, **asked.options}
         if asked.messages is not None:
             given["messages"] = list(asked.messages)
         options = self.pipe.options(given)
