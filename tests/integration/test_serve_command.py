@@ -15,35 +15,28 @@ import httpx
 import pytest
 
 from specmm.runs import load
+from specmm.text.pipeline import TextPipeline
 from tests.commands import as_json, refused, run
-from tests.pipeline_engine import PipelineEngine
-from tests.served import post, served
+from tests.served import engine_of, post, served
 
 TEXT = "/v1/completions"
 BODY = {"prompt": "def", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module")
+def pipe():
+    return TextPipeline.from_pretrained("pocket/coder")
+
+
 @pytest.fixture
-def engine(text_pipe):
-    return PipelineEngine(text_pipe, "text")
+def engine(pipe):
+    return engine_of(pipe, "text")
 
 
 def slowed(engine, seconds):
-    """The rows of ``engine`` take so many ``seconds`` a round."""
-    begin = engine.pipe.begin
-
-    def slow(*of, **options):
-        run = begin(*of, **options)
-
-        def steps(inner):
-            for progress in inner:
-                time.sleep(seconds)
-                yield progress
-
-        run.steps = steps(run.steps)
-        return run
-
-    engine.pipe = type("Slow", (), {"begin": staticmethod(slow), "tokenizer": None})
+    """The rounds of ``engine`` take so many ``seconds`` more."""
+    play = engine._round
+    engine._round = lambda: (time.sleep(seconds), play())
     return engine
 
 
@@ -74,7 +67,7 @@ def test_a_server_ends_in_two_steps(engine, seconds):
     if seconds > 1:
         assert status == 200 and answer["usage"]["completion_tokens"] == 60
     else:
-        assert status == 503 and "ended before the answer" in answer["error"]["message"]
+        assert status == 503 and "before the answer ended" in answer["error"]["message"]
 
 
 def process(*words):
