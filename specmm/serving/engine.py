@@ -153,7 +153,8 @@ class BatchEngine:
     def counts(self) -> Mapping[str, float]:
         """See :class:`specmm.serving.requests.Engine`."""
         now = {"rows": self.rows.count, "waiting": len(self.waiting), "reading": len(self.reads)}
-        return {**self.made, **now, "piece_tokens": self.pieces.size}
+        made = {f"{name}_total": number for name, number in self.made.items()}
+        return {**made, **now, "piece_tokens": self.pieces.size}
 
     def close(self, seconds: float = 0.0) -> None:
         """See :class:`specmm.serving.requests.Engine`."""

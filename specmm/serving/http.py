@@ -24,10 +24,10 @@ from starlette.responses import Response, StreamingResponse
 
 from specmm.extending.registry import unknown
 from specmm.loading.files import sentence_of
-from specmm.serving.answers import CHAT, COMPLETION, Form, Sums
 from specmm.serving.asking import Settings, Wanted, chat, completion
 from specmm.serving.drawing import Painter
 from specmm.serving.fields import Fields, Refused
+from specmm.serving.forms import CHAT, COMPLETION, Form, Sums
 from specmm.serving.measures import Measures
 from specmm.serving.requests import Busy, Ended, Engine, Piece, Ticket
 
@@ -129,14 +129,19 @@ class Api:
             raise Refused("the server is about to end; ask again later", status=503)
 
     def refusal(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that fails with an ``error``, which is logged if it is ours."""
+        """The answer to a request that fails with an ``error``."""
+        body, status = self._told(error, request)
+        self.measures.answered(request.url.path, status)
+        again = {"Retry-After": RETRY[status]} if status in RETRY else {}
+        return _json(body, status, again)
+
+    def _told(self, error: Exception, request: Request) -> tuple[dict[str, Any], int]:
+        """What a client is told of an ``error``, which is logged if it is ours, and the status."""
         body, status = _error(error)
         if status == 500:
             LOGGER.error("%s failed: %s", request.url.path, sentence_of(error))
             LOGGER.debug("the traceback", exc_info=error)
-        self.measures.answered(request.url.path, status)
-        again = {"Retry-After": RETRY[status]} if status in RETRY else {}
-        return _json(body, status, again)
+        return body, status
 
     async def _fields(self, request: Request) -> Fields:
         """The fields of a request's JSON."""
@@ -187,7 +192,7 @@ class Api:
     ) -> AsyncIterator[str]:
         """The events of a stream."""
         sums = Sums(form, answers.wanted)
-        for first in form.first(len(answers.wanted.asked)):
+        for first in sums.first:
             yield _event(head | {"choices": [first]} | sums.unknown_usage)
         try:
             async for number, event in answers:
@@ -196,8 +201,8 @@ class Api:
                 if choice is not None:
                     own = {"specmm": sums.own} if sums.done else {}
                     yield _event(head | {"choices": [choice]} | sums.unknown_usage | own)
-        except Refused as error:
-            yield _event(_error(error)[0])
+        except Exception as error:
+            yield _event(self._told(error, answers.request)[0])
             return
         if answers.gone:
             return

@@ -265,7 +265,8 @@ def test_metrics(server, client):
     assert 'specmm_requests_total{path="/v1/completions",status="200"}' in text
     assert 'specmm_first_token_seconds_count{model="coder"}' in text
     assert 'specmm_between_tokens_seconds_count{model="coder"}' in text
-    assert 'specmm_rows{model="llava"} 0.0' in text
+    assert 'specmm_engine_rows{model="llava"} 0.0' in text
+    assert "# TYPE specmm_engine_tokens_total counter" in text
 
 
 def test_the_client_of_the_page(server, coder, capsys):
