@@ -206,6 +206,12 @@ class BatchEngine:
         for name in ("batch_size", "compiled", "draw", "drafter", "method", "tree", "rule"):
             if given.get(name):
                 raise ValueError(f"{name} is the server's, and not of a request; leave it out")
+        known = self.target.family.vocabulary
+        for ids, _ in options.more.get("sequence_bias", ()):
+            if not all(token < known for token in ids):  # transformers would say so amid a round
+                raise ValueError(
+                    f"logit_bias must be of the {known} tokens there are, got {ids[0]}"
+                )
         if asked.messages is not None:
             options.messages[0] = replace(options.messages[0], more=asked.more)
         prompt = asked.prompt
