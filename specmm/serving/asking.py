@@ -234,9 +234,8 @@ def _grammar(fields: Fields) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
-ONE_LINE = (
-    False  # any white space: small models go on with it for ever, and certain tokens are fast
-)
+# of white space in JSON: small models go on with it for ever, and tokens that are certain are fast
+ANY_WHITESPACE = False
 SPELLED = ("json", "regex", "grammar", "choice")
 
 
@@ -251,11 +250,11 @@ def _by_format(told: Fields | None) -> Grammar | None:
         if not isinstance(schema, dict):
             raise told.wrong("json_schema.schema", "a JSON schema", schema)
         told.done()
-        return json_schema(schema, ONE_LINE)
+        return json_schema(schema, ANY_WHITESPACE)
     told.done()
     if kind is None:
         raise told.wrong("type", "text, json_object or json_schema", None)
-    return json_schema({"type": "object"}, ONE_LINE) if kind == "json_object" else None
+    return json_schema({"type": "object"}, ANY_WHITESPACE) if kind == "json_object" else None
 
 
 def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
@@ -270,7 +269,7 @@ def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
             schema = None
         if not isinstance(schema, dict):
             raise fields.wrong(name, "a JSON schema", given)
-        return json_schema(schema, ONE_LINE)
+        return json_schema(schema, ANY_WHITESPACE)
     if kind == "choice":
         choices = fields.items(name)
         if not choices or not all(isinstance(one, str) and one for one in choices):

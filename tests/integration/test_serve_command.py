@@ -82,20 +82,28 @@ def process(*words):
 
 @pytest.mark.slow
 def test_the_command_and_sigterm(tiny):
-    server, address = process(tiny, "--port", 0, "--api-key", "word")
+    """What is being made then is finished, a stream and pictures, and the process ends."""
+    server, address = process("pocket/coder", tiny, "--port", 0, "--api-key", "word")
     client = httpx.Client(base_url=address, headers={"Authorization": "Bearer word"}, timeout=60)
     assert httpx.get(address + "/v1/models").status_code == 401
-    assert client.get("/v1/models").json()["data"][0]["id"] == str(tiny)
-    found = []
-    body = {"prompt": "heart", "n": 16}
-    ask = lambda: found.append(client.post("/v1/images/generations", json=body))  # noqa: E731
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.3)
+    names = [one["id"] for one in client.get("/v1/models").json()["data"]]
+    assert names == ["pocket/coder", str(tiny)]
+    found, threads = [], []
+    for path, body in (
+        (TEXT, BODY | {"model": "pocket/coder", "max_tokens": 400, "stream": True}),
+        ("/v1/images/generations", {"prompt": "heart", "n": 16}),
+    ):
+        ask = lambda path, body: found.append(client.post(path, json=body))  # noqa: E731
+        threads.append(threading.Thread(target=ask, args=(path, body)))
+        threads[-1].start()
+    time.sleep(0.4)
     server.send_signal(signal.SIGTERM)
-    thread.join(60)
-    assert server.wait(20) == 0
-    assert found[0].status_code == 200 and len(found[0].json()["data"]) == 16
+    assert server.wait(60) == 0
+    for thread in threads:
+        thread.join(10)
+    drawn, told = sorted(found, key=lambda one: "data: " in one.text)
+    assert drawn.status_code == 200 and len(drawn.json()["data"]) == 16
+    assert told.text.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in told.text
     assert "Traceback" not in server.stderr.read()
 
 

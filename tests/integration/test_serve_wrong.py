@@ -115,6 +115,8 @@ WRONG = [
     (text_of(frequency_penalty=0.1), "repetition_penalty"),
     (text_of(logit_bias={"a": 1}), "numbers by token id"),
     (text_of(logit_bias={"1": 101}), "logit_bias.1 must be"),
+    (text_of(logit_bias={"4096": 1}), "of the 4096 tokens there are, got 4096"),
+    (text_of(prompt=[4096]), "must be of the 4096 tokens"),
     (text_of(echo=True), "echo must be False"),
     (text_of(best_of=2), "best_of must be 1"),
     (text_of(guided_json="{"), "guided_json must be a JSON schema"),
@@ -266,3 +268,9 @@ def spoiled(thing):
         elif isinstance(holder, dict) or key < len(holder):
             holder[key] = copy.deepcopy(random.choice(ODD))
     return thing
+
+
+def test_grammars_are_no_files(server, tmp_path):
+    (tmp_path / "grammar").write_text('root ::= "secret"')
+    body = GOOD[TEXT] | {"max_tokens": 9, "guided_grammar": str(tmp_path / "grammar")}
+    assert "grammar cannot be used" in sentence(server, TEXT, body)
