@@ -3,13 +3,22 @@
 import base64
 import io
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
 
 from specmm.serving.asking import Settings
+from specmm.serving.engine import BatchEngine, Limits
 from specmm.serving.http import app_of
 from specmm.serving.process import Server
+
+
+def engine_of(pipe, name, **limits):
+    """The engine of ``pipe``, by a ``name``; it ends with the process."""
+    engine = BatchEngine(pipe, Limits(**limits), stripped=hasattr(pipe, "processor"))
+    engine.name = name
+    return engine
 
 
 @contextmanager
@@ -56,3 +65,11 @@ def shown(*sources, text="What colour is it?"):
     """A chat of pictures and a question."""
     parts = [{"type": "image_url", "image_url": {"url": source}} for source in sources]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def soon(holds):
+    """Whether something comes to hold."""
+    end = time.monotonic() + 5
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds()

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Json, Threads
+from specmm.cli.options import Device, Drafter, Dtype, Json, Threads, given
 from specmm.cli.output import emit, say, stdout_reserved, table
 from specmm.cli.starting import started, starting
 from specmm.loading.extras import install
@@ -38,7 +38,8 @@ def serve(
         int, typer.Option(min=1, help="Requests that may wait for a row; others get a 429.")
     ] = 256,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer; else what a model holds.")
+        int | None,
+        typer.Option(min=1, help="Most of an answer; else 1024, unless a request asks for more."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 opens it to the network.")
@@ -71,6 +72,7 @@ def serve(
         raise ValueError(f"serve needs {error.name}, run: {install('serve')}") from error
     from specmm.loading.hardware import Place
     from specmm.serving.asking import Settings
+    from specmm.serving.engine import Limits
     from specmm.serving.opening import opened, own_sampling
 
     if len(set(models)) < len(models):
@@ -79,7 +81,8 @@ def serve(
         raise ValueError("--drafter is of one MODEL, got several; serve them apart")
     with stdout_reserved():
         place = Place.named(device, dtype)
-        engines, painters = opened(models, place, method, drafter, rows, max_waiting)
+        limits = Limits(rows, max_waiting, **given(answer=max_tokens))
+        engines, painters = opened(models, place, method, drafter, limits)
         settings = Settings(
             api_key=api_key,
             http_pictures=http_pictures,

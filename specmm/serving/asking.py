@@ -96,15 +96,17 @@ def chat(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
     if told is not None:
         more |= {name: told.flag(name) for name in THINKING if told.any(name) is not None}
         told.done()
-    ends = fields.flag("ignore_eos")
-    listed, shape = fields.items("messages"), _Shape.of(fields, settings)
+    goes_on = fields.flag("ignore_eos")
+    listed = fields.items("messages")
     if not listed:
         raise fields.wrong("messages", "a list of messages, one at least", fields.any("messages"))
-    size = settings.max_bytes
-    look = Looking(settings.max_pictures, settings.max_pixels, size, settings.http_pictures)
-    fields.done()
-    messages = [_message(Fields(m, f"messages[{i}]"), look) for i, m in enumerate(listed)]
-    return shape.wanted([Asked(messages, None, options, more, logprobs, ends)])
+    limits = settings.max_pictures, settings.max_pixels, settings.max_bytes
+    look = Looking(*limits, settings.http_pictures)
+    messages: list[dict[str, Any]] = []
+    wanted = _wanted(fields, settings, [Asked(messages, None, options, more, logprobs, goes_on)])
+    for number, one in enumerate(listed):  # last of all, for pictures take their time
+        messages.append(_message(Fields(one, f"messages[{number}]"), look))
+    return wanted
 
 
 def completion(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
@@ -112,13 +114,12 @@ def completion(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wa
     options = _options(fields, settings, own, "max_tokens")
     options.setdefault("max_new_tokens", min(COMPLETION, settings.max_tokens or COMPLETION))
     logprobs = fields.whole("logprobs", 0, MOST_TOP)
-    ends = fields.flag("ignore_eos")
-    shape = _Shape.of(fields, settings)
-    fields.only("this server continues prompts, and answers once", echo=False, suffix=None)
-    fields.only("all answers are returned: give n", best_of=shape.n)
+    goes_on = fields.flag("ignore_eos")
+    fields.only("this server continues prompts, and tells what it adds", echo=False, suffix=None)
+    fields.only("all answers are returned: give n", best_of=fields.any("n") or 1)
     prompts = _prompts(fields)
-    fields.done()
-    return shape.wanted([Asked(None, one, options, {}, logprobs, ends) for one in prompts])
+    asked = [Asked(None, one, options, {}, logprobs, goes_on) for one in prompts]
+    return _wanted(fields, settings, asked)
 
 
 def _prompts(fields: Fields) -> list[str | list[int]]:
@@ -136,47 +137,33 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
     return prompts
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """How answers come: ``n`` of a prompt, at most ``most`` in all, with seeds from ``seed`` on."""
+def _wanted(fields: Fields, settings: Settings, asked: Sequence[Asked]) -> Wanted:
+    """``n`` answers to each of ``asked``, with seeds from the request's on."""
+    n = fields.whole("n", 1, settings.max_answers) or 1
+    if n * len(asked) > settings.max_answers:
+        got = n * len(asked)
+        raise Refused(f"a request may have {settings.max_answers} answers, got {got}", "n")
+    seed = fields.whole("seed", -SEEDS, SEEDS - 1)
+    stream = fields.flag("stream")
+    told = fields.inner("stream_options")
+    usage = False
+    if told is not None:
+        if not stream:
+            raise Refused("stream_options needs stream, which is not true", "stream_options")
+        usage = told.flag("include_usage")
+        told.ignore("include_obfuscation")
+        told.done()
+    fields.ignore(*IGNORED)
+    fields.done()
+    each = [_seeded(one, seed, i) for one in asked for i in range(n)]
+    return Wanted(each, n, stream, usage)
 
-    n: int
-    most: int
-    seed: int | None
-    stream: bool
-    usage: bool
 
-    @classmethod
-    def of(cls, fields: Fields, settings: Settings) -> _Shape:
-        fields.ignore(*IGNORED)
-        stream = fields.flag("stream")
-        told = fields.inner("stream_options")
-        if told is not None:
-            if not stream:
-                raise Refused("stream_options needs stream, which is not true", "stream_options")
-            usage = told.flag("include_usage")
-            told.ignore("include_obfuscation")
-            told.done()
-        seed = fields.whole("seed", -SEEDS, SEEDS - 1)
-        n = fields.whole("n", 1, settings.max_answers) or 1
-        return cls(n, settings.max_answers, seed, stream, told is not None and usage)
-
-    def wanted(self, asked: Sequence[Asked]) -> Wanted:
-        """``n`` answers to each of ``asked``."""
-        if self.n * len(asked) > self.most:
-            got = self.n * len(asked)
-            raise Refused(f"a request may have {self.most} answers, got {got}", "n")
-        return Wanted([self._seeded(a, i) for a in asked for i in range(self.n)], *self._how)
-
-    @property
-    def _how(self) -> tuple[int, bool, bool]:
-        return self.n, self.stream, self.usage
-
-    def _seeded(self, asked: Asked, number: int) -> Asked:
-        if self.seed is None or not asked.options["temperature"]:
-            return asked  # nothing is drawn
-        options = {**asked.options, "seed": (self.seed + number) % SEEDS}
-        return dataclasses.replace(asked, options=options)
+def _seeded(asked: Asked, seed: int | None, number: int) -> Asked:
+    if seed is None or not asked.options["temperature"]:
+        return asked  # nothing is drawn
+    options = {**asked.options, "seed": (seed + number) % SEEDS}
+    return dataclasses.replace(asked, options=options)
 
 
 # ---- how tokens are chosen
@@ -247,9 +234,8 @@ def _grammar(fields: Fields) -> Grammar | None:
     return grammars[0] if grammars else None
 
 
-ONE_LINE = (
-    False  # any white space: small models go on with it for ever, and certain tokens are fast
-)
+# of white space in JSON: small models go on with it for ever, and tokens that are certain are fast
+ANY_WHITESPACE = False
 SPELLED = ("json", "regex", "grammar", "choice")
 
 
@@ -264,11 +250,11 @@ def _by_format(told: Fields | None) -> Grammar | None:
         if not isinstance(schema, dict):
             raise told.wrong("json_schema.schema", "a JSON schema", schema)
         told.done()
-        return json_schema(schema, ONE_LINE)
+        return json_schema(schema, ANY_WHITESPACE)
     told.done()
     if kind is None:
         raise told.wrong("type", "text, json_object or json_schema", None)
-    return json_schema({"type": "object"}, ONE_LINE) if kind == "json_object" else None
+    return json_schema({"type": "object"}, ANY_WHITESPACE) if kind == "json_object" else None
 
 
 def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
@@ -283,7 +269,7 @@ def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
             schema = None
         if not isinstance(schema, dict):
             raise fields.wrong(name, "a JSON schema", given)
-        return json_schema(schema, ONE_LINE)
+        return json_schema(schema, ANY_WHITESPACE)
     if kind == "choice":
         choices = fields.items(name)
         if not choices or not all(isinstance(one, str) and one for one in choices):

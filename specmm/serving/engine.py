@@ -57,13 +57,15 @@ NEWEST = 0.1  # weight of the latest measurement
 @dataclass(frozen=True)
 class Limits:
     """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
-    the model's); whether anything is drafted.
+    the model's); whether anything is drafted. An answer that asks for no number has at most
+    ``answer`` tokens, for which there is room.
     """
 
     rows: int = 16
     waiting: int = 256
     tokens: int = 0
     drafts: bool = True
+    answer: int = 1024
 
 
 class Pieces:
@@ -153,7 +155,8 @@ class BatchEngine:
     def counts(self) -> Mapping[str, float]:
         """See :class:`specmm.serving.requests.Engine`."""
         now = {"rows": self.rows.count, "waiting": len(self.waiting), "reading": len(self.reads)}
-        return {**self.made, **now, "piece_tokens": self.pieces.size}
+        made = {f"{name}_total": number for name, number in self.made.items()}
+        return {**made, **now, "piece_tokens": self.pieces.size}
 
     def close(self, seconds: float = 0.0) -> None:
         """See :class:`specmm.serving.requests.Engine`."""
@@ -176,10 +179,11 @@ class BatchEngine:
         target.check(prompt)
         room = self.limits.tokens or target.family.room
         length = int(prompt.lengths[0])
-        if length + options.max_new_tokens > room:
+        limit = asked.options.get("max_new_tokens") or min(self.limits.answer, room - length)
+        if limit < 1 or length + limit > room:
             raise ValueError(
                 f"prompt and answer must fit {room} tokens, got {length} of the prompt and "
-                f"max_tokens {options.max_new_tokens}; shorten one of them"
+                f"max_tokens {max(limit, 1)}; shorten one of them"
             )
         [generator] = options.generators(1, target.device)
         alone = copy.copy(target)
@@ -192,19 +196,24 @@ class BatchEngine:
             return str(tokenizer.decode(ids[-4:], skip_special_tokens=True))
 
         text = GrowingText(pipe.stops(options), raw, self.stripped)
-        limit = options.max_new_tokens
         prompt = replace(prompt, max_new_tokens=1)
         one = lambda token: str(tokenizer.decode([token]))  # noqa: E731
         return Answer(asked, tell, prompt, options, own, generator, limit, text, one)
 
     def _read_request(self, asked: Asked) -> tuple[Options, VLMPrompt]:
-        given = dict(asked.options)
+        given = {"max_new_tokens": 1, **asked.options}
         if asked.messages is not None:
             given["messages"] = list(asked.messages)
         options = self.pipe.options(given)
         for name in ("batch_size", "compiled", "draw", "drafter", "method", "tree", "rule"):
             if given.get(name):
                 raise ValueError(f"{name} is the server's, and not of a request; leave it out")
+        known = self.target.family.vocabulary
+        for ids, _ in options.more.get("sequence_bias", ()):
+            if not all(token < known for token in ids):  # transformers would say so amid a round
+                raise ValueError(
+                    f"logit_bias must be of the {known} tokens there are, got {ids[0]}"
+                )
         if asked.messages is not None:
             options.messages[0] = replace(options.messages[0], more=asked.more)
         prompt = asked.prompt

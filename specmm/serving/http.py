@@ -24,10 +24,10 @@ from starlette.responses import Response, StreamingResponse
 
 from specmm.extending.registry import unknown
 from specmm.loading.files import sentence_of
-from specmm.serving.answers import CHAT, COMPLETION, Form, Sums
 from specmm.serving.asking import Settings, Wanted, chat, completion
 from specmm.serving.drawing import Painter
 from specmm.serving.fields import Fields, Refused
+from specmm.serving.forms import CHAT, COMPLETION, Form, Sums
 from specmm.serving.measures import Measures
 from specmm.serving.requests import Busy, Ended, Engine, Piece, Ticket
 
@@ -129,14 +129,19 @@ class Api:
             raise Refused("the server is about to end; ask again later", status=503)
 
     def refusal(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that fails with an ``error``, which is logged if it is ours."""
+        """The answer to a request that fails with an ``error``."""
+        body, status = self._told(error, request)
+        self.measures.answered(request.url.path, status)
+        again = {"Retry-After": RETRY[status]} if status in RETRY else {}
+        return _json(body, status, again)
+
+    def _told(self, error: Exception, request: Request) -> tuple[dict[str, Any], int]:
+        """What a client is told of an ``error``, which is logged if it is ours, and the status."""
         body, status = _error(error)
         if status == 500:
             LOGGER.error("%s failed: %s", request.url.path, sentence_of(error))
             LOGGER.debug("the traceback", exc_info=error)
-        self.measures.answered(request.url.path, status)
-        again = {"Retry-After": RETRY[status]} if status in RETRY else {}
-        return _json(body, status, again)
+        return body, status
 
     async def _fields(self, request: Request) -> Fields:
         """The fields of a request's JSON."""
@@ -174,14 +179,42 @@ class Api:
         await answers.begin(engine)
         head = form.head(engine.name, wanted.stream)
         if wanted.stream:
-            return StreamingResponse(
-                _streamed(answers, form, head, wanted), media_type="text/event-stream"
-            )
+            events = self._streamed(answers, form, head)
+            return StreamingResponse(events, media_type="text/event-stream")
         sums = Sums(form, wanted)
         async for number, event in answers:
-            _raise_failure(event)
+            self._raise_failure(event)
             sums.add(number, event)
         return Response(status_code=GONE) if answers.gone else _json(sums.whole(head))
+
+    async def _streamed(
+        self, answers: Answers, form: Form, head: dict[str, Any]
+    ) -> AsyncIterator[str]:
+        """The events of a stream."""
+        sums = Sums(form, answers.wanted)
+        for first in sums.first:
+            yield _event(head | {"choices": [first]} | sums.unknown_usage)
+        try:
+            async for number, event in answers:
+                self._raise_failure(event)
+                choice = sums.add(number, event)
+                if choice is not None:
+                    own = {"specmm": sums.own} if sums.done else {}
+                    yield _event(head | {"choices": [choice]} | sums.unknown_usage | own)
+        except Exception as error:
+            yield _event(self._told(error, answers.request)[0])
+            return
+        if answers.gone:
+            return
+        if answers.wanted.usage:
+            yield _event(head | {"choices": [], "usage": sums.usage})
+        yield DONE
+
+    def _raise_failure(self, event: Piece | Ended) -> None:
+        """Raise what an answer that ended badly is refused with."""
+        if isinstance(event, Ended) and event.reason in ("error", "cancelled"):
+            status = 503 if self.draining else 500
+            raise Refused(event.error or "the answer was cancelled", status=status)
 
     # ---- pictures
 
@@ -296,38 +329,6 @@ async def _gone(request: Request) -> None:
     """Wait until the client of a ``request``, which has been read, hangs up."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _streamed(
-    answers: Answers, form: Form, head: dict[str, Any], wanted: Wanted
-) -> AsyncIterator[str]:
-    """The events of a stream."""
-    sums = Sums(form, wanted)
-    for first in form.first(len(wanted.asked)):
-        yield _event(head | {"choices": [first]} | sums.unknown_usage)
-    try:
-        async for number, event in answers:
-            _raise_failure(event)
-            choice = sums.add(number, event)
-            if choice is not None:
-                own = {"specmm": sums.own} if sums.done else {}
-                yield _event(head | {"choices": [choice]} | sums.unknown_usage | own)
-    except Exception as error:
-        yield _event(_error(error)[0])
-        return
-    if answers.gone:
-        return
-    if wanted.usage:
-        yield _event(head | {"choices": [], "usage": sums.usage})
-    yield DONE
-
-
-def _raise_failure(event: Piece | Ended) -> None:
-    """Raise what an answer that ended badly is refused with."""
-    if isinstance(event, Ended) and event.reason == "error":
-        raise Refused(event.error or "the answer failed", status=500)
-    if isinstance(event, Ended) and event.reason == "cancelled":
-        raise Refused("the server ended before the answer did", status=503)
 
 
 def _named(

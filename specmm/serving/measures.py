@@ -64,8 +64,10 @@ class Measures:
         for engine in self.engines:
             for name, value in engine.counts().items():
                 kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-                title = name.removeprefix("specmm_").replace("_", " ")
-                family = found.setdefault(name, kind(f"specmm_{name}", title, labels=["model"]))
+                title = f"Of engines: {name.replace('_', ' ')}."
+                family = found.setdefault(
+                    name, kind(f"specmm_engine_{name}", title, labels=["model"])
+                )
                 family.add_metric([engine.name], value)
         yield from found.values()
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specmm.extending.registry import named
 from specmm.hf.loading.adapters import base_of
 from specmm.hf.loading.pretrained import find_target, weights_folder
 from specmm.loading.checkpoints import read_json
 from specmm.loading.hardware import Place
 from specmm.runs.run import kinds_of
 from specmm.serving.drawing import Painter
+from specmm.serving.engine import Limits, open_engine
 from specmm.serving.requests import Engine
 
+PLAIN = ("auto", "ar")  # methods of engines
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def opened(
-    models: Sequence[str], place: Place, method: str, drafter: str | None, rows: int, waiting: int
+    models: Sequence[str], place: Place, method: str, drafter: str | None, limits: Limits
 ) -> tuple[list[Engine], list[Painter]]:
     """The engines and the painters of ``models``; one that draws and answers is opened for each.
 
@@ -31,9 +32,12 @@ def opened(
         if "images" in kinds:
             painters.append(Painter.open(model, place, method, drafter))
         if kinds != ("images",):
-            how: dict[str, Any] = dict(method=method, drafter=drafter, place=place)
-            open_engine = named("specmm.serving.engine:open_engine")
-            engines.append(open_engine(model, rows=rows, waiting=waiting, **how))
+            if method not in PLAIN:
+                said = " or ".join(PLAIN)
+                raise ValueError(
+                    f"--method must be {said} for {model}, which answers, got {method}"
+                )
+            engines.append(open_engine(model, limits, place, drafter))
     return engines, painters
 
 

@@ -15,35 +15,28 @@ import httpx
 import pytest
 
 from specmm.runs import load
+from specmm.text.pipeline import TextPipeline
 from tests.commands import as_json, refused, run
-from tests.pipeline_engine import PipelineEngine
-from tests.served import post, served
+from tests.served import engine_of, post, served
 
 TEXT = "/v1/completions"
 BODY = {"prompt": "def", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module")
+def pipe():
+    return TextPipeline.from_pretrained("pocket/coder")
+
+
 @pytest.fixture
-def engine(text_pipe):
-    return PipelineEngine(text_pipe, "text")
+def engine(pipe):
+    return engine_of(pipe, "text")
 
 
 def slowed(engine, seconds):
-    """The rows of ``engine`` take so many ``seconds`` a round."""
-    begin = engine.pipe.begin
-
-    def slow(*of, **options):
-        run = begin(*of, **options)
-
-        def steps(inner):
-            for progress in inner:
-                time.sleep(seconds)
-                yield progress
-
-        run.steps = steps(run.steps)
-        return run
-
-    engine.pipe = type("Slow", (), {"begin": staticmethod(slow), "tokenizer": None})
+    """The rounds of ``engine`` take so many ``seconds`` more."""
+    play = engine._round
+    engine._round = lambda: (time.sleep(seconds), play())
     return engine
 
 
@@ -74,7 +67,7 @@ def test_a_server_ends_in_two_steps(engine, seconds):
     if seconds > 1:
         assert status == 200 and answer["usage"]["completion_tokens"] == 60
     else:
-        assert status == 503 and "ended before the answer" in answer["error"]["message"]
+        assert status == 503 and "before the answer ended" in answer["error"]["message"]
 
 
 def process(*words):
@@ -89,20 +82,28 @@ def process(*words):
 
 @pytest.mark.slow
 def test_the_command_and_sigterm(tiny):
-    server, address = process(tiny, "--port", 0, "--api-key", "word")
+    """What is being made then is finished, a stream and pictures, and the process ends."""
+    server, address = process("pocket/coder", tiny, "--port", 0, "--api-key", "word")
     client = httpx.Client(base_url=address, headers={"Authorization": "Bearer word"}, timeout=60)
     assert httpx.get(address + "/v1/models").status_code == 401
-    assert client.get("/v1/models").json()["data"][0]["id"] == str(tiny)
-    found = []
-    body = {"prompt": "heart", "n": 16}
-    ask = lambda: found.append(client.post("/v1/images/generations", json=body))  # noqa: E731
-    thread = threading.Thread(target=ask)
-    thread.start()
-    time.sleep(0.3)
+    names = [one["id"] for one in client.get("/v1/models").json()["data"]]
+    assert names == ["pocket/coder", str(tiny)]
+    found, threads = [], []
+    for path, body in (
+        (TEXT, BODY | {"model": "pocket/coder", "max_tokens": 400, "stream": True}),
+        ("/v1/images/generations", {"prompt": "heart", "n": 16}),
+    ):
+        ask = lambda path, body: found.append(client.post(path, json=body))  # noqa: E731
+        threads.append(threading.Thread(target=ask, args=(path, body)))
+        threads[-1].start()
+    time.sleep(0.4)
     server.send_signal(signal.SIGTERM)
-    thread.join(60)
-    assert server.wait(20) == 0
-    assert found[0].status_code == 200 and len(found[0].json()["data"]) == 16
+    assert server.wait(60) == 0
+    for thread in threads:
+        thread.join(10)
+    drawn, told = sorted(found, key=lambda one: "data: " in one.text)
+    assert drawn.status_code == 200 and len(drawn.json()["data"]) == 16
+    assert told.text.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in told.text
     assert "Traceback" not in server.stderr.read()
 
 

@@ -19,8 +19,7 @@ from specmm.image_ar.records import read_record
 from specmm.runs.run import Place, open_model
 from specmm.serving import addresses
 from specmm.serving.drawing import Painter
-from tests.pipeline_engine import PipelineEngine
-from tests.served import address, post, sentence, served, shown
+from tests.served import address, engine_of, post, sentence, served, shown
 
 DRAW, CHAT = "/v1/images/generations", "/v1/chat/completions"
 RED = Image.new("RGB", (40, 30), "red")
@@ -79,8 +78,8 @@ def test_wrong_requests_for_pictures(server, body, message):
     assert message in sentence(server, DRAW, body)
 
 
-def test_models_are_asked_at_their_own_path(painter, text_pipe):
-    with served([PipelineEngine(text_pipe, "text")], [painter]) as server:
+def test_models_are_asked_at_their_own_path(painter, llava_pipe):
+    with served([engine_of(llava_pipe, "text")], [painter]) as server:
         body = {"model": "text", "prompt": "a"}
         assert "asked at /v1/chat" in sentence(server, DRAW, body, 404)
         body = {"model": painter.name, "prompt": "a"}
@@ -184,7 +183,7 @@ def site(monkeypatch):
 
 @pytest.fixture(scope="module")
 def seeing(llava_pipe):
-    engine = PipelineEngine(llava_pipe, "llava")
+    engine = engine_of(llava_pipe, "llava")
     with served([engine], http_pictures=True, max_bytes=300_000) as server:
         yield server
 

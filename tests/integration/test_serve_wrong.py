@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from specmm.text.pipeline import TextPipeline
-from tests.pipeline_engine import PipelineEngine
-from tests.served import address, post, sentence, served, shown
+from tests.served import address, engine_of, post, sentence, served, shown, soon
 
 RED = address(Image.new("RGB", (64, 64), "red"))
 CHAT, TEXT, DRAW = "/v1/chat/completions", "/v1/completions", "/v1/images/generations"
@@ -27,9 +26,13 @@ LIMITS = dict(max_pictures=2, max_pixels=10_000, max_bytes=60_000, max_tokens=10
 
 
 @pytest.fixture(scope="module")
-def engines(text_folder, llava_pipe):
-    text = TextPipeline.from_pretrained(text_folder)
-    return PipelineEngine(text, "text"), PipelineEngine(llava_pipe, "llava")
+def coder():
+    return TextPipeline.from_pretrained("pocket/coder")
+
+
+@pytest.fixture(scope="module")
+def engines(coder, llava_pipe):
+    return engine_of(coder, "text"), engine_of(llava_pipe, "llava")
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,8 @@ WRONG = [
     (text_of(frequency_penalty=0.1), "repetition_penalty"),
     (text_of(logit_bias={"a": 1}), "numbers by token id"),
     (text_of(logit_bias={"1": 101}), "logit_bias.1 must be"),
+    (text_of(logit_bias={"4096": 1}), "of the 4096 tokens there are, got 4096"),
+    (text_of(prompt=[4096]), "must be of the 4096 tokens"),
     (text_of(echo=True), "echo must be False"),
     (text_of(best_of=2), "best_of must be 1"),
     (text_of(guided_json="{"), "guided_json must be a JSON schema"),
@@ -169,8 +174,8 @@ def test_a_form_is_refused_which_any_web_page_could_send(server):
     assert "application/json" in sentence(server, TEXT, GOOD[TEXT], headers=headers)
 
 
-def test_a_key(engines):
-    with served(engines, api_key="sécret") as server:
+def test_a_key(coder):
+    with served([engine_of(coder, "text")], api_key="sécret") as server:
         assert "API key" in sentence(server, TEXT, GOOD[TEXT], 401)
         for key in ("Bearer secret", "Bearer sécre", "Bearer"):
             headers = {"Authorization": key.encode()}
@@ -184,17 +189,17 @@ def test_a_key(engines):
             wrong.models.list()
 
 
-def test_busy(text_pipe):
-    with served([PipelineEngine(text_pipe, "text", waiting=0)]) as server:
+def test_busy(coder):
+    with served([engine_of(coder, "text", waiting=0)]) as server:
         answer = httpx.post(server.address + TEXT, json=GOOD[TEXT])
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         client = openai.OpenAI(base_url=server.address + "/v1", api_key="a", max_retries=0)
-        with pytest.raises(openai.RateLimitError, match="as many requests wait as may"):
+        with pytest.raises(openai.RateLimitError, match="0 requests wait already"):
             client.completions.create(**GOOD[TEXT])
 
 
-def test_a_failure_of_ours_is_a_sentence_and_a_line(text_pipe, caplog):
-    engine = PipelineEngine(text_pipe, "text")
+def test_a_failure_of_ours_is_a_sentence_and_a_line(coder, caplog):
+    engine = engine_of(coder, "text")
     engine.submit = lambda *of: 1 / 0
     with served([engine]) as server:
         said = sentence(server, TEXT, GOOD[TEXT], 500)
@@ -205,20 +210,14 @@ def test_a_failure_of_ours_is_a_sentence_and_a_line(text_pipe, caplog):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_fails_midway(text_pipe, stream):
-    engine = PipelineEngine(text_pipe, "text")
+def test_an_answer_that_fails_midway(coder, stream):
+    engine = engine_of(coder, "text")
     with served([engine]) as server:
-        begin = text_pipe.begin
-
-        def broken(*of, **options):
-            run = begin(*of, **options)
-            run.stops = None  # fails at the first round
-            return run
-
-        engine.pipe = type("Broken", (), {"begin": staticmethod(broken)})
+        engine.rows.round = lambda: 1 / 0
         client = openai.OpenAI(base_url=server.address + "/v1", api_key="a", max_retries=0)
-        with pytest.raises(openai.APIError, match="NoneType"):
-            list(client.completions.create(**GOOD[TEXT], stream=stream))
+        with pytest.raises(openai.APIError, match="division by zero"):
+            list(client.completions.create(**GOOD[TEXT] | {"max_tokens": 9}, stream=stream))
+        assert client.completions.create(**GOOD[TEXT]).choices  # the others go on
 
 
 def test_two_hundred_wrong_requests(server, engines):
@@ -240,7 +239,7 @@ def test_two_hundred_wrong_requests(server, engines):
     assert sum(status != 200 for status in statuses) > 150
     for path, body in GOOD.items():
         assert post(server, path, body)[0] == 200
-    assert not any(engine.rows for engine in engines)
+    assert soon(lambda: not any(engine.rows.count for engine in engines))
 
 
 ODD = [None, True, -1, 1e30, 2**70, "", "x", "\ud800", "\x00", [], {}, [[]], [None], {"a": {}}]
@@ -269,3 +268,9 @@ def spoiled(thing):
         elif isinstance(holder, dict) or key < len(holder):
             holder[key] = copy.deepcopy(random.choice(ODD))
     return thing
+
+
+def test_grammars_are_no_files(server, tmp_path):
+    (tmp_path / "grammar").write_text('root ::= "secret"')
+    body = GOOD[TEXT] | {"max_tokens": 9, "guided_grammar": str(tmp_path / "grammar")}
+    assert "grammar cannot be used" in sentence(server, TEXT, body)

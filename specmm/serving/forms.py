@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,30 +31,17 @@ class Form:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": now, "model": model}
 
-    def first(self, count: int) -> Iterator[dict[str, Any]]:
-        """Chunks before all others, of ``count`` answers."""
-        if self is CHAT:
-            for number in range(count):
-                yield self.choice(number, {"role": "assistant", "content": ""}, None, None)
-
-    def choice(self, number: int, said: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        """A piece of an answer: its text, or of a chat a message's part."""
-        part = {"delta" if self is CHAT else "text": said}
-        return {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
-
-    def piece(self, number: int, text: str, logprobs: Any) -> dict[str, Any]:
-        """A chunk's choice with some ``text``."""
-        return self.choice(number, {"content": text} if self is CHAT else text, logprobs, None)
-
-    def end(self, number: int, reason: str) -> dict[str, Any]:
-        """A chunk's choice with the ``reason`` why an answer ended."""
-        return self.choice(number, {} if self is CHAT else "", None, reason)
+    def piece(self, number: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
+        """A chunk's choice: some ``text`` of an answer, or the ``reason`` why it ended."""
+        delta = {} if reason else {"content": text}
+        said = {"delta": delta} if self is CHAT else {"text": text}
+        return {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def whole(self, number: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
-        """A choice of a whole answer."""
-        said = {"role": "assistant", "content": text, "refusal": None}
-        part = {"message": said} if self is CHAT else {"text": text}
-        return {"index": number, **part, "logprobs": logprobs, "finish_reason": reason}
+        """The choice of a whole answer."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        said = {"message": message} if self is CHAT else {"text": text}
+        return {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
         """The log probabilities of ``tokens``, the first of which begins at ``offset``."""
@@ -99,14 +86,24 @@ class Sums:
         """Note what is told of answer ``number``; a chunk's choice, None where it has nothing."""
         if isinstance(event, Ended):
             self.ends[number] = event
-            return self.form.end(number, event.reason)
+            return self.form.piece(number, "", None, event.reason)
         told = None
         if self.wanted.asked[number].logprobs is not None:
             self.logprobs[number] += event.logprobs
             told = self.form.logprobs(event.logprobs, self.offsets[number])
             self.offsets[number] += sum(len(one.text) for one in event.logprobs)
         self.texts[number] += event.text
-        return self.form.piece(number, event.text, told) if event.text or event.logprobs else None
+        if event.text or event.logprobs:
+            return self.form.piece(number, event.text, told, None)
+        return None
+
+    @property
+    def first(self) -> list[dict[str, Any]]:
+        """Choices of the chunks before all others: a chat's answers say whose they are."""
+        choices = [self.form.piece(i, "", None, None) for i in range(len(self.texts))]
+        for choice in choices:
+            choice.get("delta", {})["role"] = "assistant"
+        return choices if self.form is CHAT else []
 
     @property
     def done(self) -> bool:
