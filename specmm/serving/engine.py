@@ -424,17 +424,17 @@ class BatchEngine:
         self.rows = self._empty()
 
 
+LIMITS = Limits()
 NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
 DEEP = 5  # drafts of a chain of a head that drafts one after the other
 
 
 def open_engine(
     model: str,
-    rows: int = 16,
-    waiting: int = 256,
+    limits: Limits = LIMITS,
+    place: Place = HERE,
     method: str = "auto",
     drafter: str | None = None,
-    place: Place = HERE,
 ) -> BatchEngine:
     """The engine of ``model``, a folder, pocket name or hub id of a model that answers or continues
     texts, where ``place`` says. ``method``: "ar" drafts nothing, "suffix" from what was said,
@@ -467,5 +467,5 @@ def open_engine(
             return FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
         return None
 
-    limits = Limits(rows, waiting, drafts=method != "ar")
+    limits = replace(limits, drafts=method != "ar")
     return BatchEngine(pipe, limits, kind == "questions", network)

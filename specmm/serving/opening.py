@@ -14,7 +14,6 @@ from specmm.serving.drawing import Painter
 from specmm.serving.engine import Limits, open_engine
 from specmm.serving.requests import Engine
 
-PLAIN = ("auto", "ar")  # methods of engines
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -32,12 +31,7 @@ def opened(
         if "images" in kinds:
             painters.append(Painter.open(model, place, method, drafter))
         if kinds != ("images",):
-            if method not in PLAIN:
-                said = " or ".join(PLAIN)
-                raise ValueError(
-                    f"--method must be {said} for {model}, which answers, got {method}"
-                )
-            engines.append(open_engine(model, limits, place, drafter))
+            engines.append(open_engine(model, limits, place, method, drafter))
     return engines, painters
 
 
