@@ -50,6 +50,8 @@ PIECE = 64  # tokens of a prompt read beside a round, until it is known what the
 PIECES = (32, 512)
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 BESIDE = 2.0  # rounds that a piece may take
+COUNTED = ("requests", "prompt_tokens", "read_seconds", "tokens", "rounds", "row_rounds")
+COUNTED += ("round_seconds", "stop", "length", "cancelled", "error")
 NO_DRAFTS = methods.AR()
 NEWEST = 0.1  # weight of the latest measurement
 
@@ -131,7 +133,7 @@ class BatchEngine:
         self.waiting: deque[Answer] = deque()
         self.reads: deque[_Read] = deque()
         self.pieces = Pieces()
-        self.made: Counter[str] = Counter()
+        self.made: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.closing = False
         self.deadline = 0.0
         self.changed = threading.Condition()
@@ -236,6 +238,7 @@ class BatchEngine:
             output = reading.output
             assert output is not None and isinstance(network, Joining)
             target.open(self.drafts.max_nodes)
+            target.join()
             target.prompt, target.context = prompt, reading.alone.context
             network.begin(Feedback(output, output.probs[:, -1].argmax(-1)), Clock())
             network.leave(0)

@@ -1,0 +1,278 @@
+"""Answers of an engine are those of the pipeline, whoever else is there and whatever is drafted."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import specmm
+from specmm.serving import drafting
+from specmm.serving.drafting import Drafts
+from specmm.serving.engine import BatchEngine, Limits, open_engine
+from specmm.serving.requests import Asked, Busy, Ended, Piece
+from specmm.verify.matching import Matching
+from tests.sampling import p_value
+
+TEXTS = [
+    "def add(a, b):",
+    "def is_even(n):\n",
+    "class Stack:\n    def push(self",
+    'def longest(words):\n    """Return the longest."""\n',
+    "import os\n\ndef read(path):\n",
+    "for i in range(10):\n    print(",
+]
+KINDS = [
+    dict(max_new_tokens=24),
+    dict(max_new_tokens=17, temperature=1.0, seed=5),
+    dict(max_new_tokens=30, temperature=0.8, top_k=20, seed=6),
+    dict(max_new_tokens=40, stop=["return", "self"]),
+    dict(max_new_tokens=20, repetition_penalty=1.3),
+    dict(max_new_tokens=20, temperature=1.0, min_p=0.05, seed=1),
+    dict(max_new_tokens=1),
+    dict(max_new_tokens=12, temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=9),
+]
+
+
+class Answers:
+    """Requests to an ``engine`` and what it tells of each."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.told = []
+        self.ends = []
+        self.tickets = []
+
+    def ask(self, **asked):
+        told, end = [], threading.Event()
+
+        def tell(one):
+            told.append(one)
+            if isinstance(one, Ended):
+                end.set()
+
+        self.told.append(told)
+        self.ends.append(end)
+        self.tickets.append(self.engine.submit(Asked(**asked), tell))
+
+    def wait(self):
+        for end in self.ends:
+            assert end.wait(60)
+        return self
+
+    def text(self, i):
+        return "".join(one.text for one in self.told[i] if isinstance(one, Piece))
+
+    def tokens(self, i):
+        return [token for one in self.told[i] if isinstance(one, Piece) for token in one.tokens]
+
+    def end(self, i):
+        assert [isinstance(one, Ended) for one in self.told[i]].count(True) == 1
+        return self.told[i][-1]
+
+
+@pytest.fixture(scope="module")
+def coder():
+    return specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def wanted(coder):
+    """What the pipeline answers to every text by every kind of options."""
+    pairs = itertools.product(TEXTS, range(len(KINDS)))
+    return {(text, kind): coder(text, method="ar", **KINDS[kind]) for text, kind in pairs}
+
+
+@pytest.fixture
+def choosing(monkeypatch, request):
+    """How deep rounds are, and whether the network drafts: at random, as no measurement would."""
+    numbers = np.random.default_rng(0)
+    real = Drafts._best
+
+    def best(self, rows, likely, extra):
+        real(self, rows, likely, extra)
+        return 1.0, int(numbers.integers(len(likely) + 1))
+
+    def choose(self):
+        self.drafting = self.network is not None and bool(numbers.integers(2))
+
+    monkeypatch.setattr(Drafts, "_best", best)
+    monkeypatch.setattr(Drafts, "_choose", choose)
+
+
+@pytest.mark.parametrize("method", ["ar", "suffix", "block"])
+def test_answers_are_the_pipelines(method, wanted, choosing):
+    engine = open_engine("pocket/coder", Limits(rows=5), method=method)
+    asked = list(wanted)
+    said = Answers(engine)
+    for text, kind in asked:
+        said.ask(prompt=text, options=KINDS[kind])
+    said.wait()
+    for i, one in enumerate(asked):
+        out, end = wanted[one], said.end(i)
+        assert not end.error
+        assert said.tokens(i) == out.tokens[0].tolist(), one
+        assert said.text(i) == out.texts[0]
+        assert end.reason == out.finish_reasons[0]
+        assert (end.tokens, end.prompt_tokens) == (len(out.tokens[0]), out.prompt_tokens[0])
+        assert end.certificate.startswith("exact")
+    engine.close()
+
+
+def picture(i):
+    return Image.fromarray(np.random.RandomState(i).randint(0, 255, (64, 64, 3), np.uint8))
+
+
+def test_answers_about_pictures_are_the_pipelines(choosing):
+    pipe = specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+    questions = ["What is this?", "How many circles are there?", "Describe it.", None]
+    chats = []
+    for i, question in enumerate(questions):
+        parts = [{"type": "image", "image": picture(i)}] if question else []
+        parts.append({"type": "text", "text": question or "Who are you?"})
+        chats.append([{"role": "user", "content": parts}])
+    kinds = [dict(max_new_tokens=20), dict(max_new_tokens=9, temperature=1.0, seed=3)]
+    engine = open_engine("pocket/llava", Limits(rows=3))
+    assert engine.drafts.network is not None
+    said = Answers(engine)
+    asked = list(itertools.product(chats, kinds))
+    for chat, options in asked:
+        said.ask(messages=chat, options=options)
+    said.wait()
+    for i, (chat, options) in enumerate(asked):
+        out = pipe(messages=chat, method="ar", **options)
+        assert said.text(i) == out.answers[0]
+        assert said.tokens(i) == out.tokens[0].tolist()
+    engine.close()
+
+
+def test_long_prompts_are_read_in_pieces_and_others_go_on(coder):
+    engine = BatchEngine(coder, Limits(rows=4))
+    long = TEXTS[3] * 30
+    said = Answers(engine)
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=150))
+    while not said.told[0]:
+        pass
+    before = engine.counts()["rounds_total"]
+    said.ask(prompt=long, options=dict(max_new_tokens=8))
+    said.ends[1].wait(60)
+    assert engine.counts()["rounds_total"] - before > 8 + 3
+    said.wait()
+    out = coder(long, method="ar", max_new_tokens=8)
+    assert said.text(1) == out.texts[0]
+    assert said.text(0) == coder(TEXTS[0], method="ar", max_new_tokens=150).texts[0]
+    engine.close()
+
+
+def test_whoever_cancels_frees_the_row_and_others_get_a_sentence(coder):
+    engine = BatchEngine(coder, Limits(rows=1, waiting=1))
+    said = Answers(engine)
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=200))
+    while not engine.counts()["rows"]:
+        pass
+    said.ask(prompt=TEXTS[1], options=dict(max_new_tokens=4))
+    with pytest.raises(Busy, match="1 requests wait"):
+        said.ask(prompt=TEXTS[2])
+    said.told.pop(), said.ends.pop()
+    said.tickets[0].cancel()
+    said.wait()
+    assert [said.end(i).reason for i in range(2)] == ["cancelled", "length"]
+    with pytest.raises(ValueError, match="must fit"):
+        said.ask(prompt=TEXTS[2], options=dict(max_new_tokens=10_000))
+    with pytest.raises(ValueError, match="batch_size is the server's"):
+        said.ask(prompt=TEXTS[2], options=dict(batch_size=2))
+    engine.close()
+    with pytest.raises(Busy, match="stopping"):
+        engine.submit(Asked(prompt="x"), print)
+
+
+def test_a_round_that_fails_ends_its_answers_and_no_others(coder, monkeypatch):
+    engine = BatchEngine(coder, Limits(rows=2))
+    said = Answers(engine)
+    real = engine.target.score
+
+    def score(tree):
+        monkeypatch.setattr(engine.target, "score", real)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine.target, "score", score)
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=30))
+    said.wait()
+    assert said.end(0).reason == "error"
+    assert "no memory" in said.end(0).error
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=9))
+    said.wait()
+    assert said.text(1) == coder(TEXTS[0], method="ar", max_new_tokens=9).texts[0]
+    engine.close()
+
+
+def test_logprobs_are_the_models(coder):
+    engine = BatchEngine(coder, Limits(rows=2))
+    said = Answers(engine)
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=12, temperature=1.0, seed=2), logprobs=3)
+    said.wait()
+    found = [one for piece in said.told[0][:-1] for one in piece.logprobs]
+    tokens = said.tokens(0)
+    assert [one.token for one in found] == tokens
+    ids = torch.tensor([coder.encode(TEXTS[0])[0] + tokens])
+    with torch.inference_mode():
+        scores = coder.model(ids).logits[0, -13:-1].log_softmax(-1)
+    for one, own in zip(found, scores, strict=True):
+        assert one.logprob == pytest.approx(float(own[one.token]), abs=1e-3)
+        assert [top.token for top in one.top] == own.topk(3).indices.tolist()
+    engine.close()
+
+
+class Twin(Matching):
+    """Keeps the likeliest of the drafts' tokens where it should draw one."""
+
+    def result(self, tree, p, uniforms):
+        found = super().result(tree, p, uniforms)
+        found.next_token = p.gather(1, (found.kept - 1)[:, None, None].expand(-1, 1, p.shape[-1]))
+        found.next_token = found.next_token[:, 0].argmax(-1)
+        return found
+
+
+@pytest.mark.parametrize("rule", [Matching, Twin])
+def test_samples_beside_others_follow_the_model(coder, rule):
+    engine = BatchEngine(coder, Limits(rows=16, waiting=2000))
+    engine.rows.parts = (*engine.rows.parts[:2], rule())
+    said = Answers(engine)
+    sampled = dict(max_new_tokens=2, temperature=1.0, top_k=4)
+    for i in range(500):
+        said.ask(prompt=TEXTS[0], options=dict(sampled, seed=10_000 + 7 * i))
+        if i % 4 == 0:
+            said.ask(prompt=TEXTS[i % 6], options=dict(max_new_tokens=5))
+    said.wait()
+    drawn = [said.tokens(i) for i in range(len(said.told))]
+    pairs = [ids for ids in drawn if len(ids) == 2]
+    ids = coder.encode(TEXTS[0])[0]
+
+    def best(more):
+        with torch.inference_mode():
+            scores = coder.model(torch.tensor([ids + more])).logits[0, -1].topk(4)
+        return scores.indices.tolist(), scores.values.softmax(-1)
+
+    firsts, chances = best([])
+    names, probs = [], []
+    for first, chance in zip(firsts, chances, strict=True):
+        seconds, after = best([first])
+        names += [[first, second] for second in seconds]
+        probs.append(chance * after)
+    p = p_value(torch.cat(probs), torch.tensor([names.index(pair) for pair in pairs]))
+    assert p > 1e-3 if rule is Matching else p < 1e-6
+    engine.close()
+
+
+def test_nothing_is_drafted_where_that_would_not_pay(coder):
+    drafts = BatchEngine(coder, Limits(rows=2)).drafts
+    likely = np.full(drafting.LONGEST, 0.9)
+    for rows, tokens, seconds in [(1, 1, 1.0), (1, 9, 1.1), (4, 4, 1.0), (4, 36, 1.4)] * 9:
+        drafts.costs.observe(rows, tokens, seconds)
+    rate, depth = drafts._best(1, likely, 0.0)  # many drafts, for tokens cost next to nothing
+    assert depth == drafting.LONGEST and rate > 10
+    for rows, tokens, seconds in [(1, 1, 1.0), (1, 9, 9.0), (4, 4, 4.0), (4, 36, 36.0)] * 200:
+        drafts.costs.observe(rows, tokens, seconds)
+    assert drafts._best(1, likely, 0.0)[1] == 0
