@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specmm import methods
 from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, widened
 from specmm.core.randomness import UniformSource
 from specmm.core.rows import Joining
@@ -71,17 +72,21 @@ class RowDrafts:
 
 
 class Drafts:
-    """The drafter of an engine of ``target``, with the ``network`` that drafts for it, if any.
+    """The drafter of an engine of ``target``, with the ``network`` that drafts for it, if any, and
+    its name.
 
     Without ``guesses`` it drafts nothing from what was said. A
     :class:`specmm.core.drafter.BatchingDrafter` whose rows join and leave.
     """
 
-    def __init__(self, target: RowsTarget, network: Drafter | None, guesses: bool = True) -> None:
+    def __init__(
+        self, target: RowsTarget, network: tuple[str, Drafter] | None, guesses: bool = True
+    ) -> None:
         self.target = target
         self.longest = LONGEST if guesses else 0
-        self.network = network
-        deep, large = (0, 1) if network is None else (network.max_depth, network.max_nodes)
+        self.name = network[0] if network else ""
+        own = self.network = network[1] if network else None
+        deep, large = (0, 1) if own is None else (own.max_depth, own.max_nodes)
         self.max_depth = max(LONGEST, deep)
         self.max_nodes = max(LONGEST + 1, large)
         self.shapes = [TreeShape.chain(n, target.device) for n in range(self.max_depth + 1)]
@@ -97,6 +102,13 @@ class Drafts:
         self.kept_at = np.full(deep, HOPED)  # of a network's draft by depth, if those above were
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
         self.spent = 0.0  # seconds of the network in this round
+
+    @property
+    def method(self) -> str:
+        """What drafts, in words."""
+        said = [methods.Suffix.name] if self.longest else []
+        own = [] if self.network is None else [self.name]
+        return " and ".join([*own, *said]) or methods.AR.name
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """The first row."""

@@ -24,7 +24,7 @@ from specmm import methods
 from specmm.core.decode import check_output
 from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
-from specmm.core.rows import Joining, Rows
+from specmm.core.rows import Rows
 from specmm.core.stats import Clock
 from specmm.core.tree import TreeShape
 from specmm.core.turns import turns_of
@@ -40,7 +40,7 @@ from specmm.loading.files import sentence_of
 from specmm.runs.run import HERE, Place, kinds_of, open_model
 from specmm.serving.answer import Answer, GrowingText, RowStops
 from specmm.serving.costs import Costs
-from specmm.serving.drafting import Drafts
+from specmm.serving.drafting import Drafts, LateDrafter
 from specmm.serving.requests import Asked, Busy, Tell
 from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
@@ -50,8 +50,8 @@ PIECE = 64  # tokens of a prompt read beside a round, until it is known what the
 PIECES = (32, 512)
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 BESIDE = 2.0  # rounds that a piece may take
-COUNTED = ("requests", "prompt_tokens", "read_seconds", "tokens", "rounds", "row_rounds")
-COUNTED += ("round_seconds", "stop", "length", "cancelled", "error")
+WORK = ("requests", "prompt_tokens", "read_seconds", "tokens", "rounds", "row_rounds")
+COUNTED = (*WORK, "round_seconds", "stop", "length", "cancelled", "error")
 NO_DRAFTS = methods.AR()
 NEWEST = 0.1  # weight of the latest measurement
 
@@ -112,8 +112,8 @@ class BatchEngine:
     """Answers requests to the model of ``pipe``; see :class:`specmm.serving.requests.Engine`.
 
     ``stripped``: whether blanks around an answer are left out. ``network(target)`` is what drafts
-    beside what was said, a drafter whose rows join and leave. Raises ``ValueError`` for a model
-    whose rows cannot join others.
+    beside what was said: a name, and a drafter whose rows join and leave. Raises ``ValueError``
+    for a model whose rows cannot join others.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class BatchEngine:
         pipe: Pipeline,
         limits: Limits,
         stripped: bool = False,
-        network: Callable[[RowsTarget], Drafter | None] = lambda target: None,
+        network: Callable[[RowsTarget], tuple[str, Drafter] | None] = lambda target: None,
     ) -> None:
         self.pipe = pipe
         self.make_network = network
@@ -229,14 +229,14 @@ class BatchEngine:
         """A batch without rows."""
         target = self.target
         self.stops.rows.clear()
-        network = self.make_network(target)
-        self.drafts = Drafts(target, network, self.limits.drafts)
+        self.drafts = Drafts(target, self.make_network(target), self.limits.drafts)
+        network = self.drafts.network
         if network is not None:  # it makes its memory for a prompt of one token
             prompt = VLMPrompt({**padded([[0]])}, 1).to(target.device, target.dtype)
             reading = Reading(target, prompt, [Processor(0.0)], 1, 1)
             reading.go_on(1)
             output = reading.output
-            assert output is not None and isinstance(network, Joining)
+            assert output is not None and isinstance(network, LateDrafter)
             target.open(self.drafts.max_nodes)
             target.join()
             target.prompt, target.context = prompt, reading.alone.context
@@ -409,7 +409,7 @@ class BatchEngine:
     def _leave(self, row: int, reason: str) -> None:
         answer = self.answers[row]
         claim = run_claim(Matching(), self.rows.progress, None).under(answer.options.settings)
-        answer.end(reason, "ar", str(claim))
+        answer.end(reason, self.drafts.method, str(claim))
         self.made[reason] += 1
         self.rows.leave(row)
 
@@ -463,11 +463,11 @@ def open_engine(
         wanted = []
     made = {one: pipe.drafter(one) for one in wanted[:1]}
 
-    def network(target: RowsTarget) -> Drafter | None:
+    def network(target: RowsTarget) -> tuple[str, Drafter] | None:
         for name, one in made.items():
             if name == methods.Block.name:
-                return assemble(methods.Block(), target, one).drafter
-            return FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
+                return name, assemble(methods.Block(), target, one).drafter
+            return name, FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
         return None
 
     limits = replace(limits, drafts=method != "ar")

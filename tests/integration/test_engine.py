@@ -149,7 +149,7 @@ def test_answers_about_pictures_are_the_pipelines(choosing):
 
 
 def test_long_prompts_are_read_in_pieces_and_others_go_on(coder):
-    engine = BatchEngine(coder, Limits(rows=4))
+    engine = BatchEngine(coder, Limits(rows=4, drafts=False))
     long = TEXTS[3] * 30
     said = Answers(engine)
     said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=150))
