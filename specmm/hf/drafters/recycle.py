@@ -11,6 +11,7 @@ Shape letters: B batch, N nodes, K tokens kept, V vocabulary.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +36,8 @@ class RecycleDrafter:
 
     Rows keep their own tokens, so that no row depends on the others.
     """
+
+    state: ClassVar[tuple[str, ...]] = ("after",)
 
     def __init__(self, target: VLMTarget, shape: TreeShape) -> None:
         self.target = target
