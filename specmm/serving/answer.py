@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -86,16 +87,22 @@ class Answer:
     rounds: int = 0
     cached: int = 0
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    begun: float = 0.0
+    root: str = ""  # a name of what the prompt shows
+    needed: int = 0  # tokens up to the end of its last picture
 
     def cancel(self) -> None:
         """See :class:`specmm.serving.requests.Ticket`."""
         self.cancelled = True
 
+    @cached_property
+    def ids(self) -> list[int]:
+        """Those of the prompt."""
+        return self.prompt.rows()[0]
+
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the prompt."""
-        return int(self.prompt.lengths[0])
+        return len(self.ids)
 
     @property
     def room(self) -> int:

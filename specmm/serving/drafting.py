@@ -54,8 +54,8 @@ class RowDrafts:
     """What is known of a row: its ``text``, what is guessed to follow, how many of its drafts were
     ``expected`` to be kept, and how many were ``kept``.
 
-    What the network has not read of it: its prompt, if ``started`` is there, and tokens that were
-    ``missed``, with the states before them.
+    What a network may read of it: its prompt, ``started``, and the tokens ``said`` with the
+    ``states`` before them, of which it has ``read`` some. A row that is ``lost`` it cannot read.
     """
 
     text: SuffixRow
@@ -63,8 +63,10 @@ class RowDrafts:
     expected: float = 0.0
     kept: float = 0.0
     started: RowsTarget | None = None
-    missed: list[int] = field(default_factory=list)
+    said: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)  # [n, C] each
+    read: int = 0
+    lost: bool = False
 
     def trust(self, usual: float) -> float:
         """By what its estimated probabilities are to be multiplied, where ``usual`` is for all."""
@@ -120,6 +122,7 @@ class Drafts:
         [ids] = started.prompt.rows() if self.target.family.shared else [[]]
         self.rows[row] = RowDrafts(SuffixRow(ids, self.banned, self.earlier))
         if self.network is not None:
+            self.rows[row].lost = started.context is None
             self.rows[row].started = started.without_cache()
 
     def join(self) -> None:
@@ -146,8 +149,7 @@ class Drafts:
         """Whether the network drafts in this round: as long as that has more goodput, and from when
         on it makes good for what it has to read first.
         """
-        if self.network is None:
-            return
+        assert self.network is not None
         count = len(self.rows)
         alone, _ = self._best(count, self._said(count), 0.0)
         extra = float(self.network_costs.of(count, np.array(count)))
@@ -155,14 +157,24 @@ class Drafts:
         gain = own / alone if alone else GAIN
         if self.drafting:
             self.drafting = gain >= 1
-        elif gain >= GAIN and max(len(row.missed) for row in self.rows) <= MISSED:
+        elif gain >= GAIN:
             unread = sum(row.started is not None for row in self.rows)
-            behind = max(len(row.missed) for row in self.rows) / (self.network.max_depth + 1)
-            seconds = unread * self.start_seconds + behind * extra
+            behind = max(len(row.said) - row.read for row in self.rows)
+            seconds = unread * self.start_seconds + behind / (self.network.max_depth + 1) * extra
             self.drafting = not own or self.left * (1 / alone - 1 / own) >= seconds
 
-    def _catch_up(self) -> None:
-        """Let the network read what it has not."""
+    def _hear(self, feedback: Feedback) -> None:
+        """Keep what the last round committed, for the network to read."""
+        assert feedback.result is not None and feedback.tokens is not None
+        pairs = zip(feedback.tokens.tolist(), feedback.result.kept.tolist(), strict=True)
+        for row, own, (tokens, kept) in zip(self.rows, feedback.kept_hidden(), pairs, strict=True):
+            row.lost |= len(row.said) - row.read > MISSED
+            if not row.lost:
+                row.states.append(own[:kept])
+                row.said += tokens[:kept]
+
+    def _catch_up(self, until: Sequence[int]) -> None:
+        """Let the network read what it has not, ``until`` so many tokens of each row."""
         network = self.network
         assert isinstance(network, LateDrafter)
         for number, row in enumerate(self.rows):
@@ -173,41 +185,28 @@ class Drafts:
                 row.started = None
                 seconds = time.perf_counter() - start
                 self.start_seconds += (seconds - self.start_seconds) / 4
-        while any(row.missed for row in self.rows):
-            network.absorb(self._missed(network.max_depth + 1))
+        while any(row.read < end for row, end in zip(self.rows, until, strict=True)):
+            network.absorb(self._missed(network.max_depth + 1, until))
 
-    def _missed(self, width: int) -> Feedback:
-        """The next ``width`` missed tokens of all rows, as the feedback of a round."""
+    def _missed(self, width: int, until: Sequence[int]) -> Feedback:
+        """The next ``width`` tokens of each row that were not read, as the feedback of a round."""
         count = len(self.rows)
-        kept = [min(len(row.missed), width) for row in self.rows]
+        kept = []
         tokens = torch.zeros(count, width, dtype=torch.int64)
-        states = [torch.cat(row.states) for row in self.rows if row.states]
-        hidden = states[0].new_zeros(count, width, *states[0].shape[1:])
-        for number, row in enumerate(self.rows):
-            if not row.missed:
-                continue
-            own, n = torch.cat(row.states), kept[number]
-            tokens[number, :n] = torch.tensor(row.missed[:n])
-            hidden[number, :n] = own[:n]
-            row.missed, row.states = row.missed[n:], [own[n:]]
+        hidden = self.rows[0].states[0].new_zeros(count, width, *self.rows[0].states[0].shape[1:])
+        for number, (row, end) in enumerate(zip(self.rows, until, strict=True)):
+            some = slice(row.read, min(row.read + width, end))
+            n = some.stop - some.start
+            tokens[number, :n] = torch.tensor(row.said[some])
+            hidden[number, :n] = torch.cat(row.states)[some]
+            row.read = some.stop
+            kept.append(n)
         device = hidden.device
         path = torch.arange(width, device=device).repeat(count, 1)
         token = tokens[:, 0].to(device)
         result = VerifyResult(path, torch.tensor(kept, device=device), token)
         output = TargetOutput(hidden, hidden)  # nobody reads the distributions of such a round
         return Feedback(output, token, result=result, tokens=tokens.to(device))
-
-    def _miss(self, feedback: Feedback) -> None:
-        """Keep what the last round committed, for the network to read later."""
-        assert feedback.result is not None and feedback.tokens is not None
-        hidden = feedback.kept_hidden()
-        pairs = zip(feedback.tokens.tolist(), feedback.result.kept.tolist(), strict=True)
-        for row, own, (tokens, kept) in zip(self.rows, hidden, pairs, strict=True):
-            if len(row.missed) > MISSED:  # the network waits until the row has ended
-                row.started, row.states = None, []
-            else:
-                row.states.append(own[:kept])
-            row.missed += tokens[:kept]
 
     def _depths(self) -> np.ndarray:
         """How likely the network's draft at each depth [D] is kept."""
@@ -220,12 +219,14 @@ class Drafts:
         for row in self.rows:
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
-        self._choose()
-        if self.drafting:
-            self._catch_up()
-            return self._by_network(feedback, uniforms)
         if self.network is not None:
-            self._miss(feedback)
+            before = [len(row.said) for row in self.rows]
+            self._hear(feedback)
+            self._choose()
+            self.drafting &= not any(row.lost for row in self.rows)
+            if self.drafting:
+                self._catch_up(before)
+                return self._by_network(feedback, uniforms)
         count = len(self.rows)
         _, depth = self._best(count, self._said(count), 0.0)
         self.drafted = np.zeros(count, dtype=bool)
@@ -241,6 +242,8 @@ class Drafts:
         start = time.perf_counter()
         tree = self.network.propose(widened(feedback, self.network.max_depth), uniforms)
         self.spent = time.perf_counter() - start
+        for row in self.rows:
+            row.read = len(row.said)
         count = len(self.rows)
         self.drafted = np.ones(count, dtype=bool)
         if not tree.shape.is_chain:

@@ -34,6 +34,7 @@ from specmm.hf.drafters.drafting import assemble, load_drafter, method_of
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.loading.pretrained import find
 from specmm.hf.models.rows import Reading, RowsTarget
+from specmm.hf.models.target import Context
 from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
@@ -41,6 +42,7 @@ from specmm.runs.run import HERE, Place, kinds_of, open_model
 from specmm.serving.answer import Answer, GrowingText, RowStops
 from specmm.serving.costs import Costs
 from specmm.serving.drafting import Drafts, LateDrafter
+from specmm.serving.prefixes import PAGE, Page, Prefixes, digest_of
 from specmm.serving.requests import Asked, Busy, Tell
 from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
@@ -50,8 +52,9 @@ PIECE = 64  # tokens of a prompt read beside a round, until it is known what the
 PIECES = (32, 512)
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 BESIDE = 2.0  # rounds that a piece may take
-WORK = ("requests", "prompt_tokens", "read_seconds", "tokens", "rounds", "row_rounds")
-COUNTED = (*WORK, "round_seconds", "stop", "length", "cancelled", "error")
+READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
+MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
+COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "error")
 NO_DRAFTS = methods.AR()
 NEWEST = 0.1  # weight of the latest measurement
 
@@ -60,7 +63,7 @@ NEWEST = 0.1  # weight of the latest measurement
 class Limits:
     """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
     the model's); whether anything is drafted. An answer that asks for no number has at most
-    ``answer`` tokens, for which there is room.
+    ``answer`` tokens, for which there is room. ``prefixes``: bytes of what was read before.
     """
 
     rows: int = 16
@@ -68,6 +71,7 @@ class Limits:
     tokens: int = 0
     drafts: bool = True
     answer: int = 1024
+    prefixes: int = 2**30
 
 
 class Pieces:
@@ -133,6 +137,7 @@ class BatchEngine:
         self.waiting: deque[Answer] = deque()
         self.reads: deque[_Read] = deque()
         self.pieces = Pieces()
+        self.prefixes = Prefixes(limits.prefixes)
         self.made: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.closing = False
         self.deadline = 0.0
@@ -158,7 +163,12 @@ class BatchEngine:
         """See :class:`specmm.serving.requests.Engine`."""
         now = {"rows": self.rows.count, "waiting": len(self.waiting), "reading": len(self.reads)}
         made = {f"{name}_total": number for name, number in self.made.items()}
-        return {**made, **now, "piece_tokens": self.pieces.size}
+        return {
+            **made,
+            **now,
+            "piece_tokens": self.pieces.size,
+            "prefix_bytes": self.prefixes.bytes,
+        }
 
     def close(self, seconds: float = 0.0) -> None:
         """See :class:`specmm.serving.requests.Engine`."""
@@ -200,7 +210,12 @@ class BatchEngine:
         text = GrowingText(pipe.stops(options), raw, self.stripped)
         prompt = replace(prompt, max_new_tokens=1)
         one = lambda token: str(tokenizer.decode([token]))  # noqa: E731
-        return Answer(asked, tell, prompt, options, own, generator, limit, text, one)
+        answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one)
+        if prompt.vision:
+            answer.root = digest_of(prompt.vision)
+            shown = torch.isin(prompt.input_ids[0], torch.tensor(target.image_tokens)).nonzero()
+            answer.needed = int(shown.max()) + 1 if len(shown) else length
+        return answer
 
     def _read_request(self, asked: Asked) -> tuple[Options, VLMPrompt]:
         given = {"max_new_tokens": 1, **asked.options}
@@ -251,11 +266,12 @@ class BatchEngine:
         return self.stops.rows
 
     def _work(self) -> None:
-        call = object()
         turns = turns_of(self.pipe.model)
+        call = object()
         while True:
             with self.changed:
                 while not (self.waiting or self.reads or self.answers or self.closing):
+                    call = object()  # the model is looked at anew
                     self.changed.wait()
             if self.closing and self._stopped():
                 return
@@ -293,6 +309,8 @@ class BatchEngine:
                 if answer.cancelled:
                     self.waiting.popleft().end("cancelled")
                     continue
+                if together and self._known(answer):
+                    break
                 widest = max([answer.prompt_tokens, *(one.prompt_tokens for one in together)])
                 if together and (
                     answer.prompt.vision
@@ -304,17 +322,80 @@ class BatchEngine:
                     break
                 together.append(self.waiting.popleft())
                 busy += 1
+                if self._known(answer):
+                    break
         if together:
             self._begin(together)
+
+    def _known(self, answer: Answer) -> list[Page]:
+        """What was read before of an answer's prompt, up to a page before its last token."""
+        pages = self.prefixes.find(answer.root, answer.ids[:-1])
+        return pages if len(pages) * PAGE >= max(answer.needed, 1) else []
 
     def _begin(self, answers: list[Answer]) -> None:
         prompt = answers[0].prompt
         if len(answers) > 1:
-            prompt = VLMPrompt({**padded([one.prompt.rows()[0] for one in answers])}, 1)
+            prompt = VLMPrompt({**padded([one.ids for one in answers])}, 1)
         prompt = prompt.to(self.target.device, self.target.dtype)
         own = [one.processor for one in answers]
         room = max(one.room for one in answers) + self.target.scratch
-        self.reads.append(_Read(Reading(self.target, prompt, own, room, PIECES[1]), answers))
+        reading = Reading(self.target, prompt, own, room, PIECES[1])
+        if len(answers) == 1 and (pages := self._known(answers[0])):
+            arrays = [torch.cat(parts, 1) for parts in zip(*(p.arrays for p in pages), strict=True)]
+            reading.resume(arrays, self._context(pages))
+            answers[0].cached = len(pages) * PAGE
+            self.made["cached_tokens"] += answers[0].cached
+        self.reads.append(_Read(reading, answers))
+
+    def _context(self, pages: Sequence[Page]) -> Context | None:
+        """What the network reads of ``pages``; None if that is not known of all."""
+        parts = [(page.hidden, page.embeddings, page.image) for page in pages]
+        if self.drafts.network is None or any(part[0] is None for part in parts):
+            return None
+        hidden, embeddings, image = (torch.cat(same, 1) for same in zip(*parts, strict=True))
+        lengths = torch.tensor([hidden.shape[1]], device=hidden.device)
+        return Context(hidden, embeddings, lengths, image)
+
+    def _keep_prompt(self, answer: Answer, reading: Reading, number: int) -> None:
+        """Keep pages of a prompt that was read."""
+        context = reading.row(number).context
+        if context is not None and context.positions is not None:
+            context = None  # positions in parts are those of whole prompts
+        cache = reading.alone.cache
+
+        def page(first: int) -> Page:
+            some = slice(first, first + PAGE)
+            arrays = [array[:, number, some].clone() for array in cache.arrays]
+            if context is None:
+                return Page(arrays)
+            parts = (context.hidden, context.embeddings, context.image_mask)
+            return Page(arrays, *(part[:, some].clone() for part in parts))
+
+        self.prefixes.keep(answer.root, answer.ids, page)
+
+    def _keep_answer(self, row: int) -> None:
+        """Keep pages of a prompt with its answer, for the next turn of a chat."""
+        answer, cache = self.answers[row], self.target.cache
+        known = int(cache.lengths[row])
+        states = self.drafts.rows[row].states
+        hidden = torch.cat(states)[1:] if states else None
+        if hidden is not None:
+            known = min(known, answer.prompt_tokens + len(hidden))
+        ids = [*answer.ids, *answer.text.ids][:known]
+
+        def page(first: int) -> Page | None:
+            if first < answer.prompt_tokens // PAGE * PAGE:
+                return None  # gone since it was kept
+            some = slice(first, first + PAGE)
+            arrays = [array[:, row, some].clone() for array in cache.arrays]
+            if hidden is None or first < answer.prompt_tokens:
+                return Page(arrays)
+            own = hidden[first - answer.prompt_tokens :][:PAGE]
+            tokens = torch.tensor([ids[some]], device=own.device)
+            image = torch.zeros_like(tokens, dtype=torch.bool)
+            return Page(arrays, own[None].clone(), self.target.embed(tokens), image)
+
+        self.prefixes.keep(answer.root, ids, page)
 
     def _read(self) -> None:
         """Read a piece of the first prompts; those that are read join."""
@@ -351,6 +432,7 @@ class BatchEngine:
             return
         assert reading.output is not None
         check_output(reading.output, self.name)
+        self._keep_prompt(answer, reading, number)
         self.stops.rows.append(answer)
         row = self.rows.join(
             answer.generator, lambda row: self.target.take(row, reading, number), answer.limit
@@ -409,6 +491,7 @@ class BatchEngine:
     def _leave(self, row: int, reason: str) -> None:
         answer = self.answers[row]
         claim = run_claim(Matching(), self.rows.progress, None).under(answer.options.settings)
+        self._keep_answer(row)  # first, for whoever is told may ask the next question
         answer.end(reason, self.drafts.method, str(claim))
         self.made[reason] += 1
         self.rows.leave(row)

@@ -9,6 +9,9 @@ import torch
 from PIL import Image
 
 import specmm
+from specmm.core.decode import decode_plain
+from specmm.core.randomness import Uniforms
+from specmm.hf.models.target import VLMTarget
 from specmm.serving import drafting
 from specmm.serving.drafting import Drafts
 from specmm.serving.engine import BatchEngine, Limits, open_engine
@@ -276,3 +279,58 @@ def test_nothing_is_drafted_where_that_would_not_pay(coder):
     for rows, tokens, seconds in [(1, 1, 1.0), (1, 9, 9.0), (4, 4, 4.0), (4, 36, 36.0)] * 200:
         drafts.costs.observe(rows, tokens, seconds)
     assert drafts._best(1, likely, 0.0)[1] == 0
+
+
+@pytest.mark.parametrize("method", ["ar", "block"])
+def test_what_was_read_is_not_read_again(method, coder, choosing):
+    engine = open_engine("pocket/coder", Limits(rows=3), method=method)
+    said = Answers(engine)
+    long = TEXTS[3] * 5
+    said.ask(prompt=long, options=dict(max_new_tokens=40))
+    said.wait()
+    ids = coder.encode(long)[0]
+    goes_on = [*ids, *said.tokens(0)]
+    asked = [[*goes_on, 5], [*goes_on[:-20], 7, 7], [*ids[:20], *coder.encode(TEXTS[0])[0]], ids]
+    for text in asked:
+        said.ask(prompt=text, options=dict(max_new_tokens=20))
+    said.wait()
+    cached = [said.end(i).cached for i in range(5)]
+    known = len(goes_on) - 1  # the last token is never read
+    assert cached == [0, *(n // 16 * 16 for n in (known, known - 19, 20, len(ids) - 1))]
+    for i, one in enumerate(asked, 1):
+        given = coder.options(dict(max_new_tokens=20))
+        target, prompt = VLMTarget(coder.model, given.processor), coder.read([one], given)
+        steps = decode_plain(target, prompt, 20, Uniforms.from_seeds([0]))
+        *_, end = steps
+        assert said.tokens(i) == end.row(0).tolist()
+    assert engine.counts()["cached_tokens_total"] == sum(cached)
+    engine.close()
+
+
+def test_a_picture_is_looked_at_once(choosing):
+    pipe = specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+    engine = open_engine("pocket/llava", Limits(rows=3))
+    said = Answers(engine)
+
+    def asks(shown, words):
+        parts = [{"type": "image", "image": picture(shown)}, {"type": "text", "text": words}]
+        return {"role": "user", "content": parts}
+
+    long = "What is this, what is beside it, and what is above or below both of them?"
+    first = [asks(1, long)]
+    said.ask(messages=first, options=dict(max_new_tokens=20))
+    said.wait()
+    more = [{"role": "assistant", "content": said.text(0)}, {"role": "user", "content": "Why?"}]
+    chats = [
+        [*first, *more],
+        [asks(2, "What is this, what is beside it, and what is above or below both of them?")],
+        first,
+    ]
+    for chat in chats:
+        said.ask(messages=chat, options=dict(max_new_tokens=20))
+    said.wait()
+    cached = [said.end(i).cached for i in range(4)]
+    assert cached[1] >= said.end(0).prompt_tokens - 16 and cached[2] == 0 and cached[3] >= 64
+    for i, chat in enumerate(chats, 1):
+        assert said.text(i) == pipe(messages=chat, method="ar", max_new_tokens=20).answers[0]
+    engine.close()

@@ -240,6 +240,21 @@ class Reading:
         self.left = prompt.input_ids.shape[1]
         self.output: TargetOutput | None = None  # of the last token
 
+    def resume(self, arrays: Sequence[Tensor], context: Context | None) -> None:
+        """Take over what is known of the first tokens: their keys and values ``arrays`` [A, n, H,
+        D], and what drafters read of them. No picture may come after them.
+        """
+        alone, prompt = self.alone, self.prompt
+        count = arrays[0].shape[1]
+        alone.make_room(prompt, self.most)
+        for own, known in zip(alone.cache.arrays, arrays, strict=True):
+            own[:, 0, :count] = known
+        alone.cache.lengths[:] = count
+        alone.offsets = alone.family.positions(prompt)[1]
+        alone.history = History(prompt.input_ids, prompt.lengths, 1)
+        alone.context = context
+        self.read, self.left = count, self.left - count
+
     @torch.inference_mode()
     def go_on(self, count: int) -> None:
         """Read ``count`` more tokens, or all that there are; a prompt with pictures is read whole,
@@ -247,7 +262,7 @@ class Reading:
         """
         prompt, alone = self.prompt, self.alone
         mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
-        whole = len(prompt.lengths) > 1 or bool(prompt.vision) or mrope
+        whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
         count = self.left if whole else min(count, self.left)
         ids = prompt.input_ids[:, self.read : self.read + count]
         last = count == self.left

@@ -1,0 +1,112 @@
+"""What earlier requests have read is not read again: keys and values of beginnings, in pages.
+
+Pages form a tree: each holds some tokens after those of its parent. A text takes over the pages of
+its beginning that are there, and leaves its own for later ones. Those that were not used for
+longest go first, a page never before those after it.
+
+Shape letters: A arrays (of layers alike), L tokens of a text, P tokens of a page, H heads, D head
+width, C width of the states that a drafter reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PAGE = 16  # tokens, P
+
+
+@dataclass
+class Page:
+    """Keys and values of P tokens, one of ``arrays`` [A, P, H, D] for each of a cache's; what a
+    drafter reads of them: ``hidden`` [1, P, C], ``embeddings`` and ``image`` [1, P], if any.
+    """
+
+    arrays: Sequence[Tensor]
+    hidden: Tensor | None = None
+    embeddings: Tensor | None = None
+    image: Tensor | None = None
+    number: int = field(default=0, init=False)  # by which those after it find it
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        rest = [x for x in (self.hidden, self.embeddings, self.image) if x is not None]
+        return sum(x.numel() * x.element_size() for x in (*self.arrays, *rest))
+
+
+class Prefixes:
+    """Pages of texts, of at most ``most`` bytes; 0 keeps none.
+
+    The ``root`` of a text stands for all it depends on beside its tokens, as its pictures.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.bytes = 0
+        self.pages: OrderedDict[tuple[Hashable, tuple[int, ...]], Page] = OrderedDict()
+        self.count = 0
+
+    def find(self, root: Hashable, ids: Sequence[int]) -> list[Page]:
+        """The pages of the beginning of a text ``ids`` [L]."""
+        found = []
+        keys = []
+        place = root
+        for first in range(0, len(ids) - PAGE + 1, PAGE):
+            key = (place, tuple(ids[first : first + PAGE]))
+            page = self.pages.get(key)
+            if page is None:
+                break
+            keys.append(key)
+            found.append(page)
+            place = page.number
+        self._use(keys)
+        return found
+
+    def keep(self, root: Hashable, ids: Sequence[int], make: Callable[[int], Page | None]) -> None:
+        """Keep the pages of a text ``ids`` [L]; ``make(first)`` makes the one of the tokens from
+        ``first`` on, or None where that is not known.
+        """
+        keys = []
+        place = root
+        for first in range(0, len(ids) - PAGE + 1 if self.most else 0, PAGE):
+            key = (place, tuple(ids[first : first + PAGE]))
+            page = self.pages.get(key)
+            if page is None:
+                page = make(first)
+                if page is None:
+                    break
+                self.count += 1
+                page.number = self.count
+                self.pages[key] = page
+                self.bytes += page.bytes
+            keys.append(key)
+            place = page.number
+        self._use(keys)
+        while self.bytes > self.most:
+            _, page = self.pages.popitem(last=False)
+            self.bytes -= page.bytes
+
+    def _use(self, keys: Sequence[tuple[Hashable, tuple[int, ...]]]) -> None:
+        for key in reversed(keys):  # those after a page are older than it
+            self.pages.move_to_end(key)
+
+
+def digest_of(vision: Mapping[str, Any]) -> str:
+    """A name of what a prompt shows, its inputs beside tokens; empty without any."""
+    found = hashlib.blake2b()
+    for name, value in sorted(vision.items()):
+        found.update(name.encode())
+        if isinstance(value, Tensor):
+            whole = value.detach().cpu().contiguous()
+            found.update(str((whole.dtype, tuple(whole.shape))).encode())
+            found.update(whole.flatten().view(torch.uint8).numpy().data)
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest() if vision else ""
