@@ -30,7 +30,10 @@ def serve(
         ),
     ],
     method: Annotated[
-        str, typer.Option(help="Of answers: auto, ar, suffix, or the drafter's; of pictures that ask for none.")
+        str,
+        typer.Option(
+            help="Of answers: auto, ar, suffix, or the drafter's; of pictures that ask for none."
+        ),
     ] = "auto",
     drafter: Drafter = None,
     rows: Annotated[int, typer.Option(min=1, help="Answers made at a time, of each model.")] = 16,

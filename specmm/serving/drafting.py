@@ -68,6 +68,22 @@ class RowDrafts:
     read: int = 0
     lost: bool = False
 
+    @property
+    def missed(self) -> int:
+        """Tokens that the network has not read."""
+        return len(self.said) - self.read
+
+    def latest(self, count: int) -> Tensor:
+        """The states [n, C] before the last ``count`` tokens."""
+        found: list[Tensor] = []
+        left = count
+        for part in reversed(self.states):
+            if left <= 0:
+                break
+            found.insert(0, part)
+            left -= len(part)
+        return torch.cat(found)[-count:]
+
     def trust(self, usual: float) -> float:
         """By what its estimated probabilities are to be multiplied, where ``usual`` is for all."""
         return (self.kept + FIRM * usual) / (self.expected + FIRM)
@@ -159,7 +175,7 @@ class Drafts:
             self.drafting = gain >= 1
         elif gain >= GAIN:
             unread = sum(row.started is not None for row in self.rows)
-            behind = max(len(row.said) - row.read for row in self.rows)
+            behind = max(row.missed for row in self.rows)
             seconds = unread * self.start_seconds + behind / (self.network.max_depth + 1) * extra
             self.drafting = not own or self.left * (1 / alone - 1 / own) >= seconds
 
@@ -168,13 +184,15 @@ class Drafts:
         assert feedback.result is not None and feedback.tokens is not None
         pairs = zip(feedback.tokens.tolist(), feedback.result.kept.tolist(), strict=True)
         for row, own, (tokens, kept) in zip(self.rows, feedback.kept_hidden(), pairs, strict=True):
-            row.lost |= len(row.said) - row.read > MISSED
+            row.lost |= row.missed > MISSED
             if not row.lost:
                 row.states.append(own[:kept])
                 row.said += tokens[:kept]
 
-    def _catch_up(self, until: Sequence[int]) -> None:
-        """Let the network read what it has not, ``until`` so many tokens of each row."""
+    def _catch_up(self, feedback: Feedback) -> Feedback:
+        """Let the network read what it has not, but for the tokens of a last round; that round, in
+        place of the real one's ``feedback`` if it was deeper or others were missed.
+        """
         network = self.network
         assert isinstance(network, LateDrafter)
         for number, row in enumerate(self.rows):
@@ -185,25 +203,32 @@ class Drafts:
                 row.started = None
                 seconds = time.perf_counter() - start
                 self.start_seconds += (seconds - self.start_seconds) / 4
-        while any(row.read < end for row, end in zip(self.rows, until, strict=True)):
-            network.absorb(self._missed(network.max_depth + 1, until))
+        assert feedback.result is not None and feedback.tokens is not None
+        width = network.max_depth + 1
+        missed = [row.missed for row in self.rows]
+        if missed == feedback.result.kept.tolist() and feedback.tokens.shape[1] <= width:
+            return widened(feedback, network.max_depth)
+        while max(row.missed for row in self.rows) > width:
+            network.absorb(self._missed(width, 1, feedback.token))
+        return self._missed(width, 0, feedback.token)
 
-    def _missed(self, width: int, until: Sequence[int]) -> Feedback:
-        """The next ``width`` tokens of each row that were not read, as the feedback of a round."""
+    def _missed(self, width: int, left: int, token: Tensor) -> Feedback:
+        """The next ``width`` tokens of each row that were missed, but for the last ``left``, as the
+        feedback of a round.
+        """
         count = len(self.rows)
         kept = []
         tokens = torch.zeros(count, width, dtype=torch.int64)
-        hidden = self.rows[0].states[0].new_zeros(count, width, *self.rows[0].states[0].shape[1:])
-        for number, (row, end) in enumerate(zip(self.rows, until, strict=True)):
-            some = slice(row.read, min(row.read + width, end))
-            n = some.stop - some.start
-            tokens[number, :n] = torch.tensor(row.said[some])
-            hidden[number, :n] = torch.cat(row.states)[some]
-            row.read = some.stop
+        like = self.rows[0].states[-1]
+        hidden = like.new_zeros(count, width, *like.shape[1:])
+        for number, row in enumerate(self.rows):
+            n = min(width, row.missed - left)
+            tokens[number, :n] = torch.tensor(row.said[row.read : row.read + n])
+            hidden[number, :n] = row.latest(row.missed)[:n]
+            row.read += n
             kept.append(n)
         device = hidden.device
         path = torch.arange(width, device=device).repeat(count, 1)
-        token = tokens[:, 0].to(device)
         result = VerifyResult(path, torch.tensor(kept, device=device), token)
         output = TargetOutput(hidden, hidden)  # nobody reads the distributions of such a round
         return Feedback(output, token, result=result, tokens=tokens.to(device))
@@ -220,13 +245,11 @@ class Drafts:
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
         if self.network is not None:
-            before = [len(row.said) for row in self.rows]
             self._hear(feedback)
             self._choose()
             self.drafting &= not any(row.lost for row in self.rows)
             if self.drafting:
-                self._catch_up(before)
-                return self._by_network(feedback, uniforms)
+                return self._by_network(self._catch_up(feedback), uniforms)
         count = len(self.rows)
         _, depth = self._best(count, self._said(count), 0.0)
         self.drafted = np.zeros(count, dtype=bool)
@@ -240,7 +263,7 @@ class Drafts:
     def _by_network(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         assert self.network is not None
         start = time.perf_counter()
-        tree = self.network.propose(widened(feedback, self.network.max_depth), uniforms)
+        tree = self.network.propose(feedback, uniforms)
         self.spent = time.perf_counter() - start
         for row in self.rows:
             row.read = len(row.said)
@@ -253,7 +276,6 @@ class Drafts:
         self.drafted = said.sum(1) <= depths.sum()
         likely = np.where(self.drafted[:, None], depths, said).sum(0)
         _, depth = self._best(count, likely, self.spent)
-        depth = max(depth, 1)
         tokens = tree.tokens[:, : depth + 1].clone()
         for number, row in enumerate(self.rows):
             if not self.drafted[number]:
