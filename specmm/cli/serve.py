@@ -32,7 +32,7 @@ def serve(
     method: Annotated[
         str,
         typer.Option(
-            help="Of answers: auto, ar, suffix, or the drafter's; of pictures that ask for none."
+            help="Of answers: auto, ar, suffix or the drafter's; of pictures without one."
         ),
     ] = "auto",
     drafter: Drafter = None,

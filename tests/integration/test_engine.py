@@ -124,6 +124,19 @@ def test_answers_are_the_pipelines(method, wanted, choosing):
     engine.close()
 
 
+def test_what_remains_of_a_long_prompt_is_read_in_pieces_that_there_is_room_for(coder, monkeypatch):
+    monkeypatch.setattr("specmm.serving.engine.PIECES", (16, 32))
+    engine = BatchEngine(coder, Limits(rows=4))
+    said = Answers(engine)
+    ids = coder.encode(TEXTS[3] * 20)[0]
+    for prompt in (ids[:40], ids):
+        said.ask(prompt=prompt, options=dict(max_new_tokens=8))
+        said.wait()
+    assert said.end(1).cached == 48 - 16
+    assert said.text(1) == coder(TEXTS[3] * 20, method="ar", max_new_tokens=8).texts[0]
+    engine.close()
+
+
 def picture(i):
     return Image.fromarray(np.random.RandomState(i).randint(0, 255, (64, 64, 3), np.uint8))
 

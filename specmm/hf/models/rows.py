@@ -264,6 +264,8 @@ class Reading:
         mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
         whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
         count = self.left if whole else min(count, self.left)
+        if self.read:
+            count = min(count, self.most)
         ids = prompt.input_ids[:, self.read : self.read + count]
         last = count == self.left
         self.target.starting_row = True  # drafters' hooks are of the target itself
