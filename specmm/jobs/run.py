@@ -26,6 +26,7 @@ from specmm.jobs.results import save
 from specmm.jobs.workers import Worker
 from specmm.loading.extras import install
 from specmm.loading.files import sentence_of
+from specmm.loading.hardware import out_of_memory
 from specmm.runs.run import moving
 
 log = logging.getLogger(__name__)
@@ -334,11 +335,3 @@ class BatchSizer:
         """Memory ran out at ``items``: from now on at most half as many."""
         self.ceiling = self.size = max(items // 2, 1)
         self.settled = True
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on the device or here."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -334,3 +334,11 @@ class PackedLinear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.pack(self.long)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on the device or here."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

@@ -9,6 +9,9 @@ import numpy as np
 
 FORGET = 0.98  # weight of all that was measured, after one more measurement
 SOON = 1e-3  # how firmly nothing is assumed before
+PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
+BESIDE = 2.0  # rounds that a piece may take
+NEWEST = 0.1  # weight of the latest measurement
 
 
 class Costs:
@@ -32,3 +35,31 @@ class Costs:
     def of(self, rows: int, tokens: np.ndarray) -> np.ndarray:
         """Seconds of forwards of ``tokens`` [n] of so many ``rows``; 0 before anything is known."""
         return self.known[0] + self.known[1] * rows + self.known[2] * tokens
+
+
+class Pieces:
+    """How many tokens of prompts are read beside a round: what takes ``BESIDE`` rounds."""
+
+    LEAST, MOST = 32, 512
+
+    def __init__(self) -> None:
+        self.costs = Costs()
+        self.round_seconds = 0.0
+
+    @property
+    def size(self) -> int:
+        """Tokens of the next piece."""
+        start, _, token = self.costs.known
+        if not token or not self.round_seconds:
+            return PIECE
+        wanted = (BESIDE * self.round_seconds - start) / token
+        return int(min(max(wanted, self.LEAST), self.MOST))
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A piece of ``tokens`` took so long."""
+        self.costs.observe(0, tokens, seconds)
+
+    def played(self, seconds: float) -> None:
+        """A round took so long."""
+        before = self.round_seconds
+        self.round_seconds = before + NEWEST * (seconds - before) if before else seconds

@@ -120,6 +120,7 @@ class Drafts:
         self.kept_at = np.full(deep, HOPED)  # of a network's draft by depth, if those above were
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
         self.spent = 0.0  # seconds of the network in this round
+        self.offered = self.taken = 0  # drafts of this round, and those kept
 
     @property
     def method(self) -> str:
@@ -317,6 +318,9 @@ class Drafts:
         assert feedback.accepted is not None
         kept = feedback.accepted.numpy(force=True) - 1  # B drafts
         depth = tree.shape.depth
+        guessed = [min(len(row.guess.tokens), depth) for row in self.rows]
+        self.offered = int(np.where(self.drafted, nodes - 1, guessed).sum())
+        self.taken = int(kept.sum())
         own = kept[self.drafted]
         for level in range(min(depth, len(self.kept_at)) if len(own) else 0):
             tried = (own >= level).sum()

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from specmm import methods
@@ -26,37 +25,28 @@ from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
 from specmm.core.rows import Rows
 from specmm.core.stats import Clock
-from specmm.core.tree import TreeShape
 from specmm.core.turns import turns_of
-from specmm.extending.registry import unknown
 from specmm.hf.answers.running import Pipeline
-from specmm.hf.drafters.drafting import assemble, load_drafter, method_of
-from specmm.hf.drafters.features import FeatureDrafter
-from specmm.hf.loading.pretrained import find
 from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.models.target import Context
 from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
-from specmm.runs.run import HERE, Place, kinds_of, open_model
+from specmm.loading.hardware import out_of_memory
 from specmm.serving.answer import Answer, GrowingText, RowStops
-from specmm.serving.costs import Costs
+from specmm.serving.costs import Pieces
 from specmm.serving.drafting import Drafts, LateDrafter
-from specmm.serving.prefixes import PAGE, Page, Prefixes, digest_of
+from specmm.serving.prefixes import PAGE, Cut, Page, Prefixes, digest_of, joined
 from specmm.serving.requests import Asked, Busy, Tell
 from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
 
 log = logging.getLogger(__name__)
-PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
-PIECES = (32, 512)
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
-BESIDE = 2.0  # rounds that a piece may take
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
 MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
 COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "error")
 NO_DRAFTS = methods.AR()
-NEWEST = 0.1  # weight of the latest measurement
 
 
 @dataclass(frozen=True)
@@ -72,36 +62,6 @@ class Limits:
     drafts: bool = True
     answer: int = 1024
     prefixes: int = 2**30
-
-
-class Pieces:
-    """How many tokens of prompts are read beside a round: what takes ``BESIDE`` rounds."""
-
-    def __init__(self) -> None:
-        self.costs = Costs()
-        self.round_seconds = 0.0
-
-    @property
-    def size(self) -> int:
-        """Tokens of the next piece."""
-        start, _, token = self.costs.known
-        if not token or not self.round_seconds:
-            return PIECE
-        wanted = (BESIDE * self.round_seconds - start) / token
-        return int(min(max(wanted, PIECES[0]), PIECES[1]))
-
-    def read(self, tokens: int, seconds: float) -> None:
-        """A piece of ``tokens`` took so long."""
-        self.costs.observe(0, tokens, seconds)
-
-    def seconds(self, tokens: int) -> float:
-        """How long pieces of ``tokens`` take."""
-        return float(self.costs.of(0, np.array(tokens)))
-
-    def played(self, seconds: float) -> None:
-        """A round took so long."""
-        before = self.round_seconds
-        self.round_seconds = before + NEWEST * (seconds - before) if before else seconds
 
 
 @dataclass
@@ -155,8 +115,8 @@ class BatchEngine:
         with self.changed:
             self._check_room()
             self.waiting.append(answer)
+            self.made["requests"] += 1
             self.changed.notify()
-        self.made["requests"] += 1
         return answer
 
     def counts(self) -> Mapping[str, float]:
@@ -276,7 +236,10 @@ class BatchEngine:
             if self.closing and self._stopped():
                 return
             with turns.take(call), torch.inference_mode():
-                self._step()
+                try:
+                    self._step()
+                except Exception as error:  # of poisoned weights, or without memory
+                    self._begin_anew(error)
 
     def _stopped(self) -> bool:
         """Whether all is answered, or there is no time left for it."""
@@ -339,63 +302,35 @@ class BatchEngine:
         prompt = prompt.to(self.target.device, self.target.dtype)
         own = [one.processor for one in answers]
         room = max(one.room for one in answers) + self.target.scratch
-        reading = Reading(self.target, prompt, own, room, PIECES[1])
+        reading = Reading(self.target, prompt, own, room, Pieces.MOST)
         if len(answers) == 1 and (pages := self._known(answers[0])):
-            arrays = [torch.cat(parts, 1) for parts in zip(*(p.arrays for p in pages), strict=True)]
-            reading.resume(arrays, self._context(pages))
+            reading.resume(*joined(pages, self.drafts.network is not None))
             answers[0].cached = len(pages) * PAGE
             self.made["cached_tokens"] += answers[0].cached
         self.reads.append(_Read(reading, answers))
-
-    def _context(self, pages: Sequence[Page]) -> Context | None:
-        """What the network reads of ``pages``; None if that is not known of all."""
-        parts = [(page.hidden, page.embeddings, page.image) for page in pages]
-        if self.drafts.network is None or any(part[0] is None for part in parts):
-            return None
-        hidden, embeddings, image = (torch.cat(same, 1) for same in zip(*parts, strict=True))
-        lengths = torch.tensor([hidden.shape[1]], device=hidden.device)
-        return Context(hidden, embeddings, lengths, image)
 
     def _keep_prompt(self, answer: Answer, reading: Reading, number: int) -> None:
         """Keep pages of a prompt that was read."""
         context = reading.row(number).context
         if context is not None and context.positions is not None:
             context = None  # positions in parts are those of whole prompts
-        cache = reading.alone.cache
-
-        def page(first: int) -> Page:
-            some = slice(first, first + PAGE)
-            arrays = [array[:, number, some].clone() for array in cache.arrays]
-            if context is None:
-                return Page(arrays)
-            parts = (context.hidden, context.embeddings, context.image_mask)
-            return Page(arrays, *(part[:, some].clone() for part in parts))
-
-        self.prefixes.keep(answer.root, answer.ids, page)
+        made = Cut(reading.alone.cache, number, context)
+        self.prefixes.keep(answer.root, answer.ids, made.page)
 
     def _keep_answer(self, row: int) -> None:
         """Keep pages of a prompt with its answer, for the next turn of a chat."""
         answer, cache = self.answers[row], self.target.cache
-        known = int(cache.lengths[row])
-        states = self.drafts.rows[row].states
-        hidden = torch.cat(states)[1:] if states else None
-        if hidden is not None:
-            known = min(known, answer.prompt_tokens + len(hidden))
-        ids = [*answer.ids, *answer.text.ids][:known]
-
-        def page(first: int) -> Page | None:
-            if first < answer.prompt_tokens // PAGE * PAGE:
-                return None  # gone since it was kept
-            some = slice(first, first + PAGE)
-            arrays = [array[:, row, some].clone() for array in cache.arrays]
-            if hidden is None or first < answer.prompt_tokens:
-                return Page(arrays)
-            own = hidden[first - answer.prompt_tokens :][:PAGE]
-            tokens = torch.tensor([ids[some]], device=own.device)
+        start, known = answer.prompt_tokens, int(cache.lengths[row])
+        context = None
+        if states := self.drafts.rows[row].states:
+            hidden = torch.cat(states)[None, 1:]  # the first is the prompt's
+            known = min(known, start + hidden.shape[1])
+            said = answer.text.ids[: known - start]
+            tokens = torch.tensor([said], dtype=torch.int64, device=hidden.device)
             image = torch.zeros_like(tokens, dtype=torch.bool)
-            return Page(arrays, own[None].clone(), self.target.embed(tokens), image)
-
-        self.prefixes.keep(answer.root, ids, page)
+            context = Context(hidden, self.target.embed(tokens), tokens.new_tensor([known]), image)
+        ids = [*answer.ids, *answer.text.ids][:known]
+        self.prefixes.keep(answer.root, ids, Cut(cache, row, context, start).page)
 
     def _read(self) -> None:
         """Read a piece of the first prompts; those that are read join."""
@@ -447,17 +382,16 @@ class BatchEngine:
         progress = self.rows.progress
         before = progress.counts.tolist()
         self.drafts.left = float((progress.limits - progress.counts).sum())
-        try:
-            gained = self.rows.round()
-        except Exception as error:  # of a model with poisoned weights, or without memory
-            self._begin_anew(error)
-            return
+        gained = self.rows.round()
         seconds = time.perf_counter() - start
         self.drafts.observe(self.rows.feedback, seconds)
         self.pieces.played(seconds)
         self.made["rounds"] += 1
         self.made["row_rounds"] += self.rows.count
         self.made["round_seconds"] += seconds  # type: ignore[assignment]
+        self.made["drafted_tokens"] += self.drafts.offered
+        self.made["kept_tokens"] += self.drafts.taken
+        self.made["network_seconds"] += self.drafts.spent  # type: ignore[assignment]
         for row, answer in enumerate(self.answers):
             answer.rounds += 1
             if answer.asked.logprobs is not None:
@@ -506,52 +440,8 @@ class BatchEngine:
 
     def _begin_anew(self, error: Exception) -> None:
         """What is in the batch may be spoilt: end its answers, and go on without."""
+        if out_of_memory(error) and (count := self.rows.count) > 1:
+            log.warning("%s: memory ran out, going on with %d rows", self.name, count // 2)
+            self.limits = replace(self.limits, rows=count // 2)
         self._failed(list(self.answers), error)
         self.rows = self._empty()
-
-
-LIMITS = Limits()
-NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
-DEEP = 5  # drafts of a chain of a head that drafts one after the other
-
-
-def open_engine(
-    model: str,
-    limits: Limits = LIMITS,
-    place: Place = HERE,
-    method: str = "auto",
-    drafter: str | None = None,
-) -> BatchEngine:
-    """The engine of ``model``, a folder, pocket name or hub id of a model that answers or continues
-    texts, where ``place`` says. ``method``: "ar" drafts nothing, "suffix" from what was said,
-    "auto" also with the model's drafter, as does its own method.
-
-    Raises ``ValueError`` for a model that cannot be found, read or served, and other methods.
-    """
-    kind = next((kind for kind in kinds_of(model) if kind != "images"), None)
-    if kind is None:
-        raise ValueError(f"{model} draws pictures and answers nothing")
-    known = ("auto", "ar", "suffix", *NETWORKS)
-    if method not in known:
-        raise unknown("method of a server", method, known)
-    pipe = open_model(kind, model, place, methods.AR.name, None)
-    given = drafter or method in NETWORKS
-    if drafter is not None:
-        own = method_of(find(drafter)) if method not in NETWORKS else method
-        pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
-        wanted = [own]
-    else:
-        wanted = [method] if given else [one for one in NETWORKS if pipe.drafters.has(one)]
-    if method in ("ar", "suffix"):
-        wanted = []
-    made = {one: pipe.drafter(one) for one in wanted[:1]}
-
-    def network(target: RowsTarget) -> tuple[str, Drafter] | None:
-        for name, one in made.items():
-            if name == methods.Block.name:
-                return name, assemble(methods.Block(), target, one).drafter
-            return name, FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
-        return None
-
-    limits = replace(limits, drafts=method != "ar")
-    return BatchEngine(pipe, limits, kind == "questions", network)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from specmm import methods
+from specmm.core.drafter import Drafter
+from specmm.core.tree import TreeShape
+from specmm.extending.registry import unknown
+from specmm.hf.drafters.drafting import assemble, load_drafter, method_of
+from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.loading.adapters import base_of
-from specmm.hf.loading.pretrained import find_target, weights_folder
+from specmm.hf.loading.pretrained import find, find_target, weights_folder
+from specmm.hf.models.rows import RowsTarget
 from specmm.loading.checkpoints import read_json
 from specmm.loading.hardware import Place
-from specmm.runs.run import kinds_of
+from specmm.runs.run import HERE, kinds_of, open_model
 from specmm.serving.drawing import Painter
-from specmm.serving.engine import Limits, open_engine
+from specmm.serving.engine import BatchEngine, Limits
 from specmm.serving.requests import Engine
 
+NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
+DEEP = 5  # drafts of a chain of a head that drafts one after the other
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -33,6 +43,48 @@ def opened(
         if kinds != ("images",):
             engines.append(open_engine(model, limits, place, method, drafter))
     return engines, painters
+
+
+def open_engine(
+    model: str,
+    limits: Limits,
+    place: Place = HERE,
+    method: str = "auto",
+    drafter: str | None = None,
+) -> BatchEngine:
+    """The engine of ``model``, a folder, pocket name or hub id of a model that answers or continues
+    texts, where ``place`` says. ``method``: "ar" drafts nothing, "suffix" from what was said,
+    "auto" also with the model's drafter, as does its own method.
+
+    Raises ``ValueError`` for a model that cannot be found, read or served, and other methods.
+    """
+    kind = next((kind for kind in kinds_of(model) if kind != "images"), None)
+    if kind is None:
+        raise ValueError(f"{model} draws pictures and answers nothing")
+    known = ("auto", "ar", "suffix", *NETWORKS)
+    if method not in known:
+        raise unknown("method of a server", method, known)
+    pipe = open_model(kind, model, place, methods.AR.name, None)
+    given = drafter or method in NETWORKS
+    if drafter is not None:
+        own = method_of(find(drafter)) if method not in NETWORKS else method
+        pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
+        wanted = [own]
+    else:
+        wanted = [method] if given else [one for one in NETWORKS if pipe.drafters.has(one)]
+    if method in ("ar", "suffix"):
+        wanted = []
+    made = {one: pipe.drafter(one) for one in wanted[:1]}
+
+    def network(target: RowsTarget) -> tuple[str, Drafter] | None:
+        for name, one in made.items():
+            if name == methods.Block.name:
+                return name, assemble(methods.Block(), target, one).drafter
+            return name, FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
+        return None
+
+    limits = replace(limits, drafts=method != "ar")
+    return BatchEngine(pipe, limits, kind == "questions", network)
 
 
 def own_sampling(model: str) -> dict[str, Any]:

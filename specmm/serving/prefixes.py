@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specmm.core.cache import Cache
+from specmm.hf.models.target import Context
+
 PAGE = 16  # tokens, P
 
 
@@ -39,6 +42,42 @@ class Page:
         """Its size."""
         rest = [x for x in (self.hidden, self.embeddings, self.image) if x is not None]
         return sum(x.numel() * x.element_size() for x in (*self.arrays, *rest))
+
+
+@dataclass
+class Cut:
+    """Cuts pages from a text in ``row`` of a ``cache``. Drafters read ``context`` of the tokens
+    from ``start`` on; pages before the one with that token were cut earlier, or have gone since.
+    """
+
+    cache: Cache
+    row: int
+    context: Context | None
+    start: int = 0
+
+    def page(self, first: int) -> Page | None:
+        """The page of the tokens from ``first`` on."""
+        if first + PAGE <= self.start:
+            return None
+        arrays = [array[:, self.row, first : first + PAGE].clone() for array in self.cache.arrays]
+        if self.context is None or first < self.start:
+            return Page(arrays)
+        some = slice(first - self.start, first - self.start + PAGE)
+        parts = (self.context.hidden, self.context.embeddings, self.context.image_mask)
+        return Page(arrays, *(part[:, some].clone() for part in parts))
+
+
+def joined(pages: Sequence[Page], drafted: bool) -> tuple[list[Tensor], Context | None]:
+    """Keys and values [A, L, H, D] of ``pages``, one for each array of a cache; and what a drafter
+    reads of them, if it is ``drafted`` for and that is known of all.
+    """
+    arrays = [torch.cat(parts, 1) for parts in zip(*(page.arrays for page in pages), strict=True)]
+    parts = [(page.hidden, page.embeddings, page.image) for page in pages]
+    if not drafted or any(part[0] is None for part in parts):
+        return arrays, None
+    hidden, embeddings, image = (torch.cat(same, 1) for same in zip(*parts, strict=True))
+    lengths = torch.tensor([hidden.shape[1]], device=hidden.device)
+    return arrays, Context(hidden, embeddings, lengths, image)
 
 
 class Prefixes:

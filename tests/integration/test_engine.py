@@ -13,8 +13,10 @@ from specmm.core.decode import decode_plain
 from specmm.core.randomness import Uniforms
 from specmm.hf.models.target import VLMTarget
 from specmm.serving import drafting
+from specmm.serving.costs import Pieces
 from specmm.serving.drafting import Drafts
-from specmm.serving.engine import BatchEngine, Limits, open_engine
+from specmm.serving.engine import BatchEngine, Limits
+from specmm.serving.opening import open_engine
 from specmm.serving.requests import Asked, Busy, Ended, Piece
 from specmm.verify.matching import Matching
 from tests.sampling import p_value
@@ -125,7 +127,7 @@ def test_answers_are_the_pipelines(method, wanted, choosing):
 
 
 def test_what_remains_of_a_long_prompt_is_read_in_pieces_that_there_is_room_for(coder, monkeypatch):
-    monkeypatch.setattr("specmm.serving.engine.PIECES", (16, 32))
+    monkeypatch.setattr(Pieces, "MOST", 32)
     engine = BatchEngine(coder, Limits(rows=4))
     said = Answers(engine)
     ids = coder.encode(TEXTS[3] * 20)[0]
@@ -165,7 +167,7 @@ def test_answers_about_pictures_are_the_pipelines(choosing):
 
 
 def test_long_prompts_are_read_in_pieces_and_others_go_on(coder, monkeypatch):
-    monkeypatch.setattr("specmm.serving.engine.PIECES", (16, 32))
+    monkeypatch.setattr(Pieces, "MOST", 32)
     engine = BatchEngine(coder, Limits(rows=4, drafts=False))
     long = TEXTS[3] * 30
     said = Answers(engine)

@@ -42,7 +42,8 @@ from specmm.jobs.folder import (
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.programs import Programs
 from specmm.jobs.results import name_of, place_of
-from specmm.jobs.run import Bar, BatchSizer, out_of_memory
+from specmm.jobs.run import Bar, BatchSizer
+from specmm.loading.hardware import out_of_memory
 from specmm.verify import Recursive, Traversal
 from specmm.vlm.pictures import open_image
 from specmm.zoo.model_files import PARTS, PIECE, digest, files_of_models
