@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,6 +60,9 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")
     ] = 30.0,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, help="Servers behind one address, by Ray Serve.")
+    ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
@@ -69,34 +73,39 @@ def serve(
     """
     starting()
     try:
-        from specmm.serving.http import app_of
+        from specmm.serving.opening import application
         from specmm.serving.process import Server
     except ModuleNotFoundError as error:
         raise ValueError(f"serve needs {error.name}, run: {install('serve')}") from error
     from specmm.loading.hardware import Place
     from specmm.serving.asking import Settings
     from specmm.serving.engine import Limits
-    from specmm.serving.opening import opened, own_sampling
 
     if len(set(models)) < len(models):
         raise ValueError("each MODEL is served once, got one twice")
     if drafter is not None and len(models) > 1:
         raise ValueError("--drafter is of one MODEL, got several; serve them apart")
+    place = Place.named(device, dtype)
+    limits = Limits(rows, max_waiting, **given(answer=max_tokens))
+    settings = Settings(api_key, http_pictures, max_tokens=max_tokens, max_waiting=max_waiting)
+    build = partial(application, models, place, method, drafter, limits, settings)
+    if replicas is not None:
+        from specmm.serving.replicas import run
+
+        needs = {"num_cpus": threads or 1} | ({"num_gpus": 1} if device == "cuda" else {})
+        ongoing = rows + max_waiting
+        at = f"http://{host}:{port}"
+        run(build, replicas, host, port, drain, ongoing, needs, lambda: _serving(models, at))
+        return
     with stdout_reserved():
-        place = Place.named(device, dtype)
-        limits = Limits(rows, max_waiting, **given(answer=max_tokens))
-        engines, painters = opened(models, place, method, drafter, limits)
-        settings = Settings(
-            api_key=api_key,
-            http_pictures=http_pictures,
-            max_tokens=max_tokens,
-            max_waiting=max_waiting,
-            sampling={engine.name: own_sampling(engine.name) for engine in engines},
-        )
-        server = Server(app_of(engines, settings, painters), host, port, drain)
+        server = Server(build(), host, port, drain)
         started()
-    say(f"serving {', '.join(models)} at {server.address}")
+    _serving(models, server.address)
     server.run()
+
+
+def _serving(models: list[str], address: str) -> None:
+    say(f"serving {', '.join(models)} at {address}")
 
 
 def bench_serve(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fastapi import FastAPI
+
 from specmm import methods
 from specmm.core.drafter import Drafter
 from specmm.core.tree import TreeShape
@@ -18,13 +20,32 @@ from specmm.hf.models.rows import RowsTarget
 from specmm.loading.checkpoints import read_json
 from specmm.loading.hardware import Place
 from specmm.runs.run import HERE, kinds_of, open_model
+from specmm.serving.asking import Settings
 from specmm.serving.drawing import Painter
 from specmm.serving.engine import BatchEngine, Limits
+from specmm.serving.http import app_of
 from specmm.serving.requests import Engine
 
 NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
 DEEP = 5  # drafts of a chain of a head that drafts one after the other
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def application(
+    models: Sequence[str],
+    place: Place,
+    method: str,
+    drafter: str | None,
+    limits: Limits,
+    settings: Settings,
+) -> FastAPI:
+    """What serves ``models``; see :func:`specmm.serving.http.app_of`.
+
+    Raises ``ValueError`` for models, methods and drafters that do not fit.
+    """
+    engines, painters = opened(models, place, method, drafter, limits)
+    sampling = {engine.name: own_sampling(engine.name) for engine in engines}
+    return app_of(engines, replace(settings, sampling=sampling), painters)
 
 
 def opened(

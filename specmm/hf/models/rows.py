@@ -107,8 +107,9 @@ class RowsTarget(VLMTarget):
         """Without rows, with room for trees of ``scratch`` nodes."""
         self.scratch = scratch
         self.processor.rows.clear()
-        self.make_room(VLMPrompt({**padded([[0]])}, NEAR - 1).to(self.device, self.dtype), scratch)
-        self.history = History(self.prompt.input_ids, self.prompt.lengths, NEAR)
+        room = min(NEAR, self.family.room)
+        self.make_room(VLMPrompt({**padded([[0]])}, room - 1).to(self.device, self.dtype), scratch)
+        self.history = History(self.prompt.input_ids, self.prompt.lengths, room)
         for part in (self.cache, self.history):
             part.leave(0)
         self._each_row(lambda x: without(x, 0, -1), lambda x: without(x, 0))

@@ -1,0 +1,63 @@
+"""A server as several replicas, on one machine or many, by Ray Serve."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specmm.loading.extras import install
+
+NAME = "specmm"
+
+
+def run(
+    build: Callable[[], Any],
+    replicas: int,
+    host: str,
+    port: int,
+    seconds: float,
+    ongoing: int,
+    resources: Mapping[str, float],
+    ready: Callable[[], None],
+) -> None:
+    """Serve ``replicas`` of the application that ``build()`` makes in each, at ``host`` and
+    ``port``, until a signal; requests that there are get ``seconds`` to end.
+
+    Each takes ``ongoing`` requests at a time and has ``resources`` of Ray ("num_cpus",
+    "num_gpus"). A replica that dies is replaced: what it was answering fails, later requests go to
+    the others. ``ready()`` is called once all are there. The cluster is the one at RAY_ADDRESS, or
+    one on this machine. Raises ``ValueError`` where Ray Serve is not installed, and for replicas
+    that do not come to be.
+    """
+    try:
+        import ray
+        from ray import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--replicas needs {error.name}, run: {install('replicas')}") from error
+
+    def made() -> Any:  # a function, by which Ray tells a maker from an application
+        return build()
+
+    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    ended = threading.Event()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, lambda *_: ended.set())
+    serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "ERROR"})
+    deployment = serve.deployment(
+        serve.ingress(made)(),
+        name=NAME,
+        num_replicas=replicas,
+        max_ongoing_requests=ongoing,
+        ray_actor_options=dict(resources),
+        graceful_shutdown_timeout_s=seconds,
+    )
+    try:
+        serve.run(deployment.bind(), name=NAME)
+    except RuntimeError as error:
+        serve.shutdown()
+        raise ValueError(f"the replicas could not be started: {error}") from error
+    ready()
+    ended.wait()
+    serve.shutdown()

@@ -1,0 +1,61 @@
+"""Several replicas behind one address by Ray Serve: one that is killed is missed by nobody but whom
+it was answering.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+pytest.importorskip("ray.serve")
+BODY = {"model": "pocket/coder", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
+LONG = {**BODY, "max_tokens": 900, "n": 8, "temperature": 1, "ignore_eos": True}
+
+
+def replicas():
+    found = subprocess.run(["pgrep", "-f", "ray::ServeReplica:specmm"], capture_output=True)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "specmm", "serve", "pocket/coder", "--threads", "1"]
+    command += ["--port", str(port), "--replicas", "2", "--drain", "5"]
+    place = {**os.environ, "RAY_ADDRESS": "local"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with subprocess.Popen(command, env=place, **pipes) as served:
+        try:
+            assert any(b"serving pocket/coder at" in line for line in served.stdout)
+            url = f"http://127.0.0.1:{port}/v1/completions"
+
+            def ask(body=BODY):
+                return httpx.post(url, json=body, timeout=120)
+
+            wanted = ask().json()["choices"][0]["text"]
+            assert len(replicas()) == 2
+            waiting = []
+            threads = [threading.Thread(target=lambda: waiting.append(ask(LONG))) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            time.sleep(1.5)
+            os.kill(replicas()[0], signal.SIGKILL)
+            for _ in range(10):
+                assert ask().json()["choices"][0]["text"] == wanted
+            for thread in threads:
+                thread.join(120)
+            codes = sorted(answer.status_code for answer in waiting)
+            assert len(codes) == 4 and codes[0] == 200 and codes[-1] >= 500
+        finally:
+            served.send_signal(signal.SIGTERM)
+            served.stdout.read()
+            assert served.wait(60) == 0
+    assert not replicas()
