@@ -1,0 +1,329 @@
+"""``specmm serve`` beside ``transformers serve``: the same requests to both, in turn.
+
+    python -m benchmarks.serving pocket/coder
+    python -m benchmarks.serving pocket/llava
+
+Processes of one thread, float32, the same folder, greedy. Every request has a text or a picture of
+its own, which its server has never seen: ours drafts from earlier answers. Code that is continued
+is of files that no model was trained on. ``transformers serve`` is measured with and without
+continuous batching; one that was less than half as fast as the other in the first repeat is left
+out of later ones. Answers are compared with the pipeline's, plainly decoded one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import typer
+from PIL import Image
+
+from benchmarks.common import EMOJI, RESULTS, DataFolder, Out, Row, write_results
+from benchmarks.processes import Process, ours, running, theirs
+from benchmarks.vlm_speed import begin
+from recipes.scenes.stream import load_world
+from specmm.hf.loading.pretrained import find_target
+from specmm.recipes.training.texts import read_files
+from specmm.runs.load import Load, Served, measured, percentiles, served
+from specmm.runs.race import in_turn
+from specmm.text.pipeline import TextPipeline
+from specmm.vlm.pipeline import VQAPipeline
+
+LENGTH = 64  # tokens of an answer
+CLIENTS = {1: 4, 2: 4, 4: 8, 8: 24, 16: 48}  # and their requests in all, a repeat
+COMPARED = (1, 8, 16)  # clients with whom transformers' server is measured
+AUTO, PLAIN = "specmm serve", "specmm serve --method ar"
+THEIRS, BATCHED = "transformers serve", "transformers serve --continuous-batching"
+LONG, EVERY = 8, 1.0  # long prompts, and seconds between them
+LINES = 3  # of a head
+Body = Mapping[str, Any]
+
+
+@dataclass
+class Asked:
+    """Bodies of requests, each of which is given once, and how the pipeline answers them."""
+
+    bodies: Iterator[Body]
+    answer: Callable[[Body], str]
+    known: dict[int, str] = field(default_factory=dict)
+    kept: dict[int, Body] = field(default_factory=dict)
+
+    def take(self, count: int) -> list[Body]:
+        """The next ``count``; raises ``ValueError`` if there are no more."""
+        found = list(islice(self.bodies, count))
+        if len(found) < count:
+            raise ValueError("there are not so many prompts; ask for fewer repeats")
+        return found
+
+    def equal(self, body: Body, text: str) -> bool:
+        """Whether ``text`` is the pipeline's answer."""
+        if id(body) not in self.known:
+            self.known[id(body)], self.kept[id(body)] = self.answer(body), body
+        return self.known[id(body)].strip() == text.strip()
+
+
+def heads(pattern: str, lines: int) -> list[str]:
+    """Each place of held-out files where a line begins with ``pattern``: so many ``lines``."""
+    found = []
+    for text in read_files(True).values():
+        all_lines = text.splitlines()
+        for i, line in enumerate(all_lines):
+            if re.match(rf"\s*(?:{pattern})\b", line):
+                found.append("\n".join(all_lines[i : i + lines]) + "\n")
+    found = list(dict.fromkeys(found))
+    Random(0).shuffle(found)
+    return found
+
+
+def texts(pipe: TextPipeline) -> Asked:
+    """Heads of functions, to be continued."""
+
+    def answer(body: Body) -> str:
+        return pipe(body["prompt"], method="ar", max_new_tokens=LENGTH).texts[0]
+
+    return Asked(({"prompt": head} for head in heads("def", LINES)), answer)
+
+
+def pictures(pipe: VQAPipeline, folder: Path) -> Asked:
+    """Scenes, each to be described."""
+    world, random = load_world(folder, "test"), Random(0)
+    shown: dict[str, tuple[Image.Image, str]] = {}
+
+    def bodies() -> Iterator[Body]:
+        while True:
+            scene, turns = world.scene(random)
+            image = Image.fromarray(scene.image)
+            body = question(image, turns[0].question)
+            shown[body["messages"][0]["content"][0]["image_url"]["url"]] = image, turns[0].question
+            yield body
+
+    def answer(body: Body) -> str:
+        image, asked = shown[body["messages"][0]["content"][0]["image_url"]["url"]]
+        return pipe(image, asked, method="ar", max_new_tokens=LENGTH).answers[0]
+
+    return Asked(bodies(), answer)
+
+
+def question(image: Image.Image, text: str) -> dict[str, Any]:
+    """A chat's question about a picture."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+# ---- loads
+
+
+@dataclass
+class Measured:
+    """What a server did under a load, repeat by repeat."""
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    answers: list[tuple[Body, str]] = field(default_factory=list)
+
+    def median(self, read: Callable[[dict[str, Any]], float]) -> float:
+        """The middle of what ``read`` finds in each repeat."""
+        return statistics.median(map(read, self.runs))
+
+
+def load_of(server: Process, bodies: Sequence[Body]) -> Load:
+    """Each of ``bodies`` once."""
+    return Load(server.url, bodies, len(bodies), LENGTH)
+
+
+def loaded(server: Process, bodies: Sequence[Body], clients: int, found: Measured) -> None:
+    """Load ``server`` once, from so many ``clients``."""
+    before = server.processor_seconds
+    _, answers, seconds = asyncio.run(served(load_of(server, bodies), clients, None))
+    run = measured(answers, seconds)
+    used = server.processor_seconds - before
+    found.runs.append(run | {"processor": used / max(run["tokens"], 1)})
+    found.answers += [(bodies[one.number], one.text) for one in answers if not one.error]
+
+
+def throughput(servers: Sequence[Process], asked: Asked, repeats: int) -> list[Row]:
+    """Tokens a second of each server from more and more clients."""
+    found = {(server.name, clients): Measured() for server in servers for clients in CLIENTS}
+    slow: set[tuple[str, int]] = set()
+    for repeat in range(repeats):
+        for clients, count in CLIENTS.items():
+            bodies = asked.take(count)
+            for server in in_turn(list(servers), repeat):
+                key = server.name, clients
+                own = server.name in (AUTO, PLAIN)
+                if key not in slow and (own or clients in COMPARED):
+                    loaded(server, bodies, clients, found[key])
+                    print(repeat, *key, round(found[key].runs[-1]["tokens_per_second"]), flush=True)
+            speeds = {
+                name: found[name, clients].runs[0]["tokens_per_second"]
+                for name in (THEIRS, BATCHED)
+                if (name, clients) in found and found[name, clients].runs
+            }
+            slow |= {(name, clients) for name, x in speeds.items() if 2 * x < max(speeds.values())}
+    return [
+        _row(found, name, clients, asked)
+        for (name, clients), one in found.items()
+        if one.runs and (len(one.runs) == repeats or (name, clients) in slow)
+    ]
+
+
+def _row(found: Mapping[tuple[str, int], Measured], name: str, clients: int, asked: Asked) -> Row:
+    own = found[name, clients]
+    row: Row = {"server": name, "clients": clients, "repeats": len(own.runs)}
+    row["tokens_per_second"] = own.median(lambda run: run["tokens_per_second"])
+    row["processor_ms_per_token"] = 1000 * own.median(lambda run: run["processor"])
+    for other, column in ((PLAIN, "over_plain"), (THEIRS, "over_theirs"), (BATCHED, "over_batched")):
+        beside = found.get((other, clients))
+        if beside is not None and beside.runs and other != name:
+            pairs = list(zip(own.runs, beside.runs, strict=False))
+            for key, suffix in (("tokens_per_second", ""), ("processor", "_by_processor")):
+                ratios = [a[key] / b[key] for a, b in pairs]
+                value = statistics.median(ratios)
+                row[column + suffix] = value if not suffix else 1 / value
+    for key in ("first_token", "pause"):
+        for percentile in ("p50", "p90"):
+            row[f"{key}_{percentile}"] = own.median(lambda run, k=key, p=percentile: run[k][p])
+    row["answers"] = len(own.answers)
+    row["equal"] = sum(asked.equal(body, text) for body, text in own.answers)
+    row["errors"] = sum(sum(run["errors"].values()) for run in own.runs)
+    return row
+
+
+# ---- long prompts beside streams
+
+
+def long_prompts(pipe: TextPipeline, tokens: int) -> Iterator[Body]:
+    """Pieces of held-out files of so many ``tokens``."""
+    for text in read_files(True).values():
+        ids = pipe.tokenizer(text)["input_ids"]
+        for at in range(0, len(ids) - tokens, tokens):
+            yield {"prompt": pipe.tokenizer.decode(ids[at : at + tokens])}
+
+
+def beside_long(server: Process, short: list[Body], long: list[Body]) -> dict[str, Any]:
+    """Eight clients ask ``short`` prompts while ``long`` ones arrive."""
+    arriving = [body | {"at": EVERY * (i + 1)} for i, body in enumerate(long)]
+    before = server.counts()
+    with ThreadPoolExecutor(2) as pool:
+        both = [
+            pool.submit(lambda: asyncio.run(served(load_of(server, short), 8, None))[1]),
+            pool.submit(lambda: asyncio.run(served(load_of(server, arriving), None, None))[1]),
+        ]
+        steady, late = (each.result() for each in both)
+    after = server.counts()
+    made = {name: after[name] - before[name] for name in after}
+    pauses = [b - a for one in steady for a, b in pairwise(one.pieces)]
+    row = {
+        "short": percentiles(_first(steady))["p50"],
+        "short_p90": percentiles(_first(steady))["p90"],
+        "long": percentiles(_first(late))["p50"],
+        "pause": max(pauses),
+        "errors": sum(bool(one.error) for one in [*steady, *late]),
+    }
+    if made.get("rounds_total"):
+        row["round"] = made["round_seconds_total"] / made["rounds_total"]
+        row["pause_rounds"] = row["pause"] / row["round"]
+    return row
+
+
+def _first(answers: Sequence[Served]) -> list[float]:
+    return [one.pieces[0] - one.start for one in answers if one.pieces]
+
+
+def under_load(servers: Sequence[Process], pipe: TextPipeline, repeats: int) -> list[Row]:
+    """Seconds to the first token while long prompts arrive."""
+    words = "class|for|if|with|return|while|try|elif"
+    short = iter([{"prompt": head} for head in heads(words, LINES)])
+    long = long_prompts(pipe, 940)
+    found: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
+    for repeat in range(repeats):
+        bodies = list(islice(short, 96)), list(islice(long, LONG))
+        for server in in_turn(list(servers), repeat):
+            found[server.name].append(beside_long(server, *bodies))
+            print(repeat, server.name, found[server.name][-1], flush=True)
+    rows: list[Row] = []
+    for name, runs in found.items():
+        keys = runs[0].keys()
+        rows.append({"server": name, "clients": "8, long prompts"})
+        rows[-1] |= {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in keys}
+    return rows
+
+
+# ---- a second turn
+
+
+def second_turns(server: Process, folder: Path, repeats: int) -> list[Row]:
+    """Seconds to the first token of a chat's first and second turn, after a picture and facts."""
+    world, random = load_world(folder, "test"), Random(1)
+    seconds: list[tuple[float, float]] = []
+    for _ in range(repeats):
+        scene, turns = world.scene(random)
+        asked = [turn.question for turn in turns]
+        chat = question(Image.fromarray(scene.image), asked[0])["messages"]
+        told = []
+        for text in asked[1:3]:
+            _, [one], _ = asyncio.run(served(load_of(server, [{"messages": chat}]), 1, None))
+            told.append(_first([one])[0])
+            chat = [*chat, {"role": "assistant", "content": one.text}]
+            chat.append({"role": "user", "content": text})
+        seconds.append((told[0], told[1]))
+    first, second = (statistics.median(column) for column in zip(*seconds, strict=True))
+    ratio = statistics.median(b / a for a, b in seconds)
+    row = {"server": server.name, "clients": "1, second turn"}
+    return [row | {"first": first, "second": second, "second_over_first": ratio}]
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="pocket/coder or pocket/llava.")],
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    long: Annotated[bool, typer.Option(help="Also long prompts beside streams.")] = True,
+    data: DataFolder = EMOJI,
+    out: Out = RESULTS,
+) -> None:
+    """Measure and write ``serving_NAME.json`` and ``.csv``."""
+    facts = begin(1, model=model, dtype="float32", repeats=repeats, tokens=LENGTH)
+    folder = find_target(model)
+    options: dict[str, Any] = dict(torch_dtype=torch.float32, device="cpu")
+    chats = model.endswith("llava")
+    commands = {AUTO: ours(model), PLAIN: ours(model, "--method", "ar"), THEIRS: theirs(folder)}
+    if chats:
+        pipe: Any = VQAPipeline.from_pretrained(model, **options)
+        asked = pictures(pipe, data)
+    else:
+        pipe = TextPipeline.from_pretrained(model, **options)
+        asked = texts(pipe)
+        commands[BATCHED] = theirs(folder, "--continuous-batching")  # falls back for pictures
+    name = f"serving_{Path(model).name}"
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+        servers = [
+            stack.enter_context(running(*one, Path(logs))) for one in commands.items()
+        ]
+        warm = asked.take(20)
+        for server in servers:
+            loaded(server, warm[:16], 16, Measured())
+            loaded(server, warm[16:], 1, Measured())
+        rows = throughput(servers, asked, repeats)
+        write_results(out, name, rows, facts)
+        if not chats and long:
+            best = [server for server in servers if server.name in (AUTO, BATCHED)]
+            rows += under_load(best, pipe, repeats)
+        write_results(out, name, rows, facts)
+
+
+if __name__ == "__main__":
+    typer.run(main)
