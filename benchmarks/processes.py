@@ -39,7 +39,7 @@ class Process:
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
     def counts(self) -> dict[str, float]:
-        """The numbers of its engine at /metrics, by name; none of a server that has no such page."""
+        """What its engine counts at /metrics, by name; nothing where there is no such page."""
         page = httpx.get(f"{self.url}/metrics")
         lines = page.text.splitlines() if page.status_code == 200 else []
         own = [line for line in lines if line.startswith("specmm_engine_")]

@@ -187,14 +187,19 @@ def _row(found: Mapping[tuple[str, int], Measured], name: str, clients: int, ask
     row: Row = {"server": name, "clients": clients, "repeats": len(own.runs)}
     row["tokens_per_second"] = own.median(lambda run: run["tokens_per_second"])
     row["processor_ms_per_token"] = 1000 * own.median(lambda run: run["processor"])
-    for other, column in ((PLAIN, "over_plain"), (THEIRS, "over_theirs"), (BATCHED, "over_batched")):
+    for other, column in (
+        (PLAIN, "over_plain"),
+        (THEIRS, "over_theirs"),
+        (BATCHED, "over_batched"),
+    ):
         beside = found.get((other, clients))
-        if beside is not None and beside.runs and other != name:
-            pairs = list(zip(own.runs, beside.runs, strict=False))
-            for key, suffix in (("tokens_per_second", ""), ("processor", "_by_processor")):
-                ratios = [a[key] / b[key] for a, b in pairs]
-                value = statistics.median(ratios)
-                row[column + suffix] = value if not suffix else 1 / value
+        if beside is None or not beside.runs or other == name:
+            continue
+        pairs = list(zip(own.runs, beside.runs, strict=False))
+        speed = [a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]
+        work = [b["processor"] / a["processor"] for a, b in pairs]
+        row[column] = statistics.median(speed)
+        row[f"{column}_by_processor"] = statistics.median(work)
     for key in ("first_token", "pause"):
         for percentile in ("p50", "p90"):
             row[f"{key}_{percentile}"] = own.median(lambda run, k=key, p=percentile: run[k][p])
@@ -215,9 +220,9 @@ def long_prompts(pipe: TextPipeline, tokens: int) -> Iterator[Body]:
             yield {"prompt": pipe.tokenizer.decode(ids[at : at + tokens])}
 
 
-def beside_long(server: Process, short: list[Body], long: list[Body]) -> dict[str, Any]:
+def beside_long(server: Process, short: Sequence[Body], long: Sequence[Body]) -> dict[str, Any]:
     """Eight clients ask ``short`` prompts while ``long`` ones arrive."""
-    arriving = [body | {"at": EVERY * (i + 1)} for i, body in enumerate(long)]
+    arriving = [dict(body) | {"at": EVERY * (i + 1)} for i, body in enumerate(long)]
     before = server.counts()
     with ThreadPoolExecutor(2) as pool:
         both = [
@@ -228,16 +233,17 @@ def beside_long(server: Process, short: list[Body], long: list[Body]) -> dict[st
     after = server.counts()
     made = {name: after[name] - before[name] for name in after}
     pauses = [b - a for one in steady for a, b in pairwise(one.pieces)]
-    row = {
-        "short": percentiles(_first(steady))["p50"],
-        "short_p90": percentiles(_first(steady))["p90"],
-        "long": percentiles(_first(late))["p50"],
-        "pause": max(pauses),
+    row: dict[str, Any] = {
+        "first_token_p50": percentiles(_first(steady))["p50"],
+        "first_token_p90": percentiles(_first(steady))["p90"],
+        "long_first_token": percentiles(_first(late))["p50"],
+        "longest_pause": max(pauses),
         "errors": sum(bool(one.error) for one in [*steady, *late]),
     }
     if made.get("rounds_total"):
-        row["round"] = made["round_seconds_total"] / made["rounds_total"]
-        row["pause_rounds"] = row["pause"] / row["round"]
+        row["longest_pause_rounds"] = (
+            row["longest_pause"] * made["rounds_total"] / made["round_seconds_total"]
+        )
     return row
 
 
@@ -258,9 +264,11 @@ def under_load(servers: Sequence[Process], pipe: TextPipeline, repeats: int) -> 
             print(repeat, server.name, found[server.name][-1], flush=True)
     rows: list[Row] = []
     for name, runs in found.items():
-        keys = runs[0].keys()
-        rows.append({"server": name, "clients": "8, long prompts"})
-        rows[-1] |= {f"{key}_seconds": statistics.median(run[key] for run in runs) for key in keys}
+        rows.append({"server": name, "clients": "8, long prompts", "repeats": repeats})
+        rows[-1] |= {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    pairs = list(zip(*found.values(), strict=True))  # of ours and theirs
+    for key in ("first_token_p50", "first_token_p90", "long_first_token"):
+        rows[0][f"{key}_over_batched"] = statistics.median(a[key] / b[key] for a, b in pairs)
     return rows
 
 
@@ -310,9 +318,7 @@ def main(
         commands[BATCHED] = theirs(folder, "--continuous-batching")  # falls back for pictures
     name = f"serving_{Path(model).name}"
     with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
-        servers = [
-            stack.enter_context(running(*one, Path(logs))) for one in commands.items()
-        ]
+        servers = [stack.enter_context(running(*one, Path(logs))) for one in commands.items()]
         warm = asked.take(20)
         for server in servers:
             loaded(server, warm[:16], 16, Measured())
