@@ -21,7 +21,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from random import Random
@@ -34,6 +35,7 @@ from PIL import Image
 from benchmarks.common import EMOJI, RESULTS, DataFolder, Out, Row, write_results
 from benchmarks.processes import Process, ours, running, theirs
 from benchmarks.vlm_speed import begin
+from recipes.scenes.facts import fact
 from recipes.scenes.stream import load_world
 from specmm.hf.loading.pretrained import find_target
 from specmm.recipes.training.texts import read_files
@@ -49,6 +51,7 @@ AUTO, PLAIN = "specmm serve", "specmm serve --method ar"
 THEIRS, BATCHED = "transformers serve", "transformers serve --continuous-batching"
 LONG, EVERY = 8, 1.0  # long prompts, and seconds between them
 LINES = 3  # of a head
+BEFORE, SHORT = 850, 16  # tokens of text before a chat's question, and of its answers
 Body = Mapping[str, Any]
 
 
@@ -202,11 +205,15 @@ def _row(found: Mapping[tuple[str, int], Measured], name: str, clients: int, ask
         row[f"{column}_by_processor"] = statistics.median(work)
     for key in ("first_token", "pause"):
         for percentile in ("p50", "p90"):
-            row[f"{key}_{percentile}"] = own.median(lambda run, k=key, p=percentile: run[k][p])
+            row[f"{key}_{percentile}"] = own.median(partial(_percentile, key, percentile))
     row["answers"] = len(own.answers)
     row["equal"] = sum(asked.equal(body, text) for body, text in own.answers)
     row["errors"] = sum(sum(run["errors"].values()) for run in own.runs)
     return row
+
+
+def _percentile(key: str, percentile: str, run: Mapping[str, Any]) -> float:
+    return float(run[key][percentile])
 
 
 # ---- long prompts beside streams
@@ -275,31 +282,36 @@ def under_load(servers: Sequence[Process], pipe: TextPipeline, repeats: int) -> 
 # ---- a second turn
 
 
-def second_turns(server: Process, folder: Path, repeats: int) -> list[Row]:
+def second_turns(server: Process, pipe: VQAPipeline, folder: Path, repeats: int) -> list[Row]:
     """Seconds to the first token of a chat's first and second turn, after a picture and facts."""
     world, random = load_world(folder, "test"), Random(1)
     seconds: list[tuple[float, float]] = []
-    for _ in range(repeats):
+    for repeat in range(repeats + 1):  # the first one warms up
         scene, turns = world.scene(random)
-        asked = [turn.question for turn in turns]
+        told = ""
+        while len(pipe.tokenizer(told)["input_ids"]) < BEFORE:
+            told += fact(random).answer + " "
+        asked = [told + turns[0].question, turns[1].question]
         chat = question(Image.fromarray(scene.image), asked[0])["messages"]
-        told = []
-        for text in asked[1:3]:
-            _, [one], _ = asyncio.run(served(load_of(server, [{"messages": chat}]), 1, None))
-            told.append(_first([one])[0])
+        first = []
+        for text in (*asked[1:], ""):
+            load = replace(load_of(server, [{"messages": chat}]), max_tokens=SHORT)
+            _, [one], _ = asyncio.run(served(load, 1, None))
+            first += _first([one])
             chat = [*chat, {"role": "assistant", "content": one.text}]
             chat.append({"role": "user", "content": text})
-        seconds.append((told[0], told[1]))
-    first, second = (statistics.median(column) for column in zip(*seconds, strict=True))
-    ratio = statistics.median(b / a for a, b in seconds)
-    row = {"server": server.name, "clients": "1, second turn"}
-    return [row | {"first": first, "second": second, "second_over_first": ratio}]
+        if repeat:
+            seconds.append((first[0], first[1]))
+    middle = [statistics.median(column) for column in zip(*seconds, strict=True)]
+    row: Row = {"server": server.name, "clients": "1, second turn", "repeats": repeats}
+    row |= {"first_turn": middle[0], "second_turn": middle[1]}
+    row["second_over_first"] = statistics.median(b / a for a, b in seconds)
+    return [row]
 
 
 def main(
     model: Annotated[str, typer.Argument(help="pocket/coder or pocket/llava.")],
     repeats: Annotated[int, typer.Option(min=1)] = 5,
-    long: Annotated[bool, typer.Option(help="Also long prompts beside streams.")] = True,
     data: DataFolder = EMOJI,
     out: Out = RESULTS,
 ) -> None:
@@ -325,7 +337,10 @@ def main(
             loaded(server, warm[16:], 1, Measured())
         rows = throughput(servers, asked, repeats)
         write_results(out, name, rows, facts)
-        if not chats and long:
+        if chats:
+            for server in servers:
+                rows += second_turns(server, pipe, data, repeats)
+        else:
             best = [server for server in servers if server.name in (AUTO, BATCHED)]
             rows += under_load(best, pipe, repeats)
         write_results(out, name, rows, facts)
