@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ import torch
 import typer
 from PIL import Image
 
-from benchmarks.common import EMOJI, RESULTS, DataFolder, Out, Row, write_results
+from benchmarks.common import EMOJI, RESULTS, DataFolder, Out, Row, read_results, write_results
 from benchmarks.processes import Process, ours, running, theirs
 from benchmarks.vlm_speed import begin
 from recipes.scenes.facts import fact
@@ -53,6 +54,14 @@ LONG, EVERY = 8, 1.0  # long prompts, and seconds between them
 LINES = 3  # of a head
 BEFORE, SHORT = 850, 16  # tokens of text before a chat's question, and of its answers
 Body = Mapping[str, Any]
+
+
+class Part(Enum):
+    """What is measured: tokens a second, seconds to the first token in special cases, or both."""
+
+    all = "all"
+    speed = "speed"
+    first = "first"
 
 
 @dataclass
@@ -144,6 +153,10 @@ class Measured:
         return statistics.median(map(read, self.runs))
 
 
+Loads = Mapping[tuple[str, int], Measured]
+"""By the server's name and how many clients there were."""
+
+
 def load_of(server: Process, bodies: Sequence[Body]) -> Load:
     """Each of ``bodies`` once."""
     return Load(server.url, bodies, len(bodies), LENGTH)
@@ -159,8 +172,8 @@ def loaded(server: Process, bodies: Sequence[Body], clients: int, found: Measure
     found.answers += [(bodies[one.number], one.text) for one in answers if not one.error]
 
 
-def throughput(servers: Sequence[Process], asked: Asked, repeats: int) -> list[Row]:
-    """Tokens a second of each server from more and more clients."""
+def throughput(servers: Sequence[Process], asked: Asked, repeats: int) -> Loads:
+    """What each server does for more and more clients."""
     found = {(server.name, clients): Measured() for server in servers for clients in CLIENTS}
     slow: set[tuple[str, int]] = set()
     for repeat in range(repeats):
@@ -178,14 +191,10 @@ def throughput(servers: Sequence[Process], asked: Asked, repeats: int) -> list[R
                 if (name, clients) in found and found[name, clients].runs
             }
             slow |= {(name, clients) for name, x in speeds.items() if 2 * x < max(speeds.values())}
-    return [
-        _row(found, name, clients, asked)
-        for (name, clients), one in found.items()
-        if one.runs and (len(one.runs) == repeats or (name, clients) in slow)
-    ]
+    return {key: one for key, one in found.items() if one.runs}
 
 
-def _row(found: Mapping[tuple[str, int], Measured], name: str, clients: int, asked: Asked) -> Row:
+def _row(found: Loads, name: str, clients: int, asked: Asked) -> Row:
     own = found[name, clients]
     row: Row = {"server": name, "clients": clients, "repeats": len(own.runs)}
     row["tokens_per_second"] = own.median(lambda run: run["tokens_per_second"])
@@ -309,41 +318,55 @@ def second_turns(server: Process, pipe: VQAPipeline, folder: Path, repeats: int)
     return [row]
 
 
+def commands(model: str, chats: bool) -> dict[str, list[str]]:
+    """The servers of ``model`` by name."""
+    folder = find_target(model)
+    found = {AUTO: ours(model), PLAIN: ours(model, "--method", "ar"), THEIRS: theirs(folder)}
+    if not chats:  # falls back to one after the other for pictures
+        found[BATCHED] = theirs(folder, "--continuous-batching", "--cb-max-memory-percent", "0.1")
+    return found
+
+
 def main(
     model: Annotated[str, typer.Argument(help="pocket/coder or pocket/llava.")],
     repeats: Annotated[int, typer.Option(min=1)] = 5,
+    part: Annotated[
+        Part, typer.Option(help="What is measured; rows of other parts stay as they are.")
+    ] = Part.all,
     data: DataFolder = EMOJI,
     out: Out = RESULTS,
 ) -> None:
     """Measure and write ``serving_NAME.json`` and ``.csv``."""
     facts = begin(1, model=model, dtype="float32", repeats=repeats, tokens=LENGTH)
-    folder = find_target(model)
     options: dict[str, Any] = dict(torch_dtype=torch.float32, device="cpu")
     chats = model.endswith("llava")
-    commands = {AUTO: ours(model), PLAIN: ours(model, "--method", "ar"), THEIRS: theirs(folder)}
-    if chats:
-        pipe: Any = VQAPipeline.from_pretrained(model, **options)
-        asked = pictures(pipe, data)
-    else:
-        pipe = TextPipeline.from_pretrained(model, **options)
-        asked = texts(pipe)
-        commands[BATCHED] = theirs(folder, "--continuous-batching")  # falls back for pictures
-    name = f"serving_{Path(model).name}"
+    kind: Any = VQAPipeline if chats else TextPipeline
+    pipe = kind.from_pretrained(model, **options)
+    asked = pictures(pipe, data) if chats else texts(pipe)
+    loads: Loads = {}
+    rows: list[Row] = []
     with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
-        servers = [stack.enter_context(running(*one, Path(logs))) for one in commands.items()]
+        made = commands(model, chats)
+        chosen = [AUTO, THEIRS if chats else BATCHED] if part is Part.first else list(made)
+        servers = [stack.enter_context(running(name, made[name], Path(logs))) for name in chosen]
         warm = asked.take(20)
         for server in servers:
             loaded(server, warm[:16], 16, Measured())
             loaded(server, warm[16:], 1, Measured())
-        rows = throughput(servers, asked, repeats)
-        write_results(out, name, rows, facts)
-        if chats:
-            for server in servers:
-                rows += second_turns(server, pipe, data, repeats)
-        else:
+        if part is not Part.first:
+            loads = throughput(servers, asked, repeats)
+        if part is not Part.speed and chats:
+            rows = [row for server in servers for row in second_turns(server, pipe, data, repeats)]
+        elif part is not Part.speed:
             best = [server for server in servers if server.name in (AUTO, BATCHED)]
-            rows += under_load(best, pipe, repeats)
-        write_results(out, name, rows, facts)
+            rows = under_load(best, pipe, repeats)
+    rows = [_row(loads, name, clients, asked) for name, clients in loads] + rows
+    name = f"serving_{Path(model).name}"
+    again = {(row["server"], row["clients"]) for row in rows}
+    before = (read_results(out, name) or {"rows": []})["rows"]
+    kept = [row for row in before if (row["server"], row["clients"]) not in again]
+    when = {key: facts[key] for key in ("git", "load", "date")}
+    write_results(out, name, [*kept, *(row | when for row in rows)], facts)
 
 
 if __name__ == "__main__":
