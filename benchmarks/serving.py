@@ -37,7 +37,8 @@ from benchmarks.common import EMOJI, RESULTS, DataFolder, Out, Row, read_results
 from benchmarks.processes import Process, ours, running, theirs
 from benchmarks.vlm_speed import begin
 from recipes.scenes.facts import fact
-from recipes.scenes.stream import load_world
+from recipes.scenes.sprites import load_sprites
+from recipes.scenes.stream import World
 from specmm.hf.loading.pretrained import find_target
 from specmm.recipes.training.texts import read_files
 from specmm.runs.load import Load, Served, measured, percentiles, served
@@ -111,7 +112,7 @@ def texts(pipe: TextPipeline) -> Asked:
 
 def pictures(pipe: VQAPipeline, folder: Path) -> Asked:
     """Scenes, each to be described."""
-    world, random = load_world(folder, "test"), Random(0)
+    world, random = World(load_sprites(folder, "test"), ()), Random(0)
     shown: dict[str, tuple[Image.Image, str]] = {}
 
     def bodies() -> Iterator[Body]:
@@ -293,7 +294,7 @@ def under_load(servers: Sequence[Process], pipe: TextPipeline, repeats: int) -> 
 
 def second_turns(server: Process, pipe: VQAPipeline, folder: Path, repeats: int) -> list[Row]:
     """Seconds to the first token of a chat's first and second turn, after a picture and facts."""
-    world, random = load_world(folder, "test"), Random(1)
+    world, random = World(load_sprites(folder, "test"), ()), Random(1)
     seconds: list[tuple[float, float]] = []
     for repeat in range(repeats + 1):  # the first one warms up
         scene, turns = world.scene(random)
