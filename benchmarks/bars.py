@@ -203,7 +203,11 @@ def server_bars(rows: Sequence[Row], model: str) -> list[Bar]:
     what = f"answers of specmm serve that are the pipeline's, {model}"
     held = all(r["equal"] == r["answers"] for r in ours)
     found.append(bar(what, "100%", ours, lambda _: (equal, held)))
-    return [*found, *_long_bars(own.get("8, long prompts"))] if model == "pocket/coder" else found
+    if model == "pocket/coder":
+        return [*found, *_long_bars(own.get("8, long prompts"))]
+    what = "first token of a chat's second turn over the first's, a picture and 900 tokens"
+    value = own.get("1, second turn", {}).get("second_over_first")
+    return [*found, measured(what, "≤ 0.25", value, at_most(0.25), "{:.3f}")]
 
 
 def _long_bars(row: Row | None) -> list[Bar]:
