@@ -53,7 +53,7 @@ class Load:
 @dataclass
 class Served:
     """A request's ``start``, the times of its answer's ``pieces``, its ``tokens``, those of the
-    ``prompt``, its ``end`` and its ``error``, "" if there was none; its ``number`` and its ``text``.
+    ``prompt``, its ``end``, its ``error``, "" if there was none, its ``number`` and its ``text``.
     """
 
     start: float
