@@ -177,6 +177,54 @@ def job_bars(rows: Sequence[Row]) -> list[Bar]:
     ]
 
 
+SERVERS = {  # clients, and times the tokens a second of transformers' server
+    "pocket/coder": {1: 1.8, 8: 4.5, 16: 6.0},
+    "pocket/llava": {1: 1.8, 8: 3.0, 16: 4.0},
+}
+OVER_PLAIN = {1: 1.7, 2: 1.4, 4: 1.2, 8: 1.05, 16: 1.0}  # of our own engine, by clients
+
+
+def server_bars(rows: Sequence[Row], model: str) -> list[Bar]:
+    """The bars of ``specmm serve``; transformers' server counts as it is faster."""
+    own = {r["clients"]: r for r in rows if r["server"] == "specmm serve"}
+    found = []
+    for clients, least in SERVERS[model].items():
+        row = own.get(clients, {})
+        beside = [row[key] for key in ("over_theirs", "over_batched") if key in row]
+        what = f"tokens/s of specmm serve over transformers serve, {model}, {clients} clients"
+        value = min(beside, default=None)
+        found.append(measured(what, f"≥ {least}×", value, at_least(least), "{:.2f}×"))
+    for clients, least in OVER_PLAIN.items():
+        what = f"the same over --method ar, {model}, {clients} clients"
+        value = own.get(clients, {}).get("over_plain")
+        found.append(measured(what, f"≥ {least}×", value, at_least(least), "{:.2f}×"))
+    ours = [r for r in rows if r["server"].startswith("specmm") and "equal" in r]
+    equal = f"{sum(r['equal'] for r in ours)} of {sum(r['answers'] for r in ours)}"
+    what = f"answers of specmm serve that are the pipeline's, {model}"
+    held = all(r["equal"] == r["answers"] for r in ours)
+    found.append(bar(what, "100%", ours, lambda _: (equal, held)))
+    if model == "pocket/coder":
+        return [*found, *_long_bars(own.get("8, long prompts"))]
+    what = "first token of a chat's second turn over the first's, a picture and 900 tokens"
+    value = own.get("1, second turn", {}).get("second_over_first")
+    return [*found, measured(what, "≤ 0.25", value, at_most(0.25), "{:.3f}")]
+
+
+def _long_bars(row: Row | None) -> list[Bar]:
+    """Those of eight clients beside whom long prompts arrive."""
+    what = "time to first token over transformers serve, 8 clients, long prompts arriving"
+    pause = row and row["longest_pause_rounds"]
+
+    def told(row: Row) -> tuple[str, bool]:
+        short, long = row["first_token_p50_over_batched"], row["long_first_token_over_batched"]
+        return f"{short:.2f}, long prompts {long:.2f}", max(short, long) <= 0.5
+
+    return [
+        bar(what, "≤ 0.5", row, told),
+        measured("longest pause of a stream beside them, in rounds", "≤ 3", pause, at_most(3)),
+    ]
+
+
 def good_enough(row: Row) -> bool:
     """Whether FID and KID are at most a tenth above plain decoding, on enough samples of both."""
     ratios = row.get("fid_ratio"), row.get("kid_ratio")

@@ -328,6 +328,15 @@ LOSSES = ("model", "training", "loss", "steps", *TAUS, *DEPTHS)
 TRAINING = ("training", "learning rate", "steps", "rows a second", *TAUS)
 WAYS = ("chosen", "one", "two")  # seconds by so many threads
 THREADS = ("busy programs", "call", *WAYS, "over the best")
+SERVING = (
+    *("server", "clients", ("tokens a second", "tokens_per_second")),
+    ("processor ms a token", "processor_ms_per_token"),
+    ("over transformers serve", "over_theirs"),
+    ("over its continuous batching", "over_batched"),
+    ("over --method ar", "over_plain"),
+    ("first token, s", "first_token_p50"),
+    *("answers", ("equal to the pipeline's", "equal")),
+)
 TABLES = {
     "official": Table("official", OFFICIAL),
     "startup": Table("startup", STARTUP),
@@ -349,6 +358,8 @@ TABLES = {
     "coder": Table("text_speed_coder", TOLD),
     "coder-compiled": Table("text_speed_coder_compiled", TOLD),
     "smollm2": Table("text_speed_smollm2", (("prompts", "questions"), *TOLD)),
+    "serving-coder": Table("serving_coder", SERVING, lambda row: "answers" in row),
+    "serving-llava": Table("serving_llava", SERVING),
     "janus": Table("words_to_pictures_janus", TOLD),
 }
 

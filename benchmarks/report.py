@@ -15,6 +15,7 @@ from benchmarks.bars import (
     loading_bar,
     mar_bars,
     round_bars,
+    server_bars,
     var_bars,
 )
 from benchmarks.columns import AUTO, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
@@ -29,7 +30,7 @@ NAMES = (
     *("cifar_fid", "mar", "var", "vlm_speed_llava", "vqa_accuracy_llava", "verdict"),
     *("vlm_speed_smollava", "vqa_accuracy_smollava", "text_speed_coder"),
     *("text_speed_coder_compiled", "text_speed_smollm2", "jobs", "assisted"),
-    *("draft_free_speed", "loading"),
+    *("draft_free_speed", "loading", "serving_coder", "serving_llava"),
 )
 COMPILED = (
     " A round is one compiled program here, all of it under verify; host is what is left outside. "
@@ -125,6 +126,8 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
             *drafter_bars(rows),
             *job_bars(rows["jobs"]),
             loading_bar(rows["loading"]),
+            *server_bars(rows["serving_coder"], "pocket/coder"),
+            *server_bars(rows["serving_llava"], "pocket/llava"),
         ]
     ]
     parts += ["## Bars", table(held)]

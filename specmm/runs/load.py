@@ -53,7 +53,7 @@ class Load:
 @dataclass
 class Served:
     """A request's ``start``, the times of its answer's ``pieces``, its ``tokens``, those of the
-    ``prompt``, its ``end`` and its ``error``, "" if there was none.
+    ``prompt``, its ``end``, its ``error``, "" if there was none, its ``number`` and its ``text``.
     """
 
     start: float
@@ -62,6 +62,8 @@ class Served:
     prompt: int = 0
     end: float = 0.0
     error: str = ""
+    number: int = 0
+    text: str = ""
 
 
 def bodies_of(file: Path | None, completions: bool) -> list[dict[str, Any]]:
@@ -122,10 +124,16 @@ def run(load: Load, clients: int | None = None, rate: float | None = None) -> di
 
     Raises ``ValueError`` for a server that cannot be asked.
     """
-    return asyncio.run(_run(load, clients, rate))
+    model, found, seconds = asyncio.run(served(load, clients, rate))
+    return {"url": load.url, "model": model, **measured(found, seconds)}
 
 
-async def _run(load: Load, clients: int | None, rate: float | None) -> dict[str, Any]:
+async def served(
+    load: Load, clients: int | None, rate: float | None
+) -> tuple[str, list[Served], float]:
+    """The model that was asked, each request as it was answered, in order, and all their seconds;
+    see :func:`run`.
+    """
     headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
     limits = httpx.Limits(max_connections=None)
     base = load.url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -137,7 +145,7 @@ async def _run(load: Load, clients: int | None, rate: float | None) -> dict[str,
         async def ask(number: int, start: float) -> Served:
             body = {k: v for k, v in load.bodies[number % len(load.bodies)].items() if k != "at"}
             path = CHAT if "messages" in body else COMPLETIONS
-            return await _served(client, base + path, common | body, start)
+            return await _served(client, base + path, common | body, start, number)
 
         begin = time.perf_counter()
         if clients is not None:
@@ -145,7 +153,7 @@ async def _run(load: Load, clients: int | None, rate: float | None) -> dict[str,
         else:
             found = await _by_arrivals(ask, arrivals(load, rate), begin)
         seconds = time.perf_counter() - begin
-    return {"url": load.url, "model": model, **measured(found, seconds)}
+    return model, sorted(found, key=lambda one: one.number), seconds
 
 
 async def _first_model(client: httpx.AsyncClient, base: str) -> str:
@@ -183,10 +191,10 @@ async def _by_arrivals(ask: Any, times: Sequence[float], begin: float) -> list[S
 
 
 async def _served(
-    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float
+    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float, number: int
 ) -> Served:
     """Ask, and note when pieces come."""
-    found = Served(start)
+    found = Served(start, number=number)
     try:
         async with client.stream("POST", address, json=body) as response:
             if response.status_code != 200:
@@ -211,8 +219,9 @@ async def _read(lines: AsyncIterator[str], found: Served) -> None:
         if event.get("error"):
             raise ValueError(f"in the stream: {event['error']}")
         for choice in event.get("choices") or ():
-            if choice.get("text") or (choice.get("delta") or {}).get("content"):
+            if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
                 found.pieces.append(time.perf_counter())
+                found.text += piece
         if usage := event.get("usage"):
             found.tokens, found.prompt = usage["completion_tokens"], usage["prompt_tokens"]
     found.tokens = found.tokens or len(found.pieces)

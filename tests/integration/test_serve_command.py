@@ -70,6 +70,15 @@ def test_a_server_ends_in_two_steps(engine, seconds):
         assert status == 503 and "before the answer ended" in answer["error"]["message"]
 
 
+def test_pieces_are_sent_at_once(engine):
+    """Without TCP_NODELAY, the second piece waits for the client to acknowledge the first."""
+    with served([engine]) as server, httpx.Client(base_url=server.address) as line:
+        line.get("/health")
+        [connection] = server.server_state.connections
+        sent = connection.transport.get_extra_info("socket")
+        assert sent.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def process(*words):
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "specmm", "serve", *map(str, words)]

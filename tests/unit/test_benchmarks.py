@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import arithmetic, quality
+from benchmarks import arithmetic, quality, serving
 from benchmarks.acceptance import measure_acceptance, through_rank_one, widths_for
+from benchmarks.bars import server_bars
 from benchmarks.common import (
     balanced_labels,
     label,
@@ -219,3 +220,28 @@ def test_results_read_back(tmp_path):
     assert read_results(tmp_path, "x")["rows"][1] == {"a": 2, "c": "y"}
     assert (tmp_path / "x.csv").read_text().splitlines() == ["# machine: m", "a,c", "1,", "2,y"]
     assert read_results(tmp_path, "y") is None
+
+
+def test_bars_of_a_server_hold_it_against_the_faster_of_two():
+    own = {"server": "specmm serve", "clients": 8, "answers": 4, "equal": 4, "over_plain": 1.2}
+    row = own | {"over_theirs": 9.0, "over_batched": 1.5}
+    late = {"server": "specmm serve", "clients": "8, long prompts", "longest_pause_rounds": 2.5}
+    late |= {"first_token_p50_over_batched": 0.4, "long_first_token_over_batched": 0.6}
+    found = {bar.what: bar for bar in server_bars([row, late], "pocket/coder")}
+    name = "tokens/s of specmm serve over transformers serve, pocket/coder, {} clients"
+    assert found[name.format(8)].found == "1.50×" and found[name.format(8)].met is False
+    assert found[name.format(16)].met is None
+    assert found["the same over --method ar, pocket/coder, 8 clients"].met
+    [equal] = (bar for what, bar in found.items() if what.startswith("answers"))
+    assert equal.met and equal.found == "4 of 4"
+    assert [bar.met for bar in list(found.values())[-2:]] == [False, True]
+
+
+def test_no_server_is_asked_the_same_twice():
+    found = serving.heads("def", 3)
+    assert len(set(found)) == len(found) > 400
+    asked = serving.Asked(iter({"prompt": head} for head in found[:3]), lambda body: "a")
+    assert [body["prompt"] for body in asked.take(2)] == found[:2]
+    with pytest.raises(ValueError, match="not so many"):
+        asked.take(2)
+    assert asked.equal({}, " a") and not asked.equal({}, "b")
