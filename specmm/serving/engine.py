@@ -270,7 +270,7 @@ class BatchEngine:
             while self.waiting and busy < self.limits.rows:
                 answer = self.waiting[0]
                 if answer.cancelled:
-                    self.waiting.popleft().end("cancelled")
+                    self._cancelled(self.waiting.popleft())
                     continue
                 if together and self._known(answer):
                     break
@@ -338,7 +338,7 @@ class BatchEngine:
         if all(one.cancelled for one in read.answers):
             self.reads.popleft()
             for one in read.answers:
-                one.end("cancelled")
+                self._cancelled(one)
             return
         start = time.perf_counter()
         before = read.reading.left
@@ -363,7 +363,7 @@ class BatchEngine:
 
     def _join(self, answer: Answer, reading: Reading, number: int) -> None:
         if answer.cancelled:
-            answer.end("cancelled")
+            self._cancelled(answer)
             return
         assert reading.output is not None
         check_output(reading.output, self.name)
@@ -429,6 +429,11 @@ class BatchEngine:
         answer.end(reason, self.drafts.method, str(claim))
         self.made[reason] += 1
         self.rows.leave(row)
+
+    def _cancelled(self, answer: Answer) -> None:
+        """Nobody waits for an ``answer`` that has no row yet."""
+        answer.end("cancelled")
+        self.made["cancelled"] += 1
 
     def _failed(self, answers: Sequence[Answer], error: Exception) -> None:
         said = sentence_of(error)

@@ -30,6 +30,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http="h11",  # httptools answers some requests that are too large otherwise
                 log_config=None,
                 access_log=False,
                 server_header=False,
