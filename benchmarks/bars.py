@@ -205,7 +205,7 @@ def server_bars(rows: Sequence[Row], model: str) -> list[Bar]:
     found.append(bar(what, "100%", ours, lambda _: (equal, held)))
     if model == "pocket/coder":
         return [*found, *_long_bars(own.get("8, long prompts"))]
-    what = "first token of a chat's second turn over the first's, a picture and 900 tokens"
+    what = "first token of a chat's second turn over the first's, a picture and 850 tokens"
     value = own.get("1, second turn", {}).get("second_over_first")
     return [*found, measured(what, "≤ 0.25", value, at_most(0.25), "{:.3f}")]
 
