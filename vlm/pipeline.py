@@ -210,13 +210,15 @@ class VQAPipeline(Pipeline):
         """The model as a target for ``questions``, and these as it reads them, all at once."""
         given = self.options(options)
         target = VLMTarget(self.model, given.processor, self.name)
-        asked = _asked(images, questions, None, given)
-        prompt = VLMPrompt(asked.inputs(self.processor), given.max_new_tokens, asked)
+        prompt = self._prompt(_asked(images, questions, None, given), given)
         target.check(prompt)
         return target, prompt.to(target.device, target.dtype)
 
     def read(self, prompts: Any, options: Options) -> VLMPrompt:
-        asked = _asked(None, prompts, None, options)
+        return self._prompt(_asked(None, prompts, None, options), options)
+
+    def _prompt(self, asked: Questions, options: Options) -> VLMPrompt:
+        """What is ``asked``, as the processor writes it."""
         return VLMPrompt(asked.inputs(self.processor), options.max_new_tokens, asked)
 
     @in_its_turn(lambda pipe: pipe.model)
@@ -283,8 +285,7 @@ class VQAPipeline(Pipeline):
         given = _asked(images, questions, videos, options)
 
         def prepared(some: slice) -> VLMPrompt:
-            part = given.rows(some)
-            return VLMPrompt(part.inputs(self.processor), options.max_new_tokens, part)
+            return self._prompt(given.rows(some), options)
 
         prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
         return self._run(method, target, options, prompts, share)

@@ -162,13 +162,12 @@ class Drafts:
 
     # ---- the network
 
-    def _choose(self) -> None:
-        """Whether the network drafts in this round: as long as that has more goodput, and from when
-        on it makes good for what it has to read first.
+    def _choose(self, alone: float) -> None:
+        """Whether the network drafts in this round: as long as that has more goodput than without
+        it, ``alone``, and from when on it makes good for what it has to read first.
         """
         assert self.network is not None
         count = len(self.rows)
-        alone, _ = self._best(count, self._said(count), 0.0)
         extra = float(self.network_costs.of(count, np.array(count)))
         own, _ = self._best(count, count * self._depths(), extra)
         gain = own / alone if alone else GAIN
@@ -245,14 +244,14 @@ class Drafts:
         for row in self.rows:
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
+        count = len(self.rows)
+        alone, depth = self._best(count, self._said(), 0.0)
         if self.network is not None:
             self._hear(feedback)
-            self._choose()
+            self._choose(alone)
             self.drafting &= not any(row.lost for row in self.rows)
             if self.drafting:
                 return self._by_network(self._catch_up(feedback), uniforms)
-        count = len(self.rows)
-        _, depth = self._best(count, self._said(count), 0.0)
         self.drafted = np.zeros(count, dtype=bool)
         roots = feedback.token.tolist()
         chains = [
@@ -291,9 +290,9 @@ class Drafts:
         found[: len(probs)] = np.minimum(np.array(probs) * row.trust(self.trusted), 1.0)
         return found
 
-    def _said(self, count: int) -> np.ndarray:
+    def _said(self) -> np.ndarray:
         """Of drafts from what was said: tokens [K] that all rows are expected to keep by depth."""
-        return np.sum([self._trusted(row, LONGEST) for row in self.rows[:count]], axis=0)
+        return np.sum([self._trusted(row, LONGEST) for row in self.rows], axis=0)
 
     def _best(self, rows: int, likely: np.ndarray, extra: float) -> tuple[float, int]:
         """The largest goodput of rounds with the first K drafts, of which ``likely`` [D] are kept,

@@ -26,7 +26,7 @@ from specmm.core.processors import Processor
 from specmm.core.rows import Rows
 from specmm.core.stats import Clock
 from specmm.core.turns import turns_of
-from specmm.hf.answers.running import Pipeline
+from specmm.hf.answers.running import Pipeline, finish_reason
 from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.models.target import Context
 from specmm.hf.prompts.options import Options
@@ -93,9 +93,10 @@ class BatchEngine:
         self.limits = limits
         self.stripped = stripped
         self.target = RowsTarget(pipe.model, pipe.name)
-        self.stops = RowStops(pipe.ends(), self.target.device)
+        self.ends = pipe.ends()
+        self.stops = RowStops(self.ends, self.target.device)
         self.waiting: deque[Answer] = deque()
-        self.reads: deque[_Read] = deque()
+        self.read: _Read | None = None
         self.pieces = Pieces()
         self.prefixes = Prefixes(limits.prefixes)
         self.made: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
@@ -121,7 +122,11 @@ class BatchEngine:
 
     def counts(self) -> Mapping[str, float]:
         """See :class:`specmm.serving.requests.Engine`."""
-        now = {"rows": self.rows.count, "waiting": len(self.waiting), "reading": len(self.reads)}
+        now = {
+            "rows": self.rows.count,
+            "waiting": len(self.waiting),
+            "reading": int(bool(self.read)),
+        }
         made = {f"{name}_total": number for name, number in self.made.items()}
         return {
             **made,
@@ -167,9 +172,11 @@ class BatchEngine:
         def raw(ids: list[int]) -> str:
             return str(tokenizer.decode(ids[-4:], skip_special_tokens=True))
 
+        def one(token: int) -> str:
+            return str(tokenizer.decode([token]))
+
         text = GrowingText(pipe.stops(options), raw, self.stripped)
         prompt = replace(prompt, max_new_tokens=1)
-        one = lambda token: str(tokenizer.decode([token]))  # noqa: E731
         answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one)
         if prompt.vision:
             answer.root = digest_of(prompt.vision)
@@ -230,7 +237,7 @@ class BatchEngine:
         call = object()
         while True:
             with self.changed:
-                while not (self.waiting or self.reads or self.answers or self.closing):
+                while not (self.waiting or self.read or self.answers or self.closing):
                     call = object()  # the model is looked at anew
                     self.changed.wait()
             if self.closing and self._stopped():
@@ -243,7 +250,7 @@ class BatchEngine:
 
     def _stopped(self) -> bool:
         """Whether all is answered, or there is no time left for it."""
-        left = [*self.answers, *self.waiting, *(one for read in self.reads for one in read.answers)]
+        left = [*self.answers, *self.waiting, *(self.read.answers if self.read else ())]
         if left and time.monotonic() < self.deadline:
             return False
         for answer in left:
@@ -255,47 +262,48 @@ class BatchEngine:
         for row in reversed(range(self.rows.count)):
             if self.answers[row].cancelled:
                 self._leave(row, "cancelled")
-        self._admit()
-        if self.reads:
-            self._read()
+        if self.read is None:
+            self._admit()
+        if self.read is not None:
+            self._read_piece(self.read)
         if self.rows.count:
             self._round()
 
     def _admit(self) -> None:
         """Begin to read waiting prompts for which there are rows: short ones at once."""
-        busy = self.rows.count + sum(len(read.answers) for read in self.reads)
-        budget = self.pieces.size if self.rows.count else ALONE
+        free = self.limits.rows - self.rows.count
         together: list[Answer] = []
+        pages: list[Page] = []
         with self.changed:
-            while self.waiting and busy < self.limits.rows:
+            while self.waiting and len(together) < free and not pages:
                 answer = self.waiting[0]
                 if answer.cancelled:
                     self._cancelled(self.waiting.popleft())
                     continue
-                if together and self._known(answer):
-                    break
-                widest = max([answer.prompt_tokens, *(one.prompt_tokens for one in together)])
-                if together and (
-                    answer.prompt.vision
-                    or together[0].prompt.vision
-                    or widest * (len(together) + 1) > budget
-                ):
-                    break
-                if self.reads or (together and not self.target.reads_ragged):
+                known = self._known(answer)
+                if together and (known or not self._fit([*together, answer])):
                     break
                 together.append(self.waiting.popleft())
-                busy += 1
-                if self._known(answer):
-                    break
+                pages = known
         if together:
-            self._begin(together)
+            self._begin(together, pages)
+
+    def _fit(self, answers: Sequence[Answer]) -> bool:
+        """Whether the prompts of ``answers`` can be read at once, and take no longer than a piece
+        may.
+        """
+        if any(one.prompt.vision for one in answers) or not self.target.reads_ragged:
+            return False
+        widest = max(one.prompt_tokens for one in answers)
+        return widest * len(answers) <= (self.pieces.size if self.rows.count else ALONE)
 
     def _known(self, answer: Answer) -> list[Page]:
         """What was read before of an answer's prompt, up to a page before its last token."""
         pages = self.prefixes.find(answer.root, answer.ids[:-1])
         return pages if len(pages) * PAGE >= max(answer.needed, 1) else []
 
-    def _begin(self, answers: list[Answer]) -> None:
+    def _begin(self, answers: list[Answer], pages: Sequence[Page]) -> None:
+        """Begin to read the prompts of ``answers``, or of one what does not stand in ``pages``."""
         prompt = answers[0].prompt
         if len(answers) > 1:
             prompt = VLMPrompt({**padded([one.ids for one in answers])}, 1)
@@ -303,11 +311,11 @@ class BatchEngine:
         own = [one.processor for one in answers]
         room = max(one.room for one in answers) + self.target.scratch
         reading = Reading(self.target, prompt, own, room, Pieces.MOST)
-        if len(answers) == 1 and (pages := self._known(answers[0])):
+        if pages:
             reading.resume(*joined(pages, self.drafts.network is not None))
             answers[0].cached = len(pages) * PAGE
             self.made["cached_tokens"] += answers[0].cached
-        self.reads.append(_Read(reading, answers))
+        self.read = _Read(reading, answers)
 
     def _keep_prompt(self, answer: Answer, reading: Reading, number: int) -> None:
         """Keep pages of a prompt that was read."""
@@ -332,11 +340,10 @@ class BatchEngine:
         ids = [*answer.ids, *answer.text.ids][:known]
         self.prefixes.keep(answer.root, ids, Cut(cache, row, context, start).page)
 
-    def _read(self) -> None:
-        """Read a piece of the first prompts; those that are read join."""
-        read = self.reads[0]
+    def _read_piece(self, read: _Read) -> None:
+        """Read a piece of prompts; those that are read join."""
         if all(one.cancelled for one in read.answers):
-            self.reads.popleft()
+            self.read = None
             for one in read.answers:
                 self._cancelled(one)
             return
@@ -351,12 +358,11 @@ class BatchEngine:
             self.made["read_seconds"] += seconds  # type: ignore[assignment]
             if read.reading.left:
                 return
-            self.reads.popleft()
+            self.read = None
             for number, answer in enumerate(read.answers):
                 self._join(answer, read.reading, number)
         except Exception as error:  # whatever a prompt does to the model, the others go on
-            if self.reads and self.reads[0] is read:
-                self.reads.popleft()
+            self.read = None
             self._failed([one for one in read.answers if one not in self.answers], error)
             if self.rows.count != len(self.answers):
                 self._begin_anew(error)
@@ -417,10 +423,9 @@ class BatchEngine:
         if progress.counts[row] < progress.limits[row]:
             return
         answer = self.answers[row]
-        ids = answer.text.ids
-        stopped = len(ids) < answer.limit or answer.text.stops.stopped(ids)
-        stopped = stopped or (ids[-1] in self.stops.ids.tolist() and not answer.asked.goes_on)
-        self._leave(row, "stop" if stopped else "length")
+        ends = () if answer.asked.goes_on else self.ends
+        text = answer.text
+        self._leave(row, finish_reason(text.ids, answer.limit, ends, text.stops))
 
     def _leave(self, row: int, reason: str) -> None:
         answer = self.answers[row]

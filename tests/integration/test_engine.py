@@ -100,7 +100,7 @@ def choosing(monkeypatch, request):
         real(self, rows, likely, extra)
         return 1.0, int(numbers.integers(len(likely) + 1))
 
-    def choose(self):
+    def choose(self, alone):
         self.drafting = self.network is not None and bool(numbers.integers(2))
 
     monkeypatch.setattr(Drafts, "_best", best)

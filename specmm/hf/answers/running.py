@@ -6,7 +6,7 @@ Shape letters: B rows of a batch, T room for tokens.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -205,10 +205,7 @@ class Run:
     def finish_reasons(self, tokens: Sequence[Tensor]) -> list[str]:
         """Why each row's ``tokens`` end: "stop" by an end token or text, or "length"."""
 
-        def stopped(ids: list[int]) -> bool:
-            return len(ids) < self.longest or ids[-1] in self.ends or self.stops.stopped(ids)
-
-        return ["stop" if stopped(ids.tolist()) else "length" for ids in tokens]
+        return [finish_reason(ids.tolist(), self.longest, self.ends, self.stops) for ids in tokens]
 
     @property
     def compiled(self) -> bool:
@@ -296,6 +293,16 @@ class Run:
             finish_reasons=self.finish_reasons(tokens),
             taus=end.stats.taus,
         )
+
+
+def finish_reason(
+    ids: Sequence[int], longest: int, ends: Container[int], stops: StopStrings
+) -> str:
+    """Why an answer ``ids`` of at most ``longest`` tokens ends: "stop" by one of the tokens
+    ``ends`` or a text of ``stops``, or "length".
+    """
+    stopped = len(ids) < longest or ids[-1] in ends or stops.stopped(list(ids))
+    return "stop" if stopped else "length"
 
 
 def _gained(progress: Progress) -> list[tuple[int, int]]:

@@ -6,7 +6,8 @@ Shape letters: B rows, k tokens of a piece, S slots, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class RowsTarget(VLMTarget):
     """A model as the target of an engine.
 
     It begins without rows. Each one that joins takes the prompt of a :class:`Reading`. Raises
-    ``ValueError`` for models that :func:`takes_rows` rules out.
+    ``ValueError`` for models that :func:`why_no_rows` rules out.
     """
 
     processor: RowProcessors
@@ -94,7 +95,7 @@ class RowsTarget(VLMTarget):
             raise ValueError(f"rows of {name} cannot join others: {reason}")
         self.scratch = 1
 
-    @property
+    @cached_property
     def reads_ragged(self) -> bool:
         """Whether prompts of several lengths can be read at once."""
         prompt = VLMPrompt({**padded([[0, 0], [0]])}, 1).to(self.device, self.dtype)
@@ -112,11 +113,13 @@ class RowsTarget(VLMTarget):
         self.history = History(self.prompt.input_ids, self.prompt.lengths, room)
         for part in (self.cache, self.history):
             part.leave(0)
-        self._each_row(lambda x: without(x, 0, -1), lambda x: without(x, 0))
+        self._each_row(lambda x, dim: without(x, 0, dim))
 
-    def _each_row(self, last: Any, first: Any) -> None:
-        self.offsets, self.begins = last(self.offsets), first(self.begins)
-        self.places = first(self.places)
+    def _each_row(self, change: Callable[[Tensor, int], Tensor]) -> None:
+        """Change what is there of each row, along its dimension of rows."""
+        self.offsets = change(self.offsets, -1)
+        self.begins = change(self.begins, 0)
+        self.places = change(self.places, 0)
 
     def widen(self, room: int) -> None:
         """Rows of ``room`` tokens have room."""
@@ -133,7 +136,7 @@ class RowsTarget(VLMTarget):
         self.processor.rows.append(Processor(0.0))
         self.cache.join()
         self.history.join()
-        self._each_row(lambda x: with_one(x, -1), with_one)
+        self._each_row(with_one)
 
     def leave(self, row: int) -> None:
         """Without ``row``, whose place the last one takes."""
@@ -142,7 +145,7 @@ class RowsTarget(VLMTarget):
         rows.pop()
         self.cache.leave(row)
         self.history.leave(row)
-        self._each_row(lambda x: without(x, row, -1), lambda x: without(x, row))
+        self._each_row(lambda x, dim: without(x, row, dim))
 
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
         """The prompt ``source`` of ``reading`` begins in ``row``; the output after it."""
@@ -150,13 +153,7 @@ class RowsTarget(VLMTarget):
         self.started = reading.row(source)
         self.widen(reading.room)
         self.processor.rows[row] = alone.processor.rows[source]
-        self.cache.take(row, alone.cache, source)
-        self.history.take(row, alone.history, source)
-        if alone.offsets.ndim > self.offsets.ndim:
-            self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
-        self.offsets[..., row] = alone.offsets[..., source]
-        self.begins[row] = alone.begins[source]
-        self.places[row] = torch.arange(self.cache.slots, device=self.device)
+        self.take_row(row, alone, source)
         some = slice(source, source + 1)
         output = reading.output
         assert output is not None
@@ -178,15 +175,9 @@ class RowsTarget(VLMTarget):
         ``last``.
         """
         count = ids.shape[1]
-        shape = TreeShape.chain(count - 1, self.device)
-        cache = self.cache
-        cache.aim_at_tree()
-        positions = cache.lengths[:, None] + shape.depths
-        whole = self.family.takes_trees
-        mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
-        states = self.states(ids, positions, mask)
+        states, positions = self.tree_states(ids, TreeShape.chain(count - 1, self.device))
         kept = torch.arange(count, device=self.device)[None]
-        cache.keep(kept, torch.full_like(self.begins, count))
+        self.cache.keep(kept, torch.full_like(self.begins, count))
         hidden = self._drafters_states(states)
         if self.context is not None:
             self.context = _longer(self.context, hidden, self.embed(ids))

@@ -26,7 +26,7 @@ from specmm.core.cache import Cache, CacheSize, branched
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import History, Processor, extremes
 from specmm.core.target import TargetOutput
-from specmm.core.tree import DraftTree
+from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.aux_states import AuxStates
 from specmm.hf.models.cache_layers import as_transformers
 from specmm.hf.models.families import WAYS, Family, Way
@@ -346,30 +346,41 @@ class VLMTarget:
             output = alone.prefill(prompt, 0)
         finally:
             self.starting_row = False
-        self.cache.take(row, alone.cache)
+        self.take_row(row, alone)
         if self.recurrent is not None and alone.recurrent is not None:
             self.recurrent.take(row, alone.recurrent)
-        self.history.take(row, alone.history)
+        return output
+
+    def take_row(self, row: int, alone: VLMTarget, source: int = 0) -> None:
+        """Replace ``row`` by the row ``source`` of ``alone``: its tokens and where they lie."""
+        self.cache.take(row, alone.cache, source)
+        self.history.take(row, alone.history, source)
         if alone.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
             self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
-        self.offsets[..., row :: len(self.begins)] = alone.offsets
-        self.begins[row] = alone.begins[0]
+        from_rows = slice(source, None, len(alone.begins))
+        self.offsets[..., row :: len(self.begins)] = alone.offsets[..., from_rows]
+        self.begins[row] = alone.begins[source]
         self.places[row] = torch.arange(self.cache.slots, device=self.device)
         if self.first is not None:
             self.first[row] = 0
-        return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
         """One tree-attention forward; a caller in inference mode may compile it."""
-        cache = self.cache
         self.tree = tree
-        cache.aim_at_tree()
-        positions = cache.lengths[:, None] + tree.shape.depths
-        whole = self.family.takes_trees
-        mask = cache.tree_mask(tree.shape) if whole else cache.tree_bias(tree.shape.ancestors)
         with self._chain(tree):
-            states = self.states(tree.tokens, positions, mask)
+            states, positions = self.tree_states(tree.tokens, tree.shape)
         return self._output(states, self._drafters_states(states), tree, positions)
+
+    def tree_states(self, tokens: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        """States [R, N, C] of the nodes ``tokens`` [B, N] of a tree, stored in the scratch region,
+        and their positions [B, N].
+        """
+        cache = self.cache
+        cache.aim_at_tree()
+        positions = cache.lengths[:, None] + shape.depths
+        whole = self.family.takes_trees
+        mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
+        return self.states(tokens, positions, mask), positions
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
         """A context for scoring ``tree``: layers with states store the data that a commit needs."""
