@@ -42,11 +42,20 @@ from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
 
 log = logging.getLogger(__name__)
+OF_THE_SERVER = (  # options of calls that requests have not
+    "batch_size",
+    "compiled",
+    "draw",
+    "drafter",
+    "method",
+    "rule",
+    "stopping_criteria",
+    "tree",
+)
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
 MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
 COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "error")
-NO_DRAFTS = methods.AR()
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,8 @@ class BatchEngine:
         [generator] = options.generators(1, target.device)
         alone = copy.copy(target)
         alone.processor = options.processor  # type: ignore[assignment]
-        pipe.constrain(alone, NO_DRAFTS, options, prompt)
+        method = methods.Suffix() if self.limits.drafts else methods.AR()
+        pipe.constrain(alone, method, options, prompt)
         own = alone.processor
         tokenizer = pipe.tokenizer
 
@@ -189,7 +199,7 @@ class BatchEngine:
         if asked.messages is not None:
             given["messages"] = list(asked.messages)
         options = self.pipe.options(given)
-        for name in ("batch_size", "compiled", "draw", "drafter", "method", "tree", "rule"):
+        for name in OF_THE_SERVER:
             if given.get(name):
                 raise ValueError(f"{name} is the server's, and not of a request; leave it out")
         known = self.target.family.vocabulary

@@ -86,23 +86,20 @@ def open_engine(
     if method not in known:
         raise unknown("method of a server", method, known)
     pipe = open_model(kind, model, place, methods.AR.name, None)
-    given = drafter or method in NETWORKS
+    own: str | None = method if method in NETWORKS else None
     if drafter is not None:
-        own = method_of(find(drafter)) if method not in NETWORKS else method
+        own = own or method_of(find(drafter))
         pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
-        wanted = [own]
-    else:
-        wanted = [method] if given else [one for one in NETWORKS if pipe.drafters.has(one)]
-    if method in ("ar", "suffix"):
-        wanted = []
-    made = {one: pipe.drafter(one) for one in wanted[:1]}
+    elif method == "auto":
+        own = next((one for one in NETWORKS if pipe.drafters.has(one)), None)
+    made = None if own is None or method in ("ar", "suffix") else pipe.drafter(own)
 
     def network(target: RowsTarget) -> tuple[str, Drafter] | None:
-        for name, one in made.items():
-            if name == methods.Block.name:
-                return name, assemble(methods.Block(), target, one).drafter
-            return name, FeatureDrafter(one, target, TreeShape.chain(DEEP, target.device), False)
-        return None
+        if own is None or made is None:
+            return None
+        if own == methods.Block.name:
+            return own, assemble(methods.Block(), target, made).drafter
+        return own, FeatureDrafter(made, target, TreeShape.chain(DEEP, target.device), False)
 
     limits = replace(limits, drafts=method != "ar")
     return BatchEngine(pipe, limits, kind == "questions", network)

@@ -144,3 +144,9 @@ def make_qwen2():
 def llava_pipe():
     """The shipped vision-language model's pipeline."""
     return VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def coder_pipe():
+    """The shipped language model's pipeline."""
+    return TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import LogitsProcessor
 
 import specmm
 from specmm.core.decode import decode_plain
@@ -79,15 +80,10 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def coder():
-    return specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def wanted(coder):
+def wanted(coder_pipe):
     """What the pipeline answers to every text by every kind of options."""
     pairs = itertools.product(TEXTS, range(len(KINDS)))
-    return {(text, kind): coder(text, method="ar", **KINDS[kind]) for text, kind in pairs}
+    return {(text, kind): coder_pipe(text, method="ar", **KINDS[kind]) for text, kind in pairs}
 
 
 @pytest.fixture
@@ -126,16 +122,18 @@ def test_answers_are_the_pipelines(method, wanted, choosing):
     engine.close()
 
 
-def test_what_remains_of_a_long_prompt_is_read_in_pieces_that_there_is_room_for(coder, monkeypatch):
+def test_what_remains_of_a_long_prompt_is_read_in_pieces_that_there_is_room_for(
+    coder_pipe, monkeypatch
+):
     monkeypatch.setattr(Pieces, "MOST", 32)
-    engine = BatchEngine(coder, Limits(rows=4))
+    engine = BatchEngine(coder_pipe, Limits(rows=4))
     said = Answers(engine)
-    ids = coder.encode(TEXTS[3] * 20)[0]
+    ids = coder_pipe.encode(TEXTS[3] * 20)[0]
     for prompt in (ids[:40], ids):
         said.ask(prompt=prompt, options=dict(max_new_tokens=8))
         said.wait()
     assert said.end(1).cached == 48 - 16
-    assert said.text(1) == coder(TEXTS[3] * 20, method="ar", max_new_tokens=8).texts[0]
+    assert said.text(1) == coder_pipe(TEXTS[3] * 20, method="ar", max_new_tokens=8).texts[0]
     engine.close()
 
 
@@ -166,9 +164,9 @@ def test_answers_about_pictures_are_the_pipelines(choosing):
     engine.close()
 
 
-def test_long_prompts_are_read_in_pieces_and_others_go_on(coder, monkeypatch):
+def test_long_prompts_are_read_in_pieces_and_others_go_on(coder_pipe, monkeypatch):
     monkeypatch.setattr(Pieces, "MOST", 32)
-    engine = BatchEngine(coder, Limits(rows=4, drafts=False))
+    engine = BatchEngine(coder_pipe, Limits(rows=4, drafts=False))
     long = TEXTS[3] * 30
     said = Answers(engine)
     said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=150))
@@ -179,14 +177,14 @@ def test_long_prompts_are_read_in_pieces_and_others_go_on(coder, monkeypatch):
     said.ends[1].wait(60)
     assert engine.counts()["rounds_total"] - before > 8 + 3
     said.wait()
-    out = coder(long, method="ar", max_new_tokens=8)
+    out = coder_pipe(long, method="ar", max_new_tokens=8)
     assert said.text(1) == out.texts[0]
-    assert said.text(0) == coder(TEXTS[0], method="ar", max_new_tokens=150).texts[0]
+    assert said.text(0) == coder_pipe(TEXTS[0], method="ar", max_new_tokens=150).texts[0]
     engine.close()
 
 
-def test_whoever_cancels_frees_the_row_and_others_get_a_sentence(coder):
-    engine = BatchEngine(coder, Limits(rows=1, waiting=1))
+def test_whoever_cancels_frees_the_row_and_others_get_a_sentence(coder_pipe):
+    engine = BatchEngine(coder_pipe, Limits(rows=1, waiting=1))
     said = Answers(engine)
     said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=200))
     while not engine.counts()["rows"]:
@@ -207,8 +205,8 @@ def test_whoever_cancels_frees_the_row_and_others_get_a_sentence(coder):
         engine.submit(Asked(prompt="x"), print)
 
 
-def test_a_round_that_fails_ends_its_answers_and_no_others(coder, monkeypatch):
-    engine = BatchEngine(coder, Limits(rows=2))
+def test_a_round_that_fails_ends_its_answers_and_no_others(coder_pipe, monkeypatch):
+    engine = BatchEngine(coder_pipe, Limits(rows=2))
     said = Answers(engine)
     real = engine.target.score
 
@@ -223,24 +221,59 @@ def test_a_round_that_fails_ends_its_answers_and_no_others(coder, monkeypatch):
     assert "no memory" in said.end(0).error
     said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=9))
     said.wait()
-    assert said.text(1) == coder(TEXTS[0], method="ar", max_new_tokens=9).texts[0]
+    assert said.text(1) == coder_pipe(TEXTS[0], method="ar", max_new_tokens=9).texts[0]
     engine.close()
 
 
-def test_logprobs_are_the_models(coder):
-    engine = BatchEngine(coder, Limits(rows=2))
+def test_logprobs_are_the_models(coder_pipe):
+    engine = BatchEngine(coder_pipe, Limits(rows=2))
     said = Answers(engine)
     said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=12, temperature=1.0, seed=2), logprobs=3)
     said.wait()
     found = [one for piece in said.told[0][:-1] for one in piece.logprobs]
     tokens = said.tokens(0)
     assert [one.token for one in found] == tokens
-    ids = torch.tensor([coder.encode(TEXTS[0])[0] + tokens])
+    ids = torch.tensor([coder_pipe.encode(TEXTS[0])[0] + tokens])
     with torch.inference_mode():
-        scores = coder.model(ids).logits[0, -13:-1].log_softmax(-1)
+        scores = coder_pipe.model(ids).logits[0, -13:-1].log_softmax(-1)
     for one, own in zip(found, scores, strict=True):
         assert one.logprob == pytest.approx(float(own[one.token]), abs=1e-3)
         assert [top.token for top in one.top] == own.topk(3).indices.tolist()
+    engine.close()
+
+
+class Budget(LogitsProcessor):
+    """A token after so many calls, which it counts."""
+
+    def __init__(self):
+        self.made = 0
+
+    def __call__(self, ids, scores):
+        self.made += 1
+        if self.made == 9:
+            scores = torch.full_like(scores, -torch.inf)
+            scores[:, 42] = 0
+        return scores
+
+
+def test_processors_with_a_memory_hear_no_draft(coder_pipe, choosing):
+    engine = BatchEngine(coder_pipe, Limits(rows=2))
+    said = Answers(engine)
+    for text in TEXTS:
+        given = dict(max_new_tokens=20, logits_processor=[Budget()])
+        said.ask(prompt=text, options=given)
+    said.wait()
+    for i, text in enumerate(TEXTS):
+        out = coder_pipe(text, method="ar", max_new_tokens=20, logits_processor=[Budget()])
+        assert said.tokens(i) == out.tokens[0].tolist()
+        assert said.tokens(i)[8] == 42
+    locked = Budget()
+    locked.lock = threading.Lock()  # which no copy has
+    said.ask(prompt="x", options=dict(max_new_tokens=9, logits_processor=[locked]))
+    said.wait()
+    assert "must be copied, for drafts that are rejected" in said.end(len(TEXTS)).error
+    with pytest.raises(ValueError, match="stopping_criteria is the server's"):
+        said.ask(prompt="x", options=dict(stopping_criteria=[lambda *_: False]))
     engine.close()
 
 
@@ -255,8 +288,8 @@ class Twin(Matching):
 
 
 @pytest.mark.parametrize("rule", [Matching, Twin])
-def test_samples_beside_others_follow_the_model(coder, rule):
-    engine = BatchEngine(coder, Limits(rows=16, waiting=2000))
+def test_samples_beside_others_follow_the_model(coder_pipe, rule):
+    engine = BatchEngine(coder_pipe, Limits(rows=16, waiting=2000))
     engine.rows.parts = (*engine.rows.parts[:2], rule())
     said = Answers(engine)
     sampled = dict(max_new_tokens=2, temperature=1.0, top_k=4)
@@ -267,11 +300,11 @@ def test_samples_beside_others_follow_the_model(coder, rule):
     said.wait()
     drawn = [said.tokens(i) for i in range(len(said.told))]
     pairs = [ids for ids in drawn if len(ids) == 2]
-    ids = coder.encode(TEXTS[0])[0]
+    ids = coder_pipe.encode(TEXTS[0])[0]
 
     def best(more):
         with torch.inference_mode():
-            scores = coder.model(torch.tensor([ids + more])).logits[0, -1].topk(4)
+            scores = coder_pipe.model(torch.tensor([ids + more])).logits[0, -1].topk(4)
         return scores.indices.tolist(), scores.values.softmax(-1)
 
     firsts, chances = best([])
@@ -285,8 +318,8 @@ def test_samples_beside_others_follow_the_model(coder, rule):
     engine.close()
 
 
-def test_nothing_is_drafted_where_that_would_not_pay(coder):
-    drafts = BatchEngine(coder, Limits(rows=2)).drafts
+def test_nothing_is_drafted_where_that_would_not_pay(coder_pipe):
+    drafts = BatchEngine(coder_pipe, Limits(rows=2)).drafts
     likely = np.full(drafting.LONGEST, 0.9)
     for rows, tokens, seconds in [(1, 1, 1.0), (1, 9, 1.1), (4, 4, 1.0), (4, 36, 1.4)] * 9:
         drafts.costs.observe(rows, tokens, seconds)
@@ -298,15 +331,20 @@ def test_nothing_is_drafted_where_that_would_not_pay(coder):
 
 
 @pytest.mark.parametrize("method", ["ar", "block"])
-def test_what_was_read_is_not_read_again(method, coder, choosing):
+def test_what_was_read_is_not_read_again(method, coder_pipe, choosing):
     engine = open_engine("pocket/coder", Limits(rows=3), method=method)
     said = Answers(engine)
     long = TEXTS[3] * 5
     said.ask(prompt=long, options=dict(max_new_tokens=40))
     said.wait()
-    ids = coder.encode(long)[0]
+    ids = coder_pipe.encode(long)[0]
     goes_on = [*ids, *said.tokens(0)]
-    asked = [[*goes_on, 5], [*goes_on[:-20], 7, 7], [*ids[:20], *coder.encode(TEXTS[0])[0]], ids]
+    asked = [
+        [*goes_on, 5],
+        [*goes_on[:-20], 7, 7],
+        [*ids[:20], *coder_pipe.encode(TEXTS[0])[0]],
+        ids,
+    ]
     for text in asked:
         said.ask(prompt=text, options=dict(max_new_tokens=20))
     said.wait()
@@ -317,8 +355,8 @@ def test_what_was_read_is_not_read_again(method, coder, choosing):
     assert cached[1] >= known // 16 * 16
     assert cached[2:] == [n // 16 * 16 for n in (len(goes_on) - 20, 20, len(ids) - 1)]
     for i, one in enumerate(asked, 1):
-        given = coder.options(dict(max_new_tokens=20))
-        target, prompt = VLMTarget(coder.model, given.processor), coder.read([one], given)
+        given = coder_pipe.options(dict(max_new_tokens=20))
+        target, prompt = VLMTarget(coder_pipe.model, given.processor), coder_pipe.read([one], given)
         steps = decode_plain(target, prompt, 20, Uniforms.from_seeds([0]))
         *_, end = steps
         assert said.tokens(i) == end.row(0).tolist()

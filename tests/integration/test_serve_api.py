@@ -12,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-from specmm.text.pipeline import TextPipeline
 from tests.integration.page_snippets import ROOT, blocks
 from tests.served import address, engine_of, post, served, shown, soon
 
@@ -22,13 +21,8 @@ RED = Image.new("RGB", (96, 96), "red")
 
 
 @pytest.fixture(scope="module")
-def coder():
-    return TextPipeline.from_pretrained("pocket/coder")
-
-
-@pytest.fixture(scope="module")
-def engines(coder, llava_pipe):
-    return engine_of(coder, "coder"), engine_of(llava_pipe, "llava")
+def engines(coder_pipe, llava_pipe):
+    return engine_of(coder_pipe, "coder"), engine_of(llava_pipe, "llava")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +44,8 @@ def test_models_are_listed(client):
         client.models.retrieve("codr")
 
 
-def test_a_completion_is_the_pipelines_whole_and_in_pieces(client, coder):
-    wanted = coder(PROMPT, max_new_tokens=12)
+def test_a_completion_is_the_pipelines_whole_and_in_pieces(client, coder_pipe):
+    wanted = coder_pipe(PROMPT, max_new_tokens=12)
     whole = client.completions.create(**GREEDY)
     assert whole.choices[0].text == wanted.texts[0]
     assert whole.choices[0].finish_reason == wanted.finish_reasons[0] == "length"
@@ -106,7 +100,7 @@ def test_several_turns_roles_and_frames(server, engines):
     assert asked.more == {"tools": tools}
 
 
-def test_an_async_client_asks_many_at_once(server, coder):
+def test_an_async_client_asks_many_at_once(server, coder_pipe):
     async def ask():
         url = server.address + "/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="any") as client:
@@ -115,12 +109,12 @@ def test_an_async_client_asks_many_at_once(server, coder):
             return prompts, await asyncio.gather(*asked)
 
     prompts, found = asyncio.run(ask())
-    wanted = [coder(prompt, max_new_tokens=12).texts[0] for prompt in prompts]
+    wanted = [coder_pipe(prompt, max_new_tokens=12).texts[0] for prompt in prompts]
     assert [one.choices[0].text for one in found] == wanted
 
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
-def test_curl(server, coder):
+def test_curl(server, coder_pipe):
     words = ["curl", "-sN", server.address + "/v1/completions", "-d", "@-"]
     words += ["-H", "Content-Type: application/json"]
     body = json.dumps(GREEDY | {"stream": True}).encode()
@@ -129,13 +123,13 @@ def test_curl(server, coder):
     assert done == "data: [DONE]" and last == ""
     found = [json.loads(event.removeprefix("data: ")) for event in events]
     text = "".join(one["choices"][0]["text"] for one in found)
-    assert text == coder(PROMPT, max_new_tokens=12).texts[0]
+    assert text == coder_pipe(PROMPT, max_new_tokens=12).texts[0]
 
 
-def test_n_answers_have_the_seeds_that_follow(client, coder):
+def test_n_answers_have_the_seeds_that_follow(client, coder_pipe):
     given = GREEDY | {"temperature": 1.0, "seed": 5}
     found = client.completions.create(**given, n=3)
-    wanted = [coder(PROMPT, max_new_tokens=12, temperature=1.0, seed=5 + i) for i in range(3)]
+    wanted = [coder_pipe(PROMPT, max_new_tokens=12, temperature=1.0, seed=5 + i) for i in range(3)]
     assert [c.text for c in found.choices] == [one.texts[0] for one in wanted]
     assert [c.index for c in found.choices] == [0, 1, 2]
     assert found.usage.completion_tokens == sum(len(one.tokens[0]) for one in wanted)
@@ -147,19 +141,19 @@ def test_n_answers_have_the_seeds_that_follow(client, coder):
     assert texts == [c.text for c in found.choices]
 
 
-def test_several_prompts_and_ids(client, coder):
-    ids = coder.tokenizer(PROMPT)["input_ids"]
+def test_several_prompts_and_ids(client, coder_pipe):
+    ids = coder_pipe.tokenizer(PROMPT)["input_ids"]
     prompts = [PROMPT, "import "]
     found = client.completions.create(**GREEDY | {"prompt": prompts}, n=2)
-    wanted = coder(prompts, max_new_tokens=12).texts
+    wanted = coder_pipe(prompts, max_new_tokens=12).texts
     assert [c.text for c in found.choices] == [wanted[0]] * 2 + [wanted[1]] * 2
-    assert found.usage.prompt_tokens == sum(coder(prompts, max_new_tokens=1).prompt_tokens)
+    assert found.usage.prompt_tokens == sum(coder_pipe(prompts, max_new_tokens=1).prompt_tokens)
     for given in (ids, [ids]):
         again = client.completions.create(**GREEDY | {"prompt": given})
         assert again.choices[0].text == wanted[0]
 
 
-def test_sampling_goes_on_as_the_pipeline_calls_it(client, coder, engines):
+def test_sampling_goes_on_as_the_pipeline_calls_it(client, coder_pipe, engines):
     seen = []
     engine = engines[0]
     submit, engine.submit = engine.submit, lambda *of: (seen.append(of[0]), submit(*of))[1]
@@ -185,8 +179,8 @@ def test_sampling_goes_on_as_the_pipeline_calls_it(client, coder, engines):
     assert seen[1].options == {"temperature": 1.0, "max_new_tokens": 16}
 
 
-def test_an_answer_ends_before_a_stop(client, coder):
-    whole = coder(PROMPT, max_new_tokens=12).texts[0]
+def test_an_answer_ends_before_a_stop(client, coder_pipe):
+    whole = coder_pipe(PROMPT, max_new_tokens=12).texts[0]
     end = whole[5:8]
     found = client.completions.create(**GREEDY, stop=[end, "\u0000"]).choices[0]
     assert found.text == whole[: whole.index(end)] and found.finish_reason == "stop"
@@ -194,14 +188,14 @@ def test_an_answer_ends_before_a_stop(client, coder):
     assert "".join(p.choices[0].text for p in pieces) == found.text
 
 
-def test_log_probabilities(client, coder):
+def test_log_probabilities(client, coder_pipe):
     found = client.completions.create(**GREEDY, logprobs=2).choices[0]
     told = found.logprobs
     assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 12
-    ids = coder(PROMPT, max_new_tokens=12).tokens[0]
-    before = torch.tensor(coder.tokenizer(PROMPT)["input_ids"])
+    ids = coder_pipe(PROMPT, max_new_tokens=12).tokens[0]
+    before = torch.tensor(coder_pipe.tokenizer(PROMPT)["input_ids"])
     with torch.inference_mode():
-        scores = coder.model(torch.cat([before, ids])[None]).logits[0].log_softmax(-1)
+        scores = coder_pipe.model(torch.cat([before, ids])[None]).logits[0].log_softmax(-1)
     wanted = scores[len(before) - 1 : -1].gather(1, ids[:, None])[:, 0].tolist()
     assert told.token_logprobs == pytest.approx(wanted, abs=1e-3)
     assert all(
@@ -270,11 +264,11 @@ def test_metrics(server, client):
     assert "# TYPE specmm_engine_tokens_total counter" in text
 
 
-def test_the_client_of_the_page(server, coder, capsys):
+def test_the_client_of_the_page(server, coder_pipe, capsys):
     """The snippet of docs/serve.md, which needs a server, asks this one."""
     code = next(b.code for b in blocks(ROOT / "docs/serve.md") if b.code.startswith("from openai"))
     assert code.count('"pocket/coder"') == code.count("http://127.0.0.1:8000") == 1
     code = code.replace("http://127.0.0.1:8000", server.address).replace("pocket/coder", "coder")
     exec(compile(code, "docs/serve.md", "exec"), {})
     said = capsys.readouterr().out
-    assert said.startswith(coder(PROMPT, max_new_tokens=16).texts[0]) and "certificate" in said
+    assert said.startswith(coder_pipe(PROMPT, max_new_tokens=16).texts[0]) and "certificate" in said

@@ -13,7 +13,6 @@ import openai
 import pytest
 from PIL import Image
 
-from specmm.text.pipeline import TextPipeline
 from tests.served import address, engine_of, post, sentence, served, shown, soon
 
 RED = address(Image.new("RGB", (64, 64), "red"))
@@ -26,13 +25,8 @@ LIMITS = dict(max_pictures=2, max_pixels=10_000, max_bytes=60_000, max_tokens=10
 
 
 @pytest.fixture(scope="module")
-def coder():
-    return TextPipeline.from_pretrained("pocket/coder")
-
-
-@pytest.fixture(scope="module")
-def engines(coder, llava_pipe):
-    return engine_of(coder, "text"), engine_of(llava_pipe, "llava")
+def engines(coder_pipe, llava_pipe):
+    return engine_of(coder_pipe, "text"), engine_of(llava_pipe, "llava")
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +168,8 @@ def test_a_form_is_refused_which_any_web_page_could_send(server):
     assert "application/json" in sentence(server, TEXT, GOOD[TEXT], headers=headers)
 
 
-def test_a_key(coder):
-    with served([engine_of(coder, "text")], api_key="sécret") as server:
+def test_a_key(coder_pipe):
+    with served([engine_of(coder_pipe, "text")], api_key="sécret") as server:
         assert "API key" in sentence(server, TEXT, GOOD[TEXT], 401)
         for key in ("Bearer secret", "Bearer sécre", "Bearer"):
             headers = {"Authorization": key.encode()}
@@ -189,8 +183,8 @@ def test_a_key(coder):
             wrong.models.list()
 
 
-def test_busy(coder):
-    with served([engine_of(coder, "text", waiting=0)]) as server:
+def test_busy(coder_pipe):
+    with served([engine_of(coder_pipe, "text", waiting=0)]) as server:
         answer = httpx.post(server.address + TEXT, json=GOOD[TEXT])
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         client = openai.OpenAI(base_url=server.address + "/v1", api_key="a", max_retries=0)
@@ -198,8 +192,8 @@ def test_busy(coder):
             client.completions.create(**GOOD[TEXT])
 
 
-def test_a_failure_of_ours_is_a_sentence_and_a_line(coder, caplog):
-    engine = engine_of(coder, "text")
+def test_a_failure_of_ours_is_a_sentence_and_a_line(coder_pipe, caplog):
+    engine = engine_of(coder_pipe, "text")
     engine.submit = lambda *of: 1 / 0
     with served([engine]) as server:
         said = sentence(server, TEXT, GOOD[TEXT], 500)
@@ -210,8 +204,8 @@ def test_a_failure_of_ours_is_a_sentence_and_a_line(coder, caplog):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_fails_midway(coder, stream):
-    engine = engine_of(coder, "text")
+def test_an_answer_that_fails_midway(coder_pipe, stream):
+    engine = engine_of(coder_pipe, "text")
     with served([engine]) as server:
         engine.rows.round = lambda: 1 / 0
         client = openai.OpenAI(base_url=server.address + "/v1", api_key="a", max_retries=0)
