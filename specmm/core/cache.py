@@ -339,6 +339,11 @@ class Cache:
         self.lengths = without(self.lengths, row)
         self._show(last)
 
+    def clear(self, row: int) -> None:
+        """Leave nothing in the slots of ``row``: even masked ones must be finite."""
+        for array in self.arrays:
+            array[:, row] = 0
+
     def widen(self, capacity: int) -> None:
         """Room for ``capacity`` tokens a row, at least."""
         if capacity > self.size.capacity:
