@@ -57,7 +57,7 @@ def job(worker: Any, items: Sequence[Item], folder: Path, runner: Runner, batch:
     """Seconds of a whole job: every file synced, journal and index written."""
     begin = time.perf_counter()
     prepare(folder, worker.spec)
-    runner(Job(folder, worker.spec, Limits(batch)), items, opener=lambda: worker)
+    runner(Job(folder, worker.spec, Limits(batch)), items, opener=lambda *_: worker)
     finish(folder, worker.spec, items, 1000)
     return time.perf_counter() - begin
 

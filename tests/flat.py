@@ -18,12 +18,13 @@ def drawing(
     fatal: str = "", seconds: float = 0.0, until: Path | None = None, deaths: Path | None = None
 ) -> Any:
     """An opener of a worker that draws flat pictures in so many ``seconds`` a batch, dies at the
-    item ``fatal`` (alone it notes its node in ``deaths``), and waits ``until`` a file is there.
+    item ``fatal`` (alone it notes its node in ``deaths``), and waits ``until`` a file is there,
+    beside which it lays one of its own.
 
     It is made here, so that it travels to the actor.
     """
 
-    def opener() -> Any:
+    def opener(*_: object) -> Any:
         from PIL import Image
 
         from specmm.jobs.results import Result
@@ -42,6 +43,8 @@ def drawing(
 
             def run(self, items: list[Item], rows: int = 0) -> list[Result]:
                 time.sleep(seconds)
+                if until is not None:
+                    until.with_name(f"waits-{os.getpid()}").touch()
                 while until is not None and not until.exists():
                     time.sleep(0.1)
                 if any(i.id == fatal for i in items):

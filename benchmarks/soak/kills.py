@@ -41,7 +41,7 @@ def items_of(count: int) -> list[Item]:
 
 def go(folder: Path, worker: Worker, items: Sequence[Item]) -> None:
     """The whole job, as the command runs it."""
-    run_job(Job(folder, worker.spec, Limits(batch=2, shard=4)), items, opener=lambda: worker)
+    run_job(Job(folder, worker.spec, Limits(batch=2, shard=4)), items, opener=lambda *_: worker)
 
 
 def struck(work: Callable[[], None], delay: float) -> bool:

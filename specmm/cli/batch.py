@@ -15,7 +15,7 @@ from specmm.loading.extras import install
 from specmm.loading.files import place, reached, writable
 
 if TYPE_CHECKING:
-    from specmm.jobs.run import JobCounts
+    from specmm.jobs.progress import Progress
 
 Jobs = Annotated[
     str,
@@ -118,7 +118,7 @@ def batch(
     from specmm.jobs.engines import run_job
     from specmm.jobs.folder import Job, Limits, Spec
     from specmm.jobs.items import read_items
-    from specmm.jobs.run import Metrics
+    from specmm.jobs.progress import Metrics
     from specmm.jobs.workers import kind_of_items
     from specmm.runs.run import Place, methods_of, parse_method
 
@@ -225,7 +225,7 @@ def _status(folder: Path, as_json: bool) -> None:
 
 
 def _report(
-    summary: dict[str, Any], counts: JobCounts, price: float | None, out: Path, as_json: bool
+    summary: dict[str, Any], counts: Progress, price: float | None, out: Path, as_json: bool
 ) -> None:
     """Print what was done; raises ``Interrupted`` after Ctrl-C."""
     now = {

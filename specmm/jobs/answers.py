@@ -61,8 +61,7 @@ class AnswerWorker:
             self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:
-        shown = len(item.images), len(item.videos)
-        return item.method, *shown, self._draws(item), repr(item.options)
+        return item.alike, self._draws(item)
 
     def turns(self, item: Item) -> int:
         # positions or pictures that depend on the batch leave no room for waiting items

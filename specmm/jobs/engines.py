@@ -8,25 +8,36 @@ finish writes the whole index.
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Ledger, occupied, prepare, remove_parts
+from specmm.jobs.folder import Job, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
+from specmm.jobs.making import Opener, making
 from specmm.jobs.programs import Programs, check_compiled_items
-from specmm.jobs.results import sums_of
-from specmm.jobs.run import Bar, JobCounts, Metrics, Opener, pending, work
-from specmm.jobs.verify import damage, exchanged, unpack_torn
+from specmm.jobs.progress import Metrics, Progress
+from specmm.jobs.run import Here, Loop, pending
+from specmm.jobs.verify import outcome_of_repair, to_repair
 from specmm.jobs.workers import ImageWorker, Worker, kind_of_items
 from specmm.loading.extras import install
 from specmm.zoo.model_files import files_of_models
+
+
+def open_worker(job: Job, items: Sequence[Item]) -> Worker:
+    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit."""
+    check_compiled_items(job.spec.compiled, items)
+    kind = kind_of_items(job.spec.model, items)
+    if kind == "images":
+        return ImageWorker(job.spec, job.limits.device, programs=Programs(job))
+    from specmm.jobs.answers import AnswerWorker  # which imports transformers
+
+    return AnswerWorker(job.spec, kind == "questions", job.limits.device)
 
 
 def run_job(
@@ -37,90 +48,52 @@ def run_job(
     retry_failed: bool = False,
     repair: bool = False,
     metrics: Metrics | None = None,
-    opener: Opener | None = None,
-) -> tuple[dict[str, Any], JobCounts]:
+    opener: Opener = open_worker,
+) -> tuple[dict[str, Any], Progress]:
     """The whole job: the summary of all that is done so far, and what this process did of it.
 
-    ``opener`` opens the worker, without one ``open_worker`` does. Raises ``ValueError`` for what
-    does not fit the job in the folder, and where another process works there.
+    ``opener`` opens the worker of a job for its first items. Raises ``ValueError`` for what does
+    not fit the job in the folder, and where another process works there.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-    shared = engine == "accelerate"
-    mine = share(items) if shared else list(items)
+    rank, mine = "", list(items)
+    if engine == "accelerate":
+        number, count = _rank()
+        rank, mine = f"rank-{number:05d}", mine[number::count]  # done or not: always the same
     prepare(job.folder, job.spec, files_of_models(job.spec.models))
     Programs(job).count(len(items))
     # look for remaining items only once no other process works on them, or both would make them
-    with occupied(job.journals, shared):
-        if not shared:
+    with occupied(job.journals, rank):
+        if not rank:
             remove_parts(job.folder)
-        if repair:
-            unpack_torn(job.folder)
-        damaged = damage(job.folder) if repair else {}
-        before = {}
-        if damaged:
-            known = Ledger(job.journals)
-            before = {identity: known[identity] for identity in damaged}
-        for item in mine:
-            if item.id in damaged and (problem := exchanged(item, before[item.id])):
-                raise ValueError(
-                    f"item {item.id!r} cannot be made again: {problem}; put the file back, or give "
-                    "the item a new id"
-                )
+        damaged = to_repair(job.folder, mine) if repair else {}
         left = pending(job.folder, mine, retry_failed, damaged)
-        begin = time.perf_counter()
-        with Bar(len(mine), len(mine) - len(left), metrics) as bar:
-            counts = ENGINES[engine](job, left, bar, opener)
-        counts.seconds = time.perf_counter() - begin
-        if metrics is not None:
-            metrics.close()
+        job = replace(job, left=Counter(item.method for item in left))
+        with Progress(len(mine), len(mine) - len(left), metrics) as progress:
+            if left:
+                ENGINES[engine](job, left, opener, progress)
         summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
     if repair:
-        now = Ledger(job.journals)
-        again = [item.id for item in mine if item.id in damaged]
-        other = [i for i in again if sums_of(now[i]) != sums_of(before[i])]
-        summary |= {"repaired": len(again), "repaired_otherwise": len(other)}
-    return summary, counts
+        summary |= outcome_of_repair(job.folder, damaged)
+    return summary, progress
 
 
-def open_worker(
-    job: Job,
-    items: Sequence[Item],
-    device: str = "auto",
-    left: Mapping[str | None, int] | None = None,
-) -> Worker:
-    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit.
-
-    ``left`` are how many it will make by method, None: ``items`` are all.
-    """
-    check_compiled_items(job.spec.compiled, items)
-    kind = kind_of_items(job.spec.model, items)
-    if kind == "images":
-        made = Counter(item.method for item in items) if left is None else left
-        return ImageWorker(job.spec, device, programs=Programs(job), left=made)
-    from specmm.jobs.answers import AnswerWorker  # which imports transformers
-
-    return AnswerWorker(job.spec, kind == "questions", device)
+def _local(
+    job: Job, items: Sequence[Item], opener: Opener, progress: Progress, name: str = "local"
+) -> None:
+    """Make ``items`` here."""
+    with making(job, items, opener, name) as maker:
+        crew = Here(maker, progress)
+        Loop(job, crew, maker.journal, progress, maker.worker.key).run(items)
 
 
-def run_local(
-    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
-) -> JobCounts:
-    """Make ``items`` here; raises ``ValueError`` when another process does."""
-    opener = opener or partial(open_worker, job, items, job.limits.device)
-    return work(job, items, opener, "local", bar)
-
-
-def run_rank(
-    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
-) -> JobCounts:
-    """Make ``items``, this rank's (see ``share``), on its own GPU or the CPU, or where asked."""
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    device = job.limits.device
-    if torch.cuda.is_available() and device in ("auto", "cuda"):
-        device = f"cuda:{local}"
-    opener = opener or partial(open_worker, job, items, device)
-    return work(job, items, opener, f"rank-{_rank()[0]:05d}", bar)
+def _of_launcher(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
+    """Make ``items``, this rank's, on its own GPU or the CPU, or where asked."""
+    if torch.cuda.is_available() and job.limits.device in ("auto", "cuda"):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        job = replace(job, limits=replace(job.limits, device=device))
+    _local(job, items, opener, progress, f"rank-{_rank()[0]:05d}")
 
 
 def _rank() -> tuple[int, int]:
@@ -137,15 +110,7 @@ def _rank() -> tuple[int, int]:
         ) from None
 
 
-def share(items: Sequence[Item]) -> list[Item]:
-    """This rank's part of all items of the job, done or not: always the same."""
-    number, count = _rank()
-    return list(items[number::count])
-
-
-def run_cluster(
-    job: Job, items: Sequence[Item], bar: Bar | None = None, opener: Opener | None = None
-) -> JobCounts:
+def _on_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
     """Make ``items`` with the actors of a Ray cluster, see :mod:`specmm.jobs.cluster`; raises
     ``ValueError`` without ray.
     """
@@ -155,11 +120,7 @@ def run_cluster(
         if error.name != "ray":
             raise
         raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
-
-    def of(some: Sequence[Item], share: Mapping[str | None, int]) -> Opener:
-        return opener or partial(open_worker, job, some, job.limits.device, share)
-
-    return run_ray(job, items, of, bar)
+    run_ray(job, items, opener, progress)
 
 
-ENGINES = {"local": run_local, "accelerate": run_rank, "ray": run_cluster}
+ENGINES = {"local": _local, "accelerate": _of_launcher, "ray": _on_ray}

@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from specmm.image_ar.records import Record
-from specmm.jobs.folder import ARCHIVES, JOURNALS, MAKER, RESULTS, Ledger, Spec, alone
+from specmm.jobs.folder import ARCHIVES, JOURNALS, RESULTS, Spec, alone
 from specmm.jobs.items import Item
+from specmm.jobs.journal import Ledger
 from specmm.jobs.programs import place_of_job
 from specmm.jobs.results import files_of
 from specmm.loading.files import files_in, sync_folder, whole, write_whole
 
 log = logging.getLogger(__name__)
-HIDDEN = ("state", "at", "item", "bytes", MAKER)  # of a journal's record, not needed in an index
+HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index
 
 
 def finish(
@@ -89,11 +90,10 @@ def _index(
 ) -> Iterator[Record]:
     """The index's rows of finished items, one at a time: a million at once would be gigabytes."""
     for number, item in enumerate(items):
-        if item.id in known and known.is_done(item.id):
+        if known.is_done(item.id):
             record = known[item.id]
             totals.add(record)
-            maker = known.makers.get(record.get(MAKER, ""), {})
-            yield {**_indexed(spec, record, number, shard), **maker}
+            yield _indexed(spec, record, number, shard)
 
 
 def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
@@ -139,8 +139,8 @@ def archive(folder: Path, items: Sequence[Item], known: Ledger, shard: int) -> N
     """
     there = {file.name for file in files_in(folder / RESULTS)}
     for first in range(0, len(items), shard):
-        some = [i.id for i in items[first : first + shard] if i.id in known]
-        files = [file for name in some if known.is_done(name) for file in files_of(known[name])]
+        some = [i.id for i in items[first : first + shard] if known.is_done(i.id)]
+        files = [file for name in some for file in files_of(known[name])]
         wanted = {Path(file["file"]).name: folder / file["file"] for file in files}
         loose = there & wanted.keys()
         if not loose:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from sys import intern
@@ -61,6 +61,13 @@ class Item:
         fields = self.id, self.kind, self.text, self.seed, self.images, self.method, self.videos
         content = repr((*fields, self.draw, self.options)).encode()
         return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    @property
+    def alike(self) -> Hashable:
+        """What items of one batch have in common."""
+        shown = len(self.images), len(self.videos)
+        # 2 and 2.0 are two records
+        return self.kind, self.method, *shown, self.draw, repr(self.options)
 
     @property
     def pictures(self) -> list[str]:

@@ -16,9 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 from specmm.loading.files import LACKING, reached, sentence_of, write_whole
@@ -26,7 +24,7 @@ from specmm.loading.files import LACKING, reached, sentence_of, write_whole
 log = logging.getLogger(__name__)
 RENEWED = 5.0
 ENDS = 30.0
-LOOKS = 0.25  # seconds between two looks at a lease
+LOOKS = 0.25  # seconds between two looks at leases
 SETTLES = 2.0  # seconds in which another process that found the same lease ended has taken it, too
 ALONE, SHARED, NOW = fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_NB
 
@@ -41,9 +39,14 @@ def held(file: Path, mode: int, rivals: str = "") -> Iterator[None]:
     if isinstance(file, Path):
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if _flocked(handle, mode, file.parent):
-                yield
-                return
+            fcntl.flock(handle, mode)  # until the process ends, in whatever way
+            yield
+            return
+        except BlockingIOError:
+            raise _occupied(file, "another process") from None
+        except OSError as error:
+            if error.errno not in LACKING:
+                raise
         finally:
             os.close(handle)
     name = f"shared-{uuid.uuid4().hex}" if mode & SHARED else file.name
@@ -91,9 +94,7 @@ def _take(own: Path, rivals: str, wait: bool) -> bytes:
     who = f"process {os.getpid()} on {socket.gethostname()} since {since}"
     head = f"{who}\n{uuid.uuid4().hex}\n".encode()
     while True:
-        others = list(own.parent.glob(rivals))
-        with ThreadPoolExecutor(max(len(others), 1)) as pool:
-            ended = any(list(pool.map(partial(_outlast, wait=wait), others)))
+        ended = _outlast(own.parent, rivals, wait)
         try:
             _create(own, head)
         except FileExistsError:
@@ -106,25 +107,33 @@ def _take(own: Path, rivals: str, wait: bool) -> bytes:
         time.sleep(random.random() * LOOKS)
 
 
-def _outlast(lease: Path, wait: bool) -> bool:
-    """Wait until ``lease`` is gone, or remove it when it has ended, which is True.
+def _outlast(folder: Path, rivals: str, wait: bool) -> bool:
+    """Wait until no lease in ``folder`` matches ``rivals``; one that has ended is removed, and the
+    answer True.
 
-    Raises ``ValueError`` when it is renewed, unless to ``wait`` is all right.
+    Raises ``ValueError`` when one is renewed, unless to ``wait`` is all right.
     """
-    seen, since = _read(lease), time.monotonic()
-    if seen and not wait:
-        text = "%s has a lease of %s: waiting until it is renewed or ends, %.0f s at most"
-        log.warning(text, lease.parent.parent, _owner(seen), ENDS)
-    while seen is not None and time.monotonic() - since < ENDS:
+    seen: dict[str, tuple[bytes, float]] = {}
+    ended = False
+    while leases := {
+        lease: text for lease in folder.glob(rivals) if (text := _read(lease)) is not None
+    }:
+        for lease, text in leases.items():
+            now = time.monotonic()
+            if text and lease.name not in seen and not wait:
+                said = "%s has a lease of %s: waiting until it is renewed or ends, %.0f s at most"
+                log.warning(said, folder.parent, _owner(text), ENDS)
+            before, since = seen.setdefault(lease.name, (text, now))
+            if text != before:
+                if before and not wait:
+                    more = f"; a killed one's lease ends after {ENDS:.0f} s"
+                    raise _occupied(folder, f"another process ({_owner(text)})", more)
+                seen[lease.name] = text, now
+            elif now - since > ENDS:
+                lease.unlink(missing_ok=True)
+                ended = True
         time.sleep(LOOKS)
-        if (found := _read(lease)) != seen:
-            if seen and found and not wait:
-                more = f"; a killed one's lease ends after {ENDS:.0f} s"
-                raise _occupied(lease.parent, f"another process ({_owner(found)})", more)
-            seen, since = found, time.monotonic()
-    if seen is not None:
-        lease.unlink(missing_ok=True)
-    return seen is not None
+    return ended
 
 
 def _renew(own: Path, head: bytes, ended: threading.Event) -> None:

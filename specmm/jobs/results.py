@@ -19,9 +19,9 @@ from typing import Any
 from PIL import Image
 
 from specmm.image_ar.records import Record, maker_in, picture_file
-from specmm.jobs.folder import MAKER, RESULTS
+from specmm.jobs.folder import RESULTS
 from specmm.jobs.items import Item
-from specmm.loading.files import slug, sync_folder, write_whole
+from specmm.loading.files import make_folder, slug, sync_folder, write_whole
 
 WRITERS = 16  # files on their way to the disk at a time: it takes many in the time of one
 
@@ -44,16 +44,18 @@ class Result:
 
 def name_of(item: Item) -> str:
     """The name of the item's file without suffix: readable, and different for different ids."""
-    return f"{slug(item.id.replace('.', '-'))}-{_hash(item)[:12]}"
+    digits = hashlib.sha256(item.id.encode()).hexdigest()[:12]
+    return f"{slug(item.id.replace('.', '-'))}-{digits}"
 
 
 def place_of(item: Item, suffix: str) -> str:
     """The item's file below the output folder."""
-    return f"{RESULTS}/{_hash(item)[:2]}/{name_of(item)}.{suffix}"
+    return place_of_name(f"{name_of(item)}.{suffix}")
 
 
-def _hash(item: Item) -> str:
-    return hashlib.sha256(item.id.encode()).hexdigest()
+def place_of_name(name: str) -> str:
+    """The file called ``name`` below the output folder."""
+    return f"{RESULTS}/{name.rpartition('-')[2][:2]}/{name}"
 
 
 def files_of(record: Record) -> list[Record]:
@@ -98,23 +100,21 @@ def _about(result: Result) -> dict[str, Any]:
 def save(folder: Path, results: Iterable[Result], kind: str) -> list[Record]:
     """Write the files of ``results`` below ``folder``, pictures in format ``kind``.
 
-    Returns their records for the journal once all files are on the disk, each with its maker, what
-    it has in common with others. Raises ``OSError`` when
+    Returns their records for the journal once all files are on the disk. Raises ``OSError`` when
     the disk will not take them.
     """
-    touched: set[Path] = set()
     with ThreadPoolExecutor(WRITERS) as pool:
-        one = partial(_save, folder, kind=kind, touched=touched)
-        records = list(pool.map(one, results))
-        list(pool.map(sync_folder, touched))
+        records = list(pool.map(partial(_save, folder, kind=kind), results))
+        files = [folder / file["file"] for record in records for file in files_of(record)]
+        list(pool.map(sync_folder, {folder / RESULTS, *(file.parent for file in files)}))
     return records
 
 
-def _save(folder: Path, result: Result, kind: str, touched: set[Path]) -> Record:
-    """Write the files of a ``result``; returns its record. See ``_write`` for ``touched``."""
+def _save(folder: Path, result: Result, kind: str) -> Record:
+    """Write the files of a ``result``; returns its record."""
     item = result.item
     own, *others = [
-        _write(folder, place_of(item, suffix), data, touched)
+        _write(folder, place_of(item, suffix), data)
         for suffix, data in encode(result, kind).items()
     ]
     made = {
@@ -131,19 +131,14 @@ def _save(folder: Path, result: Result, kind: str, touched: set[Path]) -> Record
         answer["pictures"] = others
         _remove_from(folder, item, len(others) + 1, kind)
     rest = {k: v for k, v in result.record.items() if k in ("compiled", "inputs")}
-    return {**made, **answer, **result.facts, **rest, MAKER: maker_in(result.record)}
+    return {**made, **answer, **result.facts, **rest, **maker_in(result.record)}
 
 
-def _write(folder: Path, place: str, data: bytes, touched: set[Path]) -> Record:
-    """Write ``data`` to ``place`` in ``folder``, and add folders whose entries changed to
-    ``touched``. Returns the file's entry for a record.
-    """
+def _write(folder: Path, place: str, data: bytes) -> Record:
+    """Write ``data`` to ``place`` in ``folder``; returns the file's entry for a record."""
     file = folder / place
-    if isinstance(file, Path) and not file.parent.exists():
-        file.parent.mkdir(exist_ok=True)
-        touched.add(file.parent.parent)
+    make_folder(file.parent)
     write_whole(file, data, durable=True)
-    touched.add(file.parent)
     return {"file": place, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 

@@ -1,135 +1,29 @@
-"""The loop of a job: runs the remaining items in batches, writes results, then journal lines.
+"""The loop of a job: hands items to those who make them.
 
-An item is done when the journal says so, and the journal says so only after the item's file is
-written. Items that a killed process left undone are made again under the same names, with the same
-bytes on a CPU in float32: exactly once.
+A batch that fails, or whose maker dies, is halved until the item at fault is alone. That is tried
+again, elsewhere where there is an elsewhere, and set aside if it fails too often.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-import time
+import statistics
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol
 
-from tqdm import tqdm
-
-from specmm.jobs.folder import JOURNALS, Job, Journal, Ledger, check_same, failure
+from specmm.jobs.folder import JOURNALS, Job
 from specmm.jobs.items import Item
-from specmm.jobs.programs import Programs
-from specmm.jobs.results import save
-from specmm.jobs.workers import Worker
-from specmm.loading.extras import install
-from specmm.loading.files import sentence_of
-from specmm.loading.hardware import out_of_memory
+from specmm.jobs.journal import Journal, Ledger, failure
+from specmm.jobs.making import Fault, Made, Maker, full_disk_explained
+from specmm.jobs.progress import Progress
 from specmm.runs.run import moving
 
 log = logging.getLogger(__name__)
-Opener = Callable[[], Worker]
-FIRST = 4  # items at a time
-MOST = 256
-EVERY = 60  # seconds between two states of the bar in a log
 MOST_SAID = 1000  # characters of what is wrong with an item
-GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
-
-
-class Bar:
-    """A progress bar over ``total`` items of which ``before`` were done earlier, and metrics.
-
-    In a log it comes once a minute, and not at all of what takes less.
-    """
-
-    def __init__(self, total: int, before: int, metrics: Metrics | None = None) -> None:
-        watched = sys.stderr.isatty()
-        often = 0.1 if watched else EVERY
-        self.bar = tqdm(
-            total=total,
-            initial=before,
-            unit="item",
-            smoothing=0.1,
-            mininterval=often,
-            maxinterval=max(often, 10),
-            delay=0 if watched else EVERY,
-        )
-        self.failures = 0
-        self.metrics = metrics
-
-    def observe(self, done: int, failed: int, batch: int, seconds: float, slow: str = "") -> None:
-        """Items done and set aside since the last call, the batch's size and its seconds, and the
-        machine that is ``slow``.
-        """
-        self.failures += failed
-        self.bar.update(done + failed)
-        more = {"slow": slow} if slow else {}
-        self.bar.set_postfix(batch=batch, failed=self.failures, **more, refresh=False)
-        if self.metrics is not None:
-            self.metrics.observe(done, failed, batch, seconds)
-
-    def moving(self) -> AbstractContextManager[None]:
-        """Context for a batch, within whose pictures the bar moves."""
-        return moving(self.bar)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-
-class Metrics:
-    """Counters for Prometheus at http://127.0.0.1:``port``/metrics; 0 takes a free port."""
-
-    def __init__(self, port: int) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
-        except ModuleNotFoundError as error:
-            raise ValueError(f"metrics need prometheus_client, run: {install('batch')}") from error
-        registry = CollectorRegistry()
-
-        def counter(name: str, text: str) -> Any:
-            return Counter(f"specmm_{name}", text, registry=registry)
-
-        self.done = counter("items_done", "Items finished by this process.")
-        self.failed = counter("items_failed", "Items set aside by this process.")
-        self.seconds = counter("busy_seconds", "Seconds spent in the model.")
-        self.batch = Gauge("specmm_batch_size", "Items of the last batch.", registry=registry)
-        try:
-            self.server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
-        except OSError as error:
-            raise ValueError(
-                f"metrics port {port} must be free, got: {error.strerror}; choose another"
-            ) from error
-        self.port = self.server.server_port
-
-    def observe(self, done: int, failed: int, batch: int, seconds: float) -> None:
-        self.done.inc(done)
-        self.failed.inc(failed)
-        self.seconds.inc(seconds)
-        if batch:
-            self.batch.set(batch)
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@dataclass
-class JobCounts:
-    """The outcome of one process: ids it finished and set aside, whether Ctrl-C ended it, the
-    seconds since its start, and those of them in the model.
-    """
-
-    done: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    interrupted: bool = False
-    seconds: float = 0.0
-    busy: float = 0.0
+SLOW = 0.5  # of the usual rate of a member is worth telling
 
 
 def pending(
@@ -141,197 +35,179 @@ def pending(
     Raises ``ValueError`` for an item that is done and has changed since.
     """
     known = Ledger(folder / JOURNALS)
-    check_same(items, known)
-
-    def is_left(item: Item) -> bool:
-        name = item.id
-        if name not in known or name in damaged:
-            return True
-        return not known.is_done(name) and (retry_failed or known.digest(name) != item.digest)
-
-    return [item for item in items if is_left(item)]
-
-
-def work(
-    job: Job, items: Sequence[Item], opener: Opener, name: str, bar: Bar | None = None
-) -> JobCounts:
-    """Make ``items`` in this process; see :func:`working`, which is entered if there are any."""
-    if not items:
-        return JobCounts()
-    with working(job, opener, name, bar) as runner:
-        return runner.run(items)
-
-
-@contextmanager
-def working(job: Job, opener: Opener, name: str, bar: Bar | None = None) -> Iterator[Runner]:
-    """Context with a runner of the ``job``, with its number of threads and a journal ``name``.
-
-    Raises ``ValueError`` when results cannot be written; all that was done is kept.
-    """
-    journal = Journal(job.journals, name)
-    try:
-        worker = opener()
-        with Programs(job).one_number_of_threads(worker.network):
-            yield Runner(worker, job, journal, bar)
-    finally:
-        journal.close()
-
-
-def kept_of(job: Job) -> int:
-    """How many items are done, by all processes."""
-    known = Ledger(job.journals)
-    return sum(known.is_done(name) for name in known)
-
-
-@dataclass
-class Runner:
-    """Works through items with one pipeline and one journal; batches grow as long as it lives."""
-
-    worker: Worker
-    job: Job
-    journal: Journal
-    bar: Bar | None
-    counts: JobCounts = field(default_factory=JobCounts)
-
-    def __post_init__(self) -> None:
-        self.sizer = BatchSizer(self.job.limits.batch)
-        self.tries: dict[str, int] = {}
-        self.wanted = 0  # items of the next batch
-
-    def run(self, items: Sequence[Item]) -> JobCounts:
-        """Make ``items``; those that fail are set aside."""
-        self.counts = JobCounts()
-        by_key: dict[Hashable, list[Item]] = {}
-        for item in items:
-            by_key.setdefault(self.worker.key(item), []).append(item)
-        queue = deque(item for group in by_key.values() for item in group)
-        try:
-            while queue:
-                if batch := self._next(queue):
-                    self._attempt(batch, queue)
-        except KeyboardInterrupt:
-            self.counts.interrupted = True
-        return self.counts
-
-    def _next(self, queue: deque[Item]) -> list[Item]:
-        """The next batch of one key; items that the model cannot make are set aside."""
-        batch: list[Item] = []
-        key = self.worker.key(queue[0])
-        most = 1
-        first = not self.wanted
-        while queue and len(batch) < most and self.worker.key(queue[0]) == key:
-            item = queue.popleft()
-            try:
-                self.worker.check(item)
-            except ValueError as error:
-                self._set_aside(item, error)
-                continue
-            batch.append(item)
-            most = self.sizer.size * (
-                1 if first else self.worker.turns(item)
-            )  # the first come soon
-        return batch
-
-    def _attempt(self, batch: list[Item], queue: deque[Item]) -> None:
-        """Make a batch; one that fails is halved until the item at fault is alone."""
-        start = time.perf_counter()
-        rows = min(self.sizer.size, len(batch))
-        try:
-            with nullcontext() if self.bar is None else self.bar.moving():
-                results = self.worker.run(batch, rows)
-        except Exception as error:  # whatever a model does with an item, the others go on
-            if len(batch) == 1:
-                self._failed(batch[0], error, queue)
-                return
-            if out_of_memory(error):
-                self.sizer.shrink(rows)
-                size = self.sizer.size
-                log.warning("memory ran out at %d items, going on with %d at a time", rows, size)
-            middle = len(batch) // 2
-            self._attempt(batch[:middle], queue)
-            self._attempt(batch[middle:], queue)
-            return
-        seconds = time.perf_counter() - start
-        with self._full_disk_explained():
-            spec = self.job.spec
-            records = save(self.job.folder, results, spec.format)
-            self.journal.append(records)
-        self.counts.done += [item.id for item in batch]
-        self.counts.busy += seconds
-        self.sizer.observe(len(batch), seconds)
-        self.wanted = self.sizer.size * self.worker.turns(batch[0])
-        if self.bar is not None:
-            self.bar.observe(len(batch), 0, rows, seconds)
-
-    def _failed(self, item: Item, error: Exception, queue: deque[Item]) -> None:
-        """Try again later, unless the item itself is at fault or was tried often enough."""
-        tries = self.tries[item.id] = self.tries.get(item.id, 0) + 1
-        if isinstance(error, ValueError | FileNotFoundError) or tries > self.job.limits.retries:
-            self._set_aside(item, error)
-        else:
-            queue.append(item)
-
-    def _set_aside(self, item: Item, error: Exception) -> None:
-        text = sentence_of(error)
-        text = text if len(text) <= MOST_SAID else f"{text[:MOST_SAID]}…"
-        log.warning("item %s is set aside: %s", item.id, text)
-        with self._full_disk_explained():
-            self.journal.append([failure(item, text, self.tries.get(item.id, 1))])
-        self.counts.failed.append(item.id)
-        if self.bar is not None:
-            self.bar.observe(0, 1, 0, 0.0)
-
-    @contextmanager
-    def _full_disk_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
+    left = []
+    for item in items:
+        changed = item.id in known and known.digest(item.id) != item.digest
+        done = known.is_done(item.id)
+        if done and changed:
             raise ValueError(
-                f"writing to {self.job.folder} failed ({error.strerror or error}); "
-                f"{kept_of(self.job)} items are done and kept, make room and run the same command "
-                "again"
-            ) from error
+                f"item {item.id!r} is done but has changed in the job file; "
+                "give it a new id or choose another --out"
+            )
+        aside = item.id in known and not done and not changed and not retry_failed
+        if item.id in damaged or not (done or aside):
+            left.append(item)
+    return left
+
+
+@dataclass(eq=False)
+class Member:
+    """Who makes items, on a ``node``, with a journal ``name``: this process, or an ``actor``.
+
+    ``wanted`` items are given to it at a time.
+    """
+
+    node: Any
+    name: str
+    wanted: int
+    actor: Any = None
+    busy: float = 0.0  # seconds
+    made: int = 0
 
 
 @dataclass
-class BatchSizer:
-    """The next batch's ``size``: ``fixed``, or doubled from ``FIRST`` while that pays.
+class Batch:
+    """Items of a ``member``; ``suspect``: they failed, or a member died of them."""
 
-    It never exceeds ``ceiling``, which halves when memory runs out.
+    member: Member
+    items: list[Item]
+    suspect: bool = False
+
+
+class Crew(Protocol):
+    """Those who make items."""
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """All of them, whatever they do."""
+
+    def free(self, left: int) -> Sequence[Member]:
+        """Those who wait for items, of whom there may be more now, as at least so many batches are
+        ``left``.
+        """
+
+    def begin(self, batch: Batch) -> None:
+        """Have its member make a batch."""
+
+    def ended(self) -> Sequence[tuple[Batch, Made]]:
+        """What became of batches since the last call; it waits a while for one."""
+
+
+class Here:
+    """The crew that is this process."""
+
+    def __init__(self, maker: Maker, progress: Progress) -> None:
+        self.maker = maker
+        self.bar = progress.bar
+        self.members = [Member("", "", maker.sizer.size)]
+        self.made: list[tuple[Batch, Made]] = []
+
+    def free(self, left: int) -> Sequence[Member]:
+        return self.members
+
+    def begin(self, batch: Batch) -> None:
+        with moving(self.bar):
+            self.made.append((batch, self.maker.make(batch.items)))
+
+    def ended(self) -> Sequence[tuple[Batch, Made]]:
+        made, self.made = self.made, []
+        return made
+
+
+@dataclass
+class Loop:
+    """Hands items to a ``crew``, those of one ``key`` together; ``journal`` holds what is set
+    aside.
     """
 
-    fixed: int = 0
-    size: int = 0
-    ceiling: int = MOST
-    rate: float = 0.0  # items a second of the size before
-    settled: bool = False
+    job: Job
+    crew: Crew
+    journal: Journal
+    progress: Progress
+    key: Callable[[Item], Hashable]
+    waiting: deque[Item] = field(default_factory=deque)
+    suspects: deque[list[Item]] = field(default_factory=deque)
+    tried: dict[str, list[Hashable]] = field(default_factory=dict)  # where an item failed alone
+    busy: int = 0  # batches that are being made
 
-    def __post_init__(self) -> None:
-        self.size = self.fixed or FIRST
-        self.settled = bool(self.fixed)
-        self.warm = False
+    def run(self, items: Sequence[Item]) -> None:
+        """Have ``items`` made; those that fail are set aside."""
+        groups: dict[Hashable, list[Item]] = {}
+        for item in items:
+            groups.setdefault(self.key(item), []).append(item)
+        self.waiting.extend(item for group in groups.values() for item in group)
+        try:
+            while self.waiting or self.suspects or self.busy:
+                for member in self.crew.free(len(self.waiting) + len(self.suspects)):
+                    if batch := self._next(member):
+                        self.busy += 1
+                        self.crew.begin(batch)
+                for batch, made in self.crew.ended():
+                    self.busy -= 1
+                    self._take(batch, made)
+        except KeyboardInterrupt:
+            self.progress.interrupted = True
 
-    def observe(self, items: int, seconds: float) -> None:
-        """A batch of ``items`` took ``seconds``.
+    def _next(self, member: Member) -> Batch | None:
+        """Items for ``member``, None if there are none for it."""
+        for items in self.suspects:
+            nodes = self._tried(items)
+            # what failed alone is tried elsewhere, if there is an elsewhere, and later
+            if not nodes or not (self.waiting or (member.node in nodes and self._elsewhere(nodes))):
+                self.suspects.remove(items)
+                return Batch(member, items, suspect=True)
+        items = []
+        share = -(-len(self.waiting) // len(self.crew.members))  # the last ones end together
+        while self.waiting and len(items) < min(member.wanted, share):
+            if items and self.key(self.waiting[0]) != self.key(items[0]):
+                break
+            items.append(self.waiting.popleft())
+        return Batch(member, items) if items else None
 
-        The first one, which loads and compiles, does not count.
-        """
-        if self.settled or items < self.size:
+    def _tried(self, items: Sequence[Item]) -> list[Hashable]:
+        """The nodes where the item of ``items``, alone, failed."""
+        return self.tried.get(items[0].id, []) if len(items) == 1 else []
+
+    def _elsewhere(self, nodes: Sequence[Hashable]) -> bool:
+        """Whether there is a member on another node."""
+        return any(member.node not in nodes for member in self.crew.members)
+
+    def _take(self, batch: Batch, made: Made) -> None:
+        """Count what a batch came to."""
+        member = batch.member
+        member.wanted = made.wanted or member.wanted
+        member.busy += made.seconds
+        member.made += len(made.done)
+        self.progress.observe(made.done, [], made.seconds, self._slow())
+        self.waiting.extendleft(reversed(made.again))
+        for fault in reversed(made.faults):  # halves come in front
+            self._failed(member.node, fault)
+
+    def _failed(self, node: Hashable, fault: Fault) -> None:
+        """Halve the items at fault; set one that is alone aside, or try it again later."""
+        items = fault.items
+        if len(items) > 1:
+            middle = len(items) // 2
+            self.suspects.extendleft([items[middle:], items[:middle]])
             return
-        if not self.warm:
-            self.warm = True
-            return
-        rate = items / max(seconds, 1e-9)
-        if rate < self.rate * GAIN:
-            self.size = max(self.size // 2, 1)
-            self.settled = True
-        elif self.size * 2 > self.ceiling:
-            self.settled = True
+        nodes = self.tried.setdefault(items[0].id, [])
+        nodes.append(node)
+        enough = len(nodes) > self.job.limits.retries
+        if fault.certain or (enough and (len(set(nodes)) > 1 or not self._elsewhere(nodes))):
+            self._set_aside(items[0], fault.reason, len(nodes))
         else:
-            self.rate = rate
-            self.size *= 2
+            self.suspects.append(items)
 
-    def shrink(self, items: int) -> None:
-        """Memory ran out at ``items``: from now on at most half as many."""
-        self.ceiling = self.size = max(items // 2, 1)
-        self.settled = True
+    def _set_aside(self, item: Item, reason: str, tries: int) -> None:
+        text = reason if len(reason) <= MOST_SAID else f"{reason[:MOST_SAID]}…"
+        log.warning("item %s is set aside: %s", item.id, text)
+        with full_disk_explained(self.job):
+            self.journal.append([failure(item, text, tries)])
+        self.progress.observe([], [item.id], 0.0)
+
+    def _slow(self) -> str:
+        """The node of a member that is much slower than the others, "" if there is none."""
+        rates = {each: each.made / each.busy for each in self.crew.members if each.busy}
+        usual = statistics.median(rates.values()) if rates else 0.0
+        slowest = min(rates, key=rates.__getitem__, default=None)
+        return str(slowest.node) if slowest and rates[slowest] < SLOW * usual else ""

@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specmm.jobs.folder import JOURNALS, Ledger, read_spec
+from specmm.jobs.folder import JOURNALS, read_spec
+from specmm.jobs.journal import Ledger
 from specmm.jobs.programs import items_of_job
 
 LATELY = 600.0  # seconds whose results give the rate
@@ -20,13 +21,12 @@ def status(folder: Path) -> dict[str, Any]:
     """
     spec = read_spec(folder)
     known = Ledger(folder / JOURNALS)
-    done = sum(map(known.is_done, known))
+    done = known.count_done()
     items = max(items_of_job(folder), len(known))
     now = time.time()
-    # each journal is in the order of time, and its latest lines are known
-    lately = [[at for at in recent if now - at < LATELY] for recent in known.recent]
-    rate = sum(len(each) / max(now - each[0], 1.0) for each in lately if each)
-    last = max((recent[-1] for recent in known.recent if recent), default=None)
+    lately = known.since(now - LATELY)
+    rate = sum(count / max(now - first, 1.0) for count, first, _ in lately)
+    last = max((moment for _, _, moment in known.since(0)), default=None)
     return {
         "model": spec.model,
         "method": spec.method,
@@ -35,7 +35,7 @@ def status(folder: Path) -> dict[str, Any]:
         "failed": len(known) - done,
         "left": (left := items - len(known)),
         "rate": rate,
-        "workers": sum(map(bool, lately)),
+        "workers": len(lately),
         "seconds_since_last": None if last is None else now - last,
         "seconds_left": left / rate if rate else None,
     }

@@ -5,18 +5,18 @@ once, and whole.
 from __future__ import annotations
 
 import hashlib
-import io
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specmm.image_ar.records import Record, read_record
+from specmm.image_ar.records import Record
 from specmm.jobs.finish import members
-from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, Ledger, alone
+from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, alone
 from specmm.jobs.items import Item, digests_of
-from specmm.jobs.results import files_of
+from specmm.jobs.journal import Ledger
+from specmm.jobs.results import files_of, place_of_name, sums_of
 from specmm.loading.files import files_in, make_folder, write_whole
 
 
@@ -39,32 +39,131 @@ def verify(folder: Path, items: Sequence[Item]) -> Findings:
     """Read every result in ``folder`` and compare it with the journal and the job's ``items``."""
     known = Ledger(folder / JOURNALS)
     found = Findings(len(items))
-    files = _files(folder)
-    packed = _packed(folder, found.problems)
+    sums = _sums(folder, found.problems)
     for item in items:
-        if item.id not in known:
-            found.left += 1
-            continue
         if not known.is_done(item.id):
-            found.failed += 1
+            found.failed += item.id in known
+            found.left += item.id not in known
             continue
         found.done += 1
         record = known[item.id]
-        problem = _problem(record, files, packed)
+        problem = _problem(record, sums)
         if not problem and record["item"] != item.digest:
             problem = "was made from other fields than the job file has now"
-        problem = problem or exchanged(item, record)
+        problem = problem or _exchanged(item, record)
         found.problems += [f"{item.id}: {problem}"] if problem else []
     there = {item.id for item in items}
     found.problems += [f"{name}: is not in the job file" for name in known if name not in there]
-    for name in (*files, *packed):
-        part = name.endswith(".part") and name in files
+    for name in sums:
+        part = name.endswith(".part")
         what = "was never finished; the next run removes it" if part else "belongs to no item"
         found.problems.append(f"{name}: {what}")
     return found
 
 
-def exchanged(item: Item, record: Record) -> str:
+def check_whole(source: Path) -> None:
+    """Raise ``ValueError`` when ``source`` lies in, or is, a job's output that is damaged."""
+    for folder in (source, *source.parents[:2]):
+        if (folder / JOB).is_file() and (folder / JOURNALS).is_dir():
+            if found := _damaged(folder):
+                record, problem = found[0]
+                raise ValueError(
+                    f"{folder} has {len(found)} damaged or missing results, such as "
+                    f"{record['id']}: {problem}; make them again with specmm batch JOBS --out "
+                    f"{folder} --repair"
+                )
+            return
+
+
+# ---- repair
+
+
+def to_repair(folder: Path, items: Sequence[Item]) -> dict[str, Record]:
+    """Records of the results of ``items`` that are damaged or missing, by id.
+
+    Raises ``ValueError`` for one that cannot be made again.
+    """
+    _unpack_torn(folder)
+    damaged = {record["id"]: record for record, _ in _damaged(folder)}
+    found = {item.id: damaged[item.id] for item in items if item.id in damaged}
+    for item in items:
+        if item.id in found and (problem := _exchanged(item, found[item.id])):
+            raise ValueError(
+                f"item {item.id!r} cannot be made again: {problem}; put the file back, or give "
+                "the item a new id"
+            )
+    return found
+
+
+def outcome_of_repair(folder: Path, before: Mapping[str, Record]) -> dict[str, int]:
+    """How many of the results that had the records ``before`` were made again, and with how many
+    the bytes differ.
+    """
+    now = Ledger(folder / JOURNALS)
+    other = [identity for identity, was in before.items() if sums_of(now[identity]) != sums_of(was)]
+    return {"repaired": len(before), "repaired_otherwise": len(other)}
+
+
+def _unpack_torn(folder: Path) -> None:
+    """Take results out of archives that cannot be read to their end; remove those archives.
+
+    Their other results are missing then.
+    """
+    with alone(folder):
+        for file in sorted((folder / ARCHIVES).glob("*.tar")):
+            found: list[tuple[str, bytes]] = []
+            try:
+                found += members(file)
+            except (tarfile.TarError, OSError):
+                for name, data in found:
+                    place = folder / place_of_name(name)
+                    make_folder(place.parent)
+                    write_whole(place, data, durable=True)
+                file.unlink()
+
+
+def _damaged(folder: Path) -> list[tuple[Record, str]]:
+    """Records of results that are missing or differ from the bytes that were written, and how."""
+    sums = _sums(folder, [])
+    done = (r for r in Ledger(folder / JOURNALS).values() if r["state"] == "done")
+    return [(record, problem) for record in done if (problem := _problem(record, sums))]
+
+
+# ---- what lies there
+
+
+def _sums(folder: Path, problems: list[str]) -> dict[str, str]:
+    """The SHA-256 of every result by its path in ``folder``, in an archive or not; what is wrong
+    with an archive is one of the ``problems``.
+    """
+    sums: dict[str, str] = {}
+    for file in sorted((folder / ARCHIVES).glob("*.tar")):
+        try:
+            for name, data in members(file):
+                place = place_of_name(name)
+                if place in sums:
+                    problems.append(f"{file.name}: {name} is in two archives")
+                sums[place] = hashlib.sha256(data).hexdigest()
+        except (tarfile.TarError, OSError) as error:
+            problems.append(f"{file.name}: is no whole archive ({error})")
+    for file in files_in(folder / RESULTS):
+        sums[str(file.relative_to(folder))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return sums
+
+
+def _problem(record: Record, sums: dict[str, str]) -> str:
+    """A result's problem, "" if it has none; removes its entries from ``sums``."""
+    problem = ""
+    for file in files_of(record):
+        found = sums.pop(file["file"], None)
+        if found is None:
+            problem = problem or f"{file['file']} is missing"
+        elif found != file["sha256"]:
+            problem = problem or f"{file['file']} holds other bytes than were written"
+    return problem
+
+
+def _exchanged(item: Item, record: Record) -> str:
     """What became of a picture or video that the result of ``item`` was made from; "" if it is as
     it was.
     """
@@ -73,91 +172,3 @@ def exchanged(item: Item, record: Record) -> str:
         if was and was != now:
             return f"its {name} is gone" if not now else f"its {name} is another file than it was"
     return ""
-
-
-def damage(folder: Path) -> dict[str, str]:
-    """Problems by id: results that are missing or differ from the bytes that were written."""
-    files = _files(folder)
-    packed = _packed(folder, [])
-    done = {i: r for i, r in Ledger(folder / JOURNALS).items() if r["state"] == "done"}
-    problems = {identity: _problem(record, files, packed) for identity, record in done.items()}
-    return {identity: problem for identity, problem in problems.items() if problem}
-
-
-def check_whole(source: Path) -> None:
-    """Raise ``ValueError`` when ``source`` lies in, or is, a job's output that is damaged."""
-    for folder in (source, *source.parents[:2]):
-        if (folder / JOB).is_file() and (folder / JOURNALS).is_dir():
-            if found := damage(folder):
-                identity, problem = next(iter(found.items()))
-                raise ValueError(
-                    f"{folder} has {len(found)} damaged or missing results, such as {identity}: "
-                    f"{problem}; make them again with specmm batch JOBS --out {folder} "
-                    "--repair"
-                )
-            return
-
-
-def unpack_torn(folder: Path) -> None:
-    """Take whole results out of archives that cannot be read to their end; remove those archives.
-
-    Their other results are missing then, and a repair makes them again.
-    """
-    with alone(folder):
-        done = [r for r in Ledger(folder / JOURNALS).values() if r["state"] == "done"]
-        known = {Path(each["file"]).name: each for r in done for each in files_of(r)}
-        for file in sorted((folder / ARCHIVES).glob("*.tar")):
-            found: dict[str, bytes] = {}
-            try:
-                for name, data in members(file):
-                    found[name] = data
-            except (tarfile.TarError, OSError):
-                for name, data in found.items():
-                    if name in known and hashlib.sha256(data).hexdigest() == known[name]["sha256"]:
-                        place = folder / known[name]["file"]
-                        make_folder(place.parent)
-                        write_whole(place, data, durable=True)
-                file.unlink()
-
-
-def _files(folder: Path) -> dict[str, Path]:
-    """Loose results by their path in ``folder``."""
-    return {str(file.relative_to(folder)): file for file in files_in(folder / RESULTS)}
-
-
-def _packed(folder: Path, problems: list[str]) -> dict[str, bytes]:
-    """The members of all archives; a damaged archive is one of the ``problems``."""
-    packed: dict[str, bytes] = {}
-    for file in sorted((folder / ARCHIVES).glob("*.tar")):
-        try:
-            for name, data in members(file):
-                if name in packed:
-                    problems.append(f"{file.name}: {name} is in two archives")
-                packed[name] = data
-        except (tarfile.TarError, OSError) as error:
-            problems.append(f"{file.name}: is no whole archive ({error})")
-    return packed
-
-
-def _problem(record: Record, files: dict[str, Path], packed: dict[str, bytes]) -> str:
-    """A result's problem, "" if it has none; removes its entries from ``files`` or ``packed``."""
-    found = [_problem_of(each, record["id"], files, packed) for each in files_of(record)]
-    return next(filter(None, found), "")
-
-
-def _problem_of(
-    record: Record, identity: str, files: dict[str, Path], packed: dict[str, bytes]
-) -> str:
-    """The problem of one file of the item called ``identity``; see :func:`_problem`."""
-    place = record["file"]
-    data = packed.pop(Path(place).name, None)
-    if file := files.pop(place, None):
-        data = file.read_bytes()
-    if data is None:
-        return f"{place} is missing"
-    if hashlib.sha256(data).hexdigest() != record["sha256"]:
-        return f"{place} holds other bytes than were written"
-    if place.endswith(".json"):
-        return ""
-    named = read_record(io.BytesIO(data)).get("id")
-    return "" if named == identity else f"{place} says it is {named!r}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -97,12 +97,7 @@ class ImageWorker:
     """
 
     def __init__(
-        self,
-        spec: Spec,
-        device: str = "auto",
-        pipe: Any = None,
-        programs: Programs | None = None,
-        left: Mapping[str | None, int] | None = None,
+        self, spec: Spec, device: str = "auto", pipe: Any = None, programs: Programs | None = None
     ) -> None:
         self.spec = spec
         self.methods = JobMethods(methods_of("images", spec.model), spec)
@@ -112,7 +107,6 @@ class ImageWorker:
         self.network = self.pipe.transformer
         check_sampling(self.pipe, spec.model, spec.sampling)
         self.programs = programs if spec.compiled else None
-        self.left = left or {}
         if self.programs is not None:
             self._check_compiled(self.programs)
 
@@ -162,7 +156,7 @@ class ImageWorker:
     def key(self, item: Item) -> Hashable:
         # a prompt's padding depends on the longest of its batch, and rounding on the padding
         length = 0 if self.pipe.batch_invariant else self.pipe.length_of(item.text)
-        return item.kind, item.method, repr(item.options), length  # 2 and 2.0 are two records
+        return item.alike, length
 
     def _check_options(self, item: Item) -> None:
         """Raise ``ValueError`` for options of an ``item`` that this model does not take."""
@@ -220,9 +214,10 @@ class ImageWorker:
 
     def _rows_of_programs(self, method: Any, item: Item) -> int:
         """Rows of the programs that draw pictures such as ``item`` by ``method``; 0: none do."""
-        if self.programs is None:
+        programs = self.programs
+        if programs is None:
             return 0
-        rows = self.programs.rows_to_be(label(method))
+        rows = programs.rows_to_be(label(method))
 
         def pays() -> bool:
             if self.spec.compiled is True:
@@ -230,9 +225,9 @@ class ImageWorker:
             turn = self._turn("auto", method, rows, item)
             if turn.work is not None and turn.work.seconds.plain is None:
                 self._drawn([item] * rows, rows, compiled="auto")  # timed, not kept
-            return turn.pays(self.left.get(item.method, 1))
+            return turn.pays(programs.job.left.get(item.method, 1))
 
-        return self.programs.rows(label(method), pays)
+        return programs.rows(label(method), pays)
 
 
 def facts_of(

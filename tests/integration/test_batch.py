@@ -33,13 +33,13 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
 from specmm.jobs.answers import AnswerWorker
-from specmm.jobs.engines import run_job, run_local, run_rank, share
-from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Journal, Limits, Spec, occupied, pack, prepare, unpack
+from specmm.jobs.engines import run_job
+from specmm.jobs.folder import Job, Limits, Spec, occupied
 from specmm.jobs.items import Item, read_items
+from specmm.jobs.journal import Journal, pack, unpack
 from specmm.jobs.programs import Programs
+from specmm.jobs.progress import Metrics, Progress
 from specmm.jobs.results import Result, save
-from specmm.jobs.run import JobCounts, pending
 from specmm.jobs.verify import verify
 from specmm.jobs.workers import ImageWorker
 from specmm.loading import hardware
@@ -76,25 +76,20 @@ def worker(tiny: Path, make_tiny: Callable[..., LlamaGenPipeline]) -> ImageWorke
 
 
 @pytest.fixture
-def make(worker: ImageWorker, tmp_path: Path) -> Callable[..., JobCounts]:
+def make(worker: ImageWorker, tmp_path: Path) -> Callable[..., Progress]:
     """Runs items of a job with the tiny model, already loaded."""
 
     def call(
         items: Sequence[Item],
         name: str = "out",
-        runner: Any = run_local,
+        engine: str = "local",
         by: Any = worker,
+        retry_failed: bool = False,
         **limits: Any,
-    ) -> Any:
-        folder, spec = tmp_path / name, worker.spec
-        prepare(folder, spec)
-        counts = runner(
-            Job(folder, spec, Limits(**{"batch": 4, **limits})),
-            pending(folder, items),
-            opener=lambda: by,
-        )
-        finish(folder, spec, items, 1000)
-        return counts
+    ) -> Progress:
+        job = Job(tmp_path / name, worker.spec, Limits(**{"batch": 4, **limits}))
+        given = dict(retry_failed=retry_failed, opener=lambda *_: by)
+        return run_job(job, items, engine, **given)[1]
 
     return call
 
@@ -386,14 +381,14 @@ def test_what_is_left_is_asked_once_nobody_else_works(worker, tmp_path, monkeypa
     job, items = Job(tmp_path / "out", worker.spec, Limits(batch=2)), read_items(jobs(tmp_path, 2))
     first: list[Any] = []
 
-    def held(journals: Path, shared: bool) -> Any:
+    def held(journals: Path, rank: str) -> Any:
         if not first:  # the other process, while this one comes to the lock
             first.append(None)
-            first.append(run_job(job, items, opener=lambda: worker)[1])
-        return occupied(journals, shared)
+            first.append(run_job(job, items, opener=lambda *_: worker)[1])
+        return occupied(journals, rank)
 
     monkeypatch.setattr(engines, "occupied", held)
-    assert run_job(job, items, opener=lambda: worker)[1].done == []
+    assert run_job(job, items, opener=lambda *_: worker)[1].done == []
     assert len(first[1].done) == 2
 
 
@@ -415,7 +410,7 @@ def test_bit_equal_across_batches_orders_workers_and_restarts(make, worker, tmp_
     monkeypatch.setenv("WORLD_SIZE", "3")
     for rank in ("2", "0", "1"):
         monkeypatch.setenv("RANK", rank)
-        make(share(items), "ranks", run_rank, batch=3)
+        make(items, "ranks", "accelerate", batch=3)
     first = results(tmp_path / "b1")
     assert len(first) == 9
     assert all(results(tmp_path / name) == first for name in ("b4", "b16", "restarted", "ranks"))
@@ -425,16 +420,14 @@ def test_bit_equal_across_batches_orders_workers_and_restarts(make, worker, tmp_
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):
-    held = Journal(tmp_path, "local")
-    with pytest.raises(ValueError, match="another process"):
-        Journal(tmp_path, "local")
-    held.close()
-    with (
-        occupied(tmp_path, shared=True),
-        occupied(tmp_path, shared=True),
-        pytest.raises(ValueError, match="another"),
-    ):
-        occupied(tmp_path, shared=False).__enter__()
+    for rank in ("", "rank-0"):
+        with (
+            occupied(tmp_path, "rank-0"),
+            occupied(tmp_path, "rank-1"),
+            pytest.raises(ValueError, match="another process"),
+            occupied(tmp_path, rank),
+        ):
+            pass
 
 
 # ---- faults
@@ -452,9 +445,9 @@ def test_a_poisoned_item_is_set_aside_and_may_be_taken_up_again(make, worker, tm
     record = json.loads((tmp_path / "out/failed.jsonl").read_text())
     assert record["tries"] == 3
     assert record["error"] == "RuntimeError: the model does not like three"
-    assert pending(tmp_path / "out", items) == []
-    (left,) = pending(tmp_path / "out", items, retry_failed=True)
-    assert make([left]).done == ["set/3"] or left.id == "set/3"
+    again = make(items)
+    assert not again.done and not again.failed
+    assert make(items, retry_failed=True).done == ["set/3"]
 
 
 @pytest.mark.slow
@@ -544,13 +537,11 @@ def test_folders_are_on_the_disk_before_the_records(make, tmp_path, monkeypatch)
     assert told[-1] == "journal" and set(told[:-1]) == {*folders, "results"}
 
 
-def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[str]) -> None:
-    """In a child process: no file may grow beyond a few bytes, the journal included."""
+def without_room(work: Callable[[], object], answers: SimpleQueue[str]) -> None:
+    """In a child process."""
     torch.set_num_threads(1)  # a forked process has no thread pool
     sys.stdout = sys.stderr = io.StringIO()  # pytest keeps what is said in a file, too
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    prepare(folder, Spec("any"))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
     try:
         work()
         answers.put("no error")
@@ -558,13 +549,12 @@ def without_room(work: Callable[[], object], folder: Path, answers: SimpleQueue[
         answers.put(str(error))
 
 
-def test_a_file_limit_is_a_clear_error(make, tmp_path):
-    """A real limit of the system, in a process of its own."""
+def test_a_file_limit_is_a_clear_error(make, worker, tmp_path):
+    """A real limit of the system, in a process of its own: no file may grow beyond a few bytes."""
     items, context = read_items(jobs(tmp_path, 2)), multiprocessing.get_context("fork")
     answers: SimpleQueue[str] = context.SimpleQueue()
-    child = context.Process(
-        target=without_room, args=(lambda: make(items), tmp_path / "out", answers)
-    )
+    limit = Faulty(worker, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700)))
+    child = context.Process(target=without_room, args=(lambda: make(items, by=limit), answers))
     child.start()
     child.join()
     assert child.exitcode == 0
@@ -581,13 +571,10 @@ def test_kills_at_random_moments_lose_nothing(worker):
 
 
 def test_metrics_are_served_while_it_works(tmp_path):
-    from specmm.jobs.run import Bar, Metrics
-
     metrics = Metrics(0)
-    with Bar(3, 0, metrics) as bar:
-        bar.observe(2, 1, 2, 0.5)
-    text = urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics").read().decode()
-    metrics.close()
+    with Progress(3, 0, metrics) as bar:
+        bar.observe(["a", "b"], ["c"], 0.5)
+        text = urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics").read().decode()
     assert "specmm_items_done_total 2.0" in text and "specmm_items_failed_total 1.0" in text
     assert threading.active_count() < 50
 
@@ -609,9 +596,8 @@ def test_answers_are_bit_equal_and_read_by_eval(tmp_path):
     spec = Spec("pocket/llava", sampling={"max_new_tokens": 8}, dtype="float32")
     worker = AnswerWorker(spec, questions=True)
     for size in (1, 4):
-        prepare(folder := tmp_path / str(size), spec)
-        run_local(Job(folder, spec, Limits(size)), pending(folder, items), opener=lambda: worker)
-        finish(folder, spec, items, 1000)
+        job = Job(tmp_path / str(size), spec, Limits(size))
+        run_job(job, items, opener=lambda *_: worker)
     assert results(tmp_path / "1") == results(tmp_path / "4") and len(results(tmp_path / "1")) == 4
     assert "no.png" in (tmp_path / "1/failed.jsonl").read_text()
     index = [json.loads(line) for line in (tmp_path / "4/index.jsonl").read_text().splitlines()]

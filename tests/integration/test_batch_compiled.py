@@ -4,7 +4,6 @@ restart, for all pictures of a method are compiled, by programs of one number of
 
 import json
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from specmm.choose import when_compiled
 from specmm.image_ar.records import read_record
 from specmm.image_ar.tokens import running as tokens_running
 from specmm.image_ar.tokens.target import Prompt
-from specmm.jobs.engines import run_local
-from specmm.jobs.finish import finish
+from specmm.jobs.engines import run_job
 from specmm.jobs.folder import PROGRAMS, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.programs import Programs
-from specmm.jobs.run import JobCounts, pending
+from specmm.jobs.progress import Progress
 from specmm.jobs.workers import ImageWorker
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.programs.compiled import UNCOMPILED
@@ -46,19 +44,15 @@ def made(tiny, monkeypatch, tmp_path):
 
     def work(
         items: Sequence[Item], name: str, compiled: Any, method: str = "ar", batch: int = 3
-    ) -> JobCounts:
+    ) -> Progress:
         spec = Spec(str(tiny), method, dtype="float32", compiled=compiled)
+
+        def opener(job: Job, _: Sequence[Item]) -> ImageWorker:
+            return ImageWorker(spec, pipe=pipe, programs=Programs(job))
+
         job = Job(tmp_path / name, spec, Limits(batch))
-        prepare(job.folder, spec)
-        left = pending(job.folder, items)
-
-        def opener() -> ImageWorker:
-            counts = Counter(item.method for item in left)
-            return ImageWorker(spec, pipe=pipe, programs=Programs(job), left=counts)
-
-        counts = run_local(job, left, opener=opener)
-        work.summary = finish(job.folder, spec, items, 1000)
-        return counts
+        work.summary, progress = run_job(job, items, opener=opener)
+        return progress
 
     turn, work.rows = pipe.turn, []
 

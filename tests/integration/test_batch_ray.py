@@ -8,7 +8,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 import specmm
-from specmm.jobs.engines import run_cluster
-from specmm.jobs.finish import finish
-from specmm.jobs.folder import Job, Limits, Spec, prepare, read_journals
-from specmm.jobs.run import pending
+from specmm.jobs.engines import run_job
+from specmm.jobs.folder import Job, Limits, Spec
+from specmm.jobs.items import Item
+from specmm.jobs.journal import Ledger
+from specmm.jobs.progress import Progress
 from specmm.jobs.verify import verify
 from tests.flat import drawing, some
 
@@ -76,23 +77,22 @@ def wait(until: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def job(folder: Path, **limits: Any) -> Job:
-    prepare(folder, spec := Spec("any"))
-    return Job(folder, spec, Limits(**limits))
+def make(folder: Path, items: Sequence[Item], opener: Any = None, **limits: Any) -> Progress:
+    """What a job on the cluster comes to."""
+    job = Job(folder, Spec("any"), Limits(**limits))
+    return run_job(job, items, "ray", opener=opener or drawing())[1]
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_takes_nothing_with_it(one_core: Nodes, tmp_path: Path) -> None:
     items = some(6)
-    mine = job(tmp_path, batch=2, retries=0, actors=1)
-    counter = run_cluster(mine, pending(tmp_path, items), opener=drawing(fatal="set/3"))
-    finish(tmp_path, mine.spec, items, 1000)
+    counter = make(tmp_path, items, drawing(fatal="set/3"), batch=2, retries=0, actors=1)
     assert sorted(counter.done) == [f"set/{i}" for i in (0, 1, 2, 4, 5)]
     assert counter.failed == ["set/3"]
     assert "worker died" in json.loads((tmp_path / "failed.jsonl").read_text())["error"]
     found = verify(tmp_path, items)
     assert (found.done, found.failed, found.left, found.problems) == (5, 1, 0, [])
-    assert pending(tmp_path, items) == []
+    assert make(tmp_path, items).done == []
 
 
 @pytest.mark.slow
@@ -103,10 +103,10 @@ def test_an_item_that_kills_is_tried_on_another_node(nodes: Nodes, tmp_path: Pat
     items = some(9)
     deaths = tmp_path / "deaths"
     opener = drawing(fatal="set/3", deaths=deaths)
-    counter = run_cluster(job(tmp_path, batch=3, retries=1), items, opener=opener)
+    counter = make(tmp_path, items, opener, batch=3, retries=1)
     assert sorted(counter.done) == sorted(i.id for i in items if i.id != "set/3")
     assert counter.failed == ["set/3"]
-    record = next(r for r in read_journals(tmp_path / "journal") if r.get("state") == "failed")
+    record = Ledger(tmp_path / "journal")["set/3"]
     assert record["tries"] == 2 and "worker died" in record["error"]
     assert len(set(deaths.read_text().split())) == 2
 
@@ -130,8 +130,7 @@ def test_a_node_of_other_code_is_left_out(nodes: Nodes, tmp_path: Path, caplog: 
     nodes.add(num_cpus=1, env_vars={"PYTHONPATH": str(own.parent)})
     items, until = some(12), tmp_path / "until"
     with ThreadPoolExecutor() as aside:
-        mine = job(tmp_path / "out", batch=2)
-        run = aside.submit(run_cluster, mine, items, opener=drawing(until=until))
+        run = aside.submit(make, tmp_path / "out", items, drawing(until=until), batch=2)
         wait(lambda: "is left out: it has source" in caplog.text)
         until.touch()
         counter = run.result(LONG)
@@ -146,7 +145,7 @@ def test_without_a_node_that_can_the_job_ends(nodes: Nodes, tmp_path: Path) -> N
     with pytest.raises(
         ValueError, match=r"no node of the Ray cluster can make the items: .* not here"
     ):
-        run_cluster(job(tmp_path / "out"), some(4), opener=drawing())
+        make(tmp_path / "out", some(4))
 
 
 @pytest.mark.slow
@@ -155,7 +154,7 @@ def test_a_node_that_joins_late(nodes: Nodes, tmp_path: Path, caplog: Any) -> No
     nodes.add(num_cpus=0)
     items = some(4)
     with ThreadPoolExecutor() as aside:  # nodes are added by the main thread
-        run = aside.submit(run_cluster, job(tmp_path), items, opener=drawing())
+        run = aside.submit(make, tmp_path, items)
         wait(lambda: "waiting until one joins" in caplog.text)
         nodes.add(num_cpus=1)
         counter = run.result(LONG)
@@ -168,7 +167,7 @@ def test_where_memory_runs_out(nodes: Nodes, tmp_path: Path, caplog: Any) -> Non
     little = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}
     nodes.add(num_cpus=2, _system_config=little)
     with pytest.raises(ValueError, match=r"no node of the Ray .* workers died .* memory"):
-        run_cluster(job(tmp_path, batch=2, retries=0), some(8), opener=drawing(seconds=5.0))
+        make(tmp_path, some(8), drawing(seconds=5.0), batch=2, retries=0)
     assert "memory ran out on" in caplog.text and ": 1 workers are there now" in caplog.text
 
 
@@ -177,13 +176,12 @@ def test_a_lost_node_and_batches_that_grow(nodes: Nodes, tmp_path: Path) -> None
     """Its items are made elsewhere within seconds, by actors whose batches grow as they live."""
     nodes.add(num_cpus=1)
     lost = nodes.add(num_cpus=1)
-    items, mine = some(200), job(tmp_path)
+    items = some(200)
     with ThreadPoolExecutor() as aside:
-        run = aside.submit(run_cluster, mine, items, opener=drawing(seconds=0.5))
-        wait(lambda: len(list((tmp_path / "journal").glob("ray-*"))) == 3)  # a driver and two
+        run = aside.submit(make, tmp_path, items, drawing(seconds=0.5))
+        wait(lambda: len(list((tmp_path / "journal").glob("ray-*"))) == 2)
         nodes.cluster.remove_node(lost, allow_graceful=False)
         counter = run.result(LONG)
-    finish(tmp_path, mine.spec, items, 1000)
     assert sorted(counter.done) == sorted(item.id for item in items) and not counter.failed
     assert verify(tmp_path, items).problems == []
     records = map(json.loads, (tmp_path / "index.jsonl").read_text().splitlines())
@@ -193,7 +191,7 @@ def test_a_lost_node_and_batches_that_grow(nodes: Nodes, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_as_many_workers_as_fit(one_core: Nodes, tmp_path: Path, caplog: Any) -> None:
     """Four where there is one core: the others would never start, nor their items end."""
-    counter = run_cluster(job(tmp_path, batch=2, actors=4), items := some(4), opener=drawing())
+    counter = make(tmp_path, items := some(4), batch=2, actors=4)
     assert sorted(counter.done) == [item.id for item in items] and not counter.failed
     assert "1 workers fit into the cluster, not 4" in caplog.text
 
@@ -204,13 +202,12 @@ def test_one_actor_a_gpu_or_shares_of_it(nodes: Nodes, tmp_path: Path, asked, ac
     """By Ray's count of GPUs, of which there is none here."""
     nodes.add(num_cpus=4, num_gpus=2)
     items, until = some(12), tmp_path / "until"
-    mine = job(tmp_path, batch=1, actors=asked)
     with ThreadPoolExecutor() as aside:
-        run = aside.submit(run_cluster, mine, items, opener=drawing(until=until))
-        journals = tmp_path / "journal"
-        wait(lambda: len(list(journals.glob("ray-*.log"))) == actors + 1)  # and the driver's
+        given = dict(batch=1, actors=asked)
+        run = aside.submit(make, tmp_path, items, drawing(until=until), **given)
+        wait(lambda: len(list(tmp_path.glob("waits-*"))) == actors)
         time.sleep(1.0)
-        assert len(list(journals.glob("ray-*.log"))) == actors + 1
+        assert len(list(tmp_path.glob("waits-*"))) == actors
         until.touch()
         assert len(run.result(LONG).done) == len(items)
 
@@ -223,5 +220,5 @@ def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     begin = time.perf_counter()
     with pytest.raises(ValueError, match=rf"got 127.0.0.1:{port}, where nothing answers"):
-        run_cluster(job(tmp_path), some(1))
+        make(tmp_path, some(1))
     assert time.perf_counter() - begin < 20  # with the import of ray

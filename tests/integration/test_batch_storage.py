@@ -15,8 +15,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from specmm.jobs import folder as folders
-from specmm.jobs import locks
+from specmm.jobs import journal, locks
 from specmm.jobs.engines import run_job
 from specmm.jobs.folder import Job, Limits, Spec, occupied
 from specmm.jobs.items import read_items
@@ -131,7 +130,7 @@ def test_a_job_at_an_address_is_killed_and_resumed(s3, quick, tmp_path, layout):
 
 
 def test_journals_of_many_objects(s3, monkeypatch):
-    monkeypatch.setattr(folders, "PART", 1500)
+    monkeypatch.setattr(journal, "PART", 1500)
     assert len(made(s3).done) == 9
     assert len(list((place(s3) / "journal").glob("*.log"))) > 1
     assert made(s3).done == [] and verify(place(s3), some(9)).problems == []
@@ -154,19 +153,19 @@ def test_two_at_once(kind, quick, request, tmp_path):
     folder = place(found or str(tmp_path / "out"))
     made(str(folder))
     with (
-        occupied(folder / "journal", shared=False),
+        occupied(folder / "journal"),
         pytest.raises(ValueError, match=rf"is being written by .*\(process {os.getpid()} on "),
-        occupied(folder / "journal", shared=False),
+        occupied(folder / "journal"),
     ):
         pass
     with (
-        occupied(folder / "journal", shared=True),
-        occupied(folder / "journal", shared=True),
+        occupied(folder / "journal", "rank-0"),
+        occupied(folder / "journal", "rank-1"),
         pytest.raises(ValueError, match="is being written by"),
-        occupied(folder / "journal", shared=False),
+        occupied(folder / "journal"),
     ):
         pass
-    with occupied(folder / "journal", shared=False):
+    with occupied(folder / "journal"):
         pass
 
 
@@ -184,7 +183,7 @@ def test_a_lease_outlives_a_network_that_is_away(s3, quick, monkeypatch):
 
     monkeypatch.setattr(locks, "write_whole", write)
     folder = place(s3)
-    with occupied(folder / "journal", shared=False):
+    with occupied(folder / "journal"):
         assert renewed.wait(20)
     assert not list((folder / "journal").glob("*.lease"))
 

@@ -33,7 +33,8 @@ def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
     ranks = ("torchrun", "--nproc-per-node", 2, "--no-python")
     launched = call(*ranks, "specmm", *given, "--engine", "accelerate", "--out", out)
     assert launched.returncode == 0, launched.stderr
-    assert sorted(f.stem for f in (out / "journal").glob("rank-*")) == ["rank-00000", "rank-00001"]
+    journals = sorted(f.name.rpartition("-")[0] for f in (out / "journal").glob("rank-*.log"))
+    assert journals == ["rank-00000", "rank-00001"]
     checked = call("specmm", "batch", jobs, "--out", out, "--verify", "--json")
     wanted = {"items": 5, "done": 5, "failed": 0, "left": 0, "problems": []}
     assert json.loads(checked.stdout) == wanted

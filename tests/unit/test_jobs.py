@@ -25,24 +25,15 @@ from specmm.core.decode import decide
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.registry import unknown
-from specmm.jobs import run
+from specmm.jobs import progress
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import (
-    JOURNALS,
-    MAKER,
-    Job,
-    Journal,
-    Ledger,
-    Spec,
-    failure,
-    pack,
-    prepare,
-    unpack,
-)
+from specmm.jobs.folder import JOURNALS, Job, Spec, prepare
 from specmm.jobs.items import Item, parse, read_items, seed_of
+from specmm.jobs.journal import Journal, Ledger, failure, pack, unpack
+from specmm.jobs.making import BatchSizer
 from specmm.jobs.programs import Programs
+from specmm.jobs.progress import Progress
 from specmm.jobs.results import name_of, place_of
-from specmm.jobs.run import Bar, BatchSizer
 from specmm.loading.hardware import out_of_memory
 from specmm.verify import Recursive, Traversal
 from specmm.vlm.pictures import open_image
@@ -62,15 +53,14 @@ def item(identity: str) -> Item:
 
 @settings(max_examples=15, deadline=None)  # each waits for the disk
 @given(st.lists(RECORDS, max_size=5), st.binary(max_size=12))
-def test_a_torn_tail_is_cut_off(tmp_path_factory, records, torn):
+def test_a_torn_line_hides_no_other(tmp_path_factory, records, torn):
     folder = tmp_path_factory.mktemp("journal")
-    data = b"".join(map(pack, records))
-    (folder / "a.log").write_bytes(data + torn)
-    journal = Journal(folder, "a")
-    journal.append([{"id": "x", "state": "done"}])
-    journal.close()
-    assert (folder / "a.log").read_bytes() == data + pack({"id": "x", "state": "done"})
-    assert Ledger(folder)["x"]["state"] == "done"
+    records = [{**record, "id": f"{i}", "state": "done"} for i, record in enumerate(records)]
+    (folder / "a-1.log").write_bytes(b"".join(map(pack, records)) + torn)
+    Journal(folder, "a").append([{"id": "x", "state": "done"}])
+    known = Ledger(folder)
+    assert [known[record["id"]] for record in records] == records
+    assert known["x"]["state"] == "done" and len(known) == len(records) + 1
 
 
 @QUICK
@@ -89,43 +79,26 @@ def test_a_line_that_was_cut_anywhere_is_no_line():
 
 def test_done_stands_against_failed_in_any_order(tmp_path):
     for name, state in (("b", "failed"), ("a", "done"), ("c", "failed")):
-        journal = Journal(tmp_path, name)
-        journal.append([{"id": "x", "state": state}])
-        journal.close()
+        Journal(tmp_path, name).append([{"id": "x", "state": state}])
     assert Ledger(tmp_path)["x"]["state"] == "done"
 
 
 def test_the_latest_failure_counts_in_any_order(tmp_path):
     """An item set aside under Ray, and again here for another reason."""
     for name, at in (("b", 1.0), ("a", 2.0), ("c", 1.5)):
-        journal = Journal(tmp_path, name)
-        journal.append([{**failure(item("x"), f"reason {at}", 1), "at": at}])
-        journal.close()
+        Journal(tmp_path, name).append([{**failure(item("x"), f"reason {at}", 1), "at": at}])
     assert Ledger(tmp_path)["x"]["error"] == "reason 2.0"
 
 
-def test_a_line_of_the_journal_is_known_by_its_head(tmp_path):
-    """Ids of any letters, whose records are read when they are asked for."""
+def test_records_are_known_by_ids_of_any_letters(tmp_path):
     ids = ['quote " and \\\\', "é 漢", "plain", "\\u0041"]
-    journal = Journal(tmp_path, "a")
     made = [{"id": one, "state": "done", "at": 1.0, "item": item(one).digest} for one in ids]
-    journal.append([{**record, MAKER: {"model": "m"}} for record in made])
-    journal.append([failure(item("bad"), "no", 1)])
-    journal.close()
+    Journal(tmp_path, "a").append([*made, failure(item("bad"), "no", 1)])
     known = Ledger(tmp_path)
-    assert list(known) == [*ids, "bad"] and list(known.makers.values()) == [{"model": "m"}]
+    assert list(known) == [*ids, "bad"] and "other" not in known
     assert [known.is_done(one) for one in known] == [True] * 4 + [False]
     assert all(known.digest(one) == item(one).digest for one in known)
-    assert all(known[record["id"]].items() >= record.items() for record in made)
-
-
-def test_a_torn_journal_ends_at_its_last_whole_line(tmp_path):
-    lines = [pack({"id": f"{i}", "state": "done", "much": "x" * 70_000}) for i in range(3)]
-    for torn in (b"", b"torn", lines[0][:-1], b"torn\nlines\n"):
-        (tmp_path / "a.log").write_bytes(b"".join(lines) + torn)
-        journal = Journal(tmp_path, "a")
-        journal.close()
-        assert (tmp_path / "a.log").read_bytes() == b"".join(lines)
+    assert [known[one] for one in ids] == made
 
 
 # ---- items
@@ -407,9 +380,8 @@ def test_a_record_of_a_long_job_is_small(tmp_path):
 
     def finished(folder, some):
         (folder / JOURNALS).mkdir(parents=True)
-        journal = Journal(folder / JOURNALS, "local")
-        journal.append([{"id": i.id, "item": i.digest, "seed": i.seed, **done} for i in some])
-        journal.close()
+        made = [{"id": i.id, "item": i.digest, "seed": i.seed, **done} for i in some]
+        Journal(folder / JOURNALS, "local").append(made)
         tracemalloc.start()
         summary = finish(folder, spec, some, 1000)
         peak = tracemalloc.get_traced_memory()[1]
@@ -437,14 +409,14 @@ def test_pictures_of_a_line_may_be_addresses(tmp_path):
 
 def test_a_log_holds_the_progress_of_a_long_job(capsys, monkeypatch):
     """Of a night's job without a terminal nothing was told until it ended."""
-    with Bar(10, 0) as bar:
-        bar.observe(2, 0, 2, 0.1)
+    with Progress(10, 0) as bar:
+        bar.observe(["a", "b"], [], 0.1)
     assert capsys.readouterr().err == "", "a short one tells nothing"
-    monkeypatch.setattr(run, "EVERY", 0.2)
-    with Bar(10, 4) as bar:
+    monkeypatch.setattr(progress, "EVERY", 0.2)
+    with Progress(10, 4) as bar:
         for _ in range(3):
             time.sleep(0.25)
-            bar.observe(2, 0, 2, 0.1)
+            bar.observe(["a", "b"], [], 0.1)
     told = capsys.readouterr().err
     assert "8/10" in told and "10/10" in told and "item" in told
 

@@ -1,0 +1,152 @@
+"""The journals of a job: what became of its items.
+
+They are authoritative: a line is written only after the files it describes (:mod:`.results`). A
+line is a checksum and a JSON record. A journal is a series of files, each of which is written whole
+with every append, on a disk as in object storage, so a process that dies tears none. Every process
+of a job has its own journal and reads all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specmm.image_ar.records import Record
+from specmm.jobs.items import Item
+from specmm.loading.files import sync_folder, write_whole
+
+PART = 2**18  # bytes of a journal's file, all of which are written again for each append
+
+
+def pack(record: Record) -> bytes:
+    """A line of the journal."""
+    text = json.dumps(record, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def unpack(line: bytes) -> Record | None:
+    """The record of a line; None for a line that is not whole."""
+    try:
+        if line[-1:] != b"\n" or int(line[:8], 16) != zlib.crc32(line[9:-1]):
+            return None
+        found = json.loads(line[9:])
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def failure(item: Item, error: str, tries: int) -> Record:
+    """The record of an item that is set aside."""
+    now = {"at": time.time(), "item": item.digest}
+    return {"id": item.id, "state": "failed", **now, "error": error, "tries": tries}
+
+
+class Journal:
+    """The journal of the process called ``name``: files ``NAME-TIME.log`` in ``folder``."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        self._begin()
+
+    def _begin(self) -> None:
+        self.file = self.folder / f"{self.name}-{time.time_ns()}.log"
+        self.data = b""
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add ``records``; they are on the disk when this returns. Raises ``OSError``."""
+        data = self.data + b"".join(map(pack, records))
+        write_whole(self.file, data, durable=True)
+        sync_folder(self.folder)
+        self.data = data
+        if len(data) > PART:
+            self._begin()
+
+
+def read_journals(folder: Path, name: str = "") -> Iterator[tuple[str, Record]]:
+    """The records of all journals, or of the one called ``name``, each after its journal's name;
+    lines that are not whole are skipped.
+    """
+    for file in sorted(folder.glob(f"{name}*.log")):
+        with file.open("rb") as stream:
+            for line in stream:
+                record = unpack(line)
+                if record is not None:
+                    yield file.name.rpartition("-")[0], record
+
+
+class Ledger(Mapping[str, Record]):
+    """The record that counts of every item, by id: "done" over "failed", the latest of several (a
+    repaired result has two; journals are read in no order of time, so a record holds the time).
+
+    They lie in a database without a name, which is gone with the ledger: a million in memory would
+    be gigabytes. ``name`` is the journal whose records alone are read.
+    """
+
+    def __init__(self, journals: Path, name: str = "") -> None:
+        self._base = sqlite3.connect("")
+        self._base.execute(
+            "create table items (id text primary key, done, at, digest, journal, record)"
+        )
+        self._base.executemany(
+            "insert into items values (?, ?, ?, ?, ?, ?) on conflict (id) do update set done = "
+            "excluded.done, at = excluded.at, digest = excluded.digest, "
+            "journal = excluded.journal, record = excluded.record "
+            "where (excluded.done, excluded.at) > (items.done, items.at)",
+            (
+                (
+                    record["id"],
+                    record["state"] == "done",
+                    record.get("at", 0),
+                    record.get("item", ""),
+                    journal,
+                    json.dumps(record),
+                )
+                for journal, record in read_journals(journals, name)
+                if "state" in record
+            ),
+        )
+
+    def _one(self, column: str, identity: str) -> Any:
+        found = self._base.execute(f"select {column} from items where id = ?", (identity,))
+        return next(found, (None,))[0]
+
+    def __getitem__(self, identity: str) -> Record:
+        found = self._one("record", identity)
+        if found is None:
+            raise KeyError(identity)
+        record: Record = json.loads(found)
+        return record
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for (name,) in self._base.execute("select id from items order by rowid"))
+
+    def __len__(self) -> int:
+        count: int = self._base.execute("select count(*) from items").fetchone()[0]
+        return count
+
+    def __contains__(self, identity: object) -> bool:
+        return self._one("id", str(identity)) is not None
+
+    def is_done(self, identity: str) -> bool:
+        """Whether the item is done: neither set aside nor left."""
+        return bool(self._one("done", identity))
+
+    def digest(self, identity: str) -> str:
+        """The digest of the item as it was made or set aside."""
+        return str(self._one("digest", identity))
+
+    def count_done(self) -> int:
+        """How many items are done."""
+        count: int = self._base.execute("select count(*) from items where done").fetchone()[0]
+        return count
+
+    def since(self, moment: float) -> list[tuple[int, float, float]]:
+        """Of every journal with records after ``moment``: their number, the first and last time."""
+        asked = "select count(*), min(at), max(at) from items where at > ? group by journal"
+        return self._base.execute(asked, (moment,)).fetchall()

@@ -1,0 +1,101 @@
+"""What one process did of a job so far, told by a bar and, where asked, by metrics."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from specmm.loading.extras import install
+
+EVERY = 60  # seconds between two states of the bar in a log
+
+
+class Progress:
+    """The outcome of one process: ids it finished (``done``) and set aside (``failed``), whether
+    Ctrl-C ended it, and the ``seconds`` since its start.
+
+    Its bar is over ``total`` items of which ``before`` were done earlier. In a log it comes once a
+    minute, and not at all of what takes less.
+    """
+
+    def __init__(self, total: int, before: int, metrics: Metrics | None = None) -> None:
+        watched = sys.stderr.isatty()
+        often = 0.1 if watched else EVERY
+        self.bar = tqdm(
+            total=total,
+            initial=before,
+            unit="item",
+            smoothing=0.1,
+            mininterval=often,
+            maxinterval=max(often, 10),
+            delay=0 if watched else EVERY,
+        )
+        self.metrics = metrics
+        self.done: list[str] = []
+        self.failed: list[str] = []
+        self.interrupted = False
+        self.seconds = 0.0
+        self.began = time.perf_counter()
+
+    def observe(
+        self, done: Sequence[str], failed: Sequence[str], seconds: float, slow: str = ""
+    ) -> None:
+        """Items were done in ``seconds`` of the model, others set aside; a machine is ``slow``."""
+        self.done += done
+        self.failed += failed
+        self.bar.update(len(done) + len(failed))
+        more = {"slow": slow} if slow else {}
+        self.bar.set_postfix(batch=len(done), failed=len(self.failed), **more, refresh=False)
+        if self.metrics is not None:
+            self.metrics.observe(len(done), len(failed), seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self.began
+        self.bar.close()
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+class Metrics:
+    """Counters for Prometheus at http://127.0.0.1:``port``/metrics; 0 takes a free port."""
+
+    def __init__(self, port: int) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+        except ModuleNotFoundError as error:
+            raise ValueError(f"metrics need prometheus_client, run: {install('batch')}") from error
+        registry = CollectorRegistry()
+
+        def counter(name: str, text: str) -> Any:
+            return Counter(f"specmm_{name}", text, registry=registry)
+
+        self.done = counter("items_done", "Items finished by this process.")
+        self.failed = counter("items_failed", "Items set aside by this process.")
+        self.seconds = counter("busy_seconds", "Seconds spent in the model.")
+        self.batch = Gauge("specmm_batch_size", "Items of the last batch.", registry=registry)
+        try:
+            self.server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
+        except OSError as error:
+            raise ValueError(
+                f"metrics port {port} must be free, got: {error.strerror}; choose another"
+            ) from error
+        self.port = self.server.server_port
+
+    def observe(self, done: int, failed: int, seconds: float) -> None:
+        self.done.inc(done)
+        self.failed.inc(failed)
+        self.seconds.inc(seconds)
+        if done:
+            self.batch.set(done)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.server.shutdown()
+        self.server.server_close()
