@@ -61,7 +61,7 @@ class AnswerWorker:
             self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:
-        return item.alike, self._draws(item)
+        return item.alike
 
     def turns(self, item: Item) -> int:
         # positions or pictures that depend on the batch leave no room for waiting items
@@ -90,22 +90,14 @@ class AnswerWorker:
         facts = facts_of(method, out, items, rows, time.perf_counter() - start)
         answers = out.answers if self.questions else out.texts
         pictures = out.pictures if drawn else [None] * len(items)
-        shares = [
-            {"tokens": len(n), "tau": tau} for n, tau in zip(out.tokens, out.taus, strict=True)
-        ]
-        made = zip(items, answers, shares, pictures, strict=True)
+        made = zip(items, answers, out.tokens, out.taus, pictures, strict=True)
         return [
             Result(
                 item,
-                _with_share(facts, share),
+                {**facts, "stats": {**facts["stats"], "tokens": len(tokens), "tau": tau}},
                 {**maker, "inputs": digests_of(item)},
                 answer=answer,
                 pictures=shown,
             )
-            for item, answer, share, shown in made
+            for item, answer, tokens, tau, shown in made
         ]
-
-
-def _with_share(facts: dict[str, Any], share: dict[str, Any]) -> dict[str, Any]:
-    """``facts`` of a batch with the ``share`` of an item, which is known."""
-    return {**facts, "stats": facts["stats"] | share}

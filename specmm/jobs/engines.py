@@ -61,8 +61,7 @@ def run_job(
     if engine == "accelerate":
         number, count = _rank()
         rank, mine = f"rank-{number:05d}", mine[number::count]  # done or not: always the same
-    prepare(job.folder, job.spec, files_of_models(job.spec.models))
-    Programs(job).count(len(items))
+    prepare(job.folder, job.spec, files_of_models(job.spec.models), len(items))
     # look for remaining items only once no other process works on them, or both would make them
     with occupied(job.journals, rank):
         if not rank:

@@ -12,8 +12,6 @@ import logging
 import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +24,7 @@ from specmm.jobs.results import files_of
 from specmm.loading.files import files_in, sync_folder, whole, write_whole
 
 log = logging.getLogger(__name__)
-HIDDEN = ("state", "at", "item", "bytes")  # of a journal's record, not needed in an index
+HIDDEN = ("state", "at", "item")  # of a journal's record, not needed in an index
 
 
 def finish(
@@ -40,9 +38,19 @@ def finish(
         known = Ledger(folder / JOURNALS)
         if spec.layout == "tar":
             archive(folder, items, known, shard)
-        totals = Totals()
-        index = partial(_index, items, known, totals, spec, shard)
-        _write_lines(folder / "index.jsonl", index())
+        totals = {"done": 0, "tokens": 0, "seconds": 0.0, "compiled_items": 0}
+        claims: Counter[str] = Counter()
+
+        def counted() -> Iterator[Record]:
+            for row in _index(items, known, spec, shard):
+                totals["done"] += 1
+                totals["tokens"] += row["stats"]["tokens"]
+                totals["seconds"] += row["stats"]["seconds"]
+                totals["compiled_items"] += row.get("compiled", False)
+                claims[row["certificate"]["kind"]] += 1
+                yield row
+
+        _write_lines(folder / "index.jsonl", counted())
         failed = [item.id for item in items if item.id in known and not known.is_done(item.id)]
         _write_lines(folder / "failed.jsonl", (known[name] for name in failed))
         summary = {
@@ -52,63 +60,29 @@ def finish(
             "seed": spec.seed,
             "items": len(items),
             "failed": len(failed),
-            **vars(totals),
-            "certificates": dict(totals.certificates),
+            **totals,
+            "certificates": dict(claims),
             "sampling": spec.sampling,
             "compiled": spec.compiled,
             **place_of_job(folder),
         }
         if parquet:
-            _write_parquet(folder / "index.parquet", list(index()))
+            _write_parquet(folder / "index.parquet", list(_index(items, known, spec, shard)))
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)
         sync_folder(folder)
     return summary
 
 
-@dataclass
-class Totals:
-    """Sums over the finished items of a job."""
-
-    done: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    certificates: Counter[str] = field(default_factory=Counter)
-    compiled_items: int = 0
-
-    def add(self, record: Record) -> None:
-        """Count a finished item."""
-        self.done += 1
-        self.tokens += record["stats"]["tokens"]
-        self.seconds += record["stats"]["seconds"]
-        self.certificates[record["certificate"]["kind"]] += 1
-        self.compiled_items += record.get("compiled", False)
-
-
-def _index(
-    items: Sequence[Item], known: Ledger, totals: Totals, spec: Spec, shard: int
-) -> Iterator[Record]:
+def _index(items: Sequence[Item], known: Ledger, spec: Spec, shard: int) -> Iterator[Record]:
     """The index's rows of finished items, one at a time: a million at once would be gigabytes."""
     for number, item in enumerate(items):
         if known.is_done(item.id):
-            record = known[item.id]
-            totals.add(record)
-            yield _indexed(spec, record, number, shard)
-
-
-def _indexed(spec: Spec, record: Record, number: int, shard: int) -> Record:
-    row = _shown(record)
-    if "pictures" in row:
-        row["pictures"] = [_shown(picture) for picture in row["pictures"]]
-    if spec.layout == "tar":
-        for file in files_of(row):
-            file["member"] = Path(file["file"]).name
-            file["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
-    return row
-
-
-def _shown(record: Record) -> Record:
-    return {k: v for k, v in record.items() if k not in HIDDEN}
+            row = {k: v for k, v in known[item.id].items() if k not in HIDDEN}
+            for file in files_of(row) if spec.layout == "tar" else ():
+                file["member"] = Path(file["file"]).name
+                file["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
+            yield row
 
 
 def _write_lines(file: Path, rows: Iterable[Record]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from specmm.loading.files import make_folder, sync_folder, write_whole
 from specmm.zoo.model_files import check_files
 
 JOB = "job.json"
-FILES = "files"  # in it, beside the spec: the models', see specmm.zoo.model_files
-PROGRAMS = "programs.json"  # see programs.py
+FILES, ITEMS = "files", "items"  # in it, beside the spec: the models' files; how many items
 RESULTS = "results"
 JOURNALS = "journal"
 ARCHIVES = "archives"
@@ -100,46 +99,64 @@ def alone(folder: Path) -> AbstractContextManager[None]:
     return held(folder / JOURNALS / "folder.lock", ALONE)
 
 
-def prepare(folder: Path, spec: Spec, files: Mapping[str, str] | None = None) -> None:
+def decided(folder: Path) -> dict[str, Any]:
+    """What the job in ``folder`` began with; empty where there is none."""
+    file = folder / JOB
+    return read_json(file) if file.exists() else {}
+
+
+@contextmanager
+def deciding(folder: Path) -> Iterator[dict[str, Any]]:
+    """Context with ``decided(folder)``, alone; what the block changes in it is written at its end,
+    so that of several processes the first decides.
+    """
+    with alone(folder):
+        found = decided(folder)
+        before = json.dumps(found)
+        yield found
+        if json.dumps(found) != before:
+            text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+            write_whole(folder / JOB, text.encode(), durable=True)
+            sync_folder(folder)
+
+
+def prepare(
+    folder: Path, spec: Spec, files: Mapping[str, str] | None = None, items: int = 0
+) -> None:
     """Make the output ``folder``, or check that the results in it are of the same job.
 
-    ``files``: digests of its models' files, by :mod:`specmm.zoo.model_files`. Raises ``ValueError``
-    naming the differences.
+    ``files``: digests of its models' files, by :mod:`specmm.zoo.model_files`. ``items``: how many
+    it has now. Raises ``ValueError`` naming the differences.
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         make_folder(folder / name)
-    file = folder / JOB
-    wanted = json.loads(json.dumps({**asdict(spec), FILES: files or {}}))
-    with alone(folder):
-        if not file.exists() or not any(True for _ in read_journals(folder / JOURNALS)):
-            if file.exists() and read_json(file) != wanted:  # another job, which made nothing
-                (folder / PROGRAMS).unlink(missing_ok=True)
-            text = json.dumps(wanted, indent=1, ensure_ascii=False) + "\n"
-            write_whole(file, text.encode(), durable=True)
-            sync_folder(folder)
-            return
-        found = read_json(file)
-    check_files(folder, found.pop(FILES, {}), wanted.pop(FILES))
-    changed = [
-        f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
-    ]
-    if changed:
-        raise ValueError(
-            f"{folder} holds a job with {', '.join(changed)}; "
-            "give the same options or another --out"
-        )
+    wanted = {**json.loads(json.dumps(asdict(spec))), FILES: dict(files or {})}
+    with deciding(folder) as found:
+        changed = [name for name, value in wanted.items() if found.get(name) != value]
+        if changed and not any(True for _ in read_journals(folder / JOURNALS)):
+            found.clear()  # another job, which made nothing
+            found.update(wanted)
+        check_files(folder, found.get(FILES, {}), wanted[FILES])
+        differ = [
+            f"{name} {found.get(name)!r} and not {wanted[name]!r}"
+            for name in changed
+            if name != FILES and found.get(name) != wanted[name]
+        ]
+        if differ:
+            raise ValueError(
+                f"{folder} holds a job with {', '.join(differ)}; "
+                "give the same options or another --out"
+            )
+        found[ITEMS] = items
 
 
 def read_spec(folder: Path) -> Spec:
     """The spec of the job in ``folder``; raises ``ValueError`` when there is none."""
-    try:
-        found = read_json(folder / JOB)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{folder} must be the output of specmm batch, got a folder without {JOB}"
-        ) from None
-    found.pop(FILES, None)
-    return Spec(**{**found, "options": tuple(found.get("options", ()))})
+    found = decided(folder)
+    if not found:
+        raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {JOB}")
+    given = {each.name: found[each.name] for each in fields(Spec)}
+    return Spec(**{**given, "options": tuple(given["options"])})
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from sys import intern
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.loading.extras import install
-from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, text_lines
+from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentence_of, text_lines
 from specmm.zoo.model_files import digest
 
 KINDS = ("class", "prompt", "question")
@@ -128,10 +129,16 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = 
     """
     found: dict[str, Any] = {"id": name}
     for field, value in row.items():
-        if value is not None and value != "":
-            if field not in FIELDS:
-                raise ValueError(f"{where}: {unknown('field', field, FIELDS)}")
-            found[field] = FIELDS[field](where, field, value)
+        if value is None or value == "":
+            continue
+        if field not in FIELDS:
+            raise ValueError(f"{where}: {unknown('field', field, FIELDS)}")
+        read, wanted = FIELDS[field]
+        try:
+            found[field] = read(value)
+        except ValueError:
+            message = f"{where}: {field} must be {wanted}, got {shown(value)}"
+            raise ValueError(message) from None
     if not found["id"]:
         raise ValueError(f"{where}: id must be text that is not empty, got none")
     kinds = [kind for kind in KINDS if kind in found]
@@ -139,16 +146,17 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = 
         got = " and ".join(kinds) or "none of them"
         raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
     kind: Any = kinds[0]
-    if kind != "question":
-        for field in ("image", "video", "draw"):
-            if field in found:
-                raise ValueError(f"{where}: {field} must come with a question, got a {kind}")
-    given: dict[str, Any] = {}
-    if len(found) > 2:
-        shown = {"images": found.get("image", ()), "videos": found.get("video", ())}
-        given = {"method": found.get("method"), "draw": found.get("draw"), **shown}
-        given["folder"] = str(folder) if any(shown.values()) else ""
-        given["options"] = tuple((one, found[one]) for one in OPTIONS if one in found)
+    for field in ("image", "video", "draw"):
+        if field in found and kind != "question":
+            raise ValueError(f"{where}: {field} must come with a question, got a {kind}")
+    given = {
+        "images": found.get("image", ()),
+        "videos": found.get("video", ()),
+        "folder": str(folder) if "image" in found or "video" in found else "",
+        "method": found.get("method"),
+        "draw": found.get("draw"),
+        "options": tuple((one, found[one]) for one in OPTIONS if one in found),
+    }
     # texts of classes come again and again
     text = intern(found[kind]) if kind == "class" else found[kind]
     count = found.get("n", 1)
@@ -159,19 +167,26 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = 
     ]
 
 
-def _count(where: str, name: str, value: Any) -> int:
-    """The number of items that a line asks for."""
-    text = str(value).strip()
-    if type(value) in (int, str) and text.isdecimal() and 1 <= int(text) <= MOST_OF_ONE:
-        return int(text)
-    raise ValueError(f"{where}: {name} must be from 1 to {MOST_OF_ONE}, got {shown(value)}")
+# ---- how fields are read: each raises ValueError for what it does not take
 
 
-def _option(where: str, name: str, value: Any) -> Any:
-    """An option's ``value``; a CSV's number or truth value is text, and is read as JSON's."""
+def _whole(least: int, most: int) -> Callable[[Any], int]:
+    """A whole number, which in a CSV is text."""
+
+    def read(value: Any) -> int:
+        text = str(value).strip()
+        if type(value) in (int, str) and text.isdecimal() and least <= int(text[:20]) <= most:
+            return int(text)
+        raise ValueError
+
+    return read
+
+
+def _option(value: Any, word: bool = False) -> Any:
+    """An option; a CSV's number or truth value is read as JSON's, unless it is a ``word``."""
     if isinstance(value, list):
-        return tuple(_option(where, name, one) for one in value)
-    if not isinstance(value, str) or name in WORDS:
+        return tuple(_option(one, word) for one in value)
+    if not isinstance(value, str) or word:
         return value
     try:
         found = json.loads(value)
@@ -180,64 +195,49 @@ def _option(where: str, name: str, value: Any) -> Any:
     return found if isinstance(found, int | float) else value
 
 
-def _text(where: str, name: str, value: Any) -> str:
-    """A field as text; a whole number becomes text, since a class may be an id."""
-    if type(value) is int:
-        value = str(value)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {name} must be text that is not empty, got {shown(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{where}: {name} must be Unicode text, got half a surrogate pair in {value[:40]!r}"
-        ) from None
-    return value
-
-
-def _id(where: str, name: str, value: Any) -> str:
-    text = _text(where, name, value)
-    if len(text) > MOST_ID or not text.isprintable():
-        raise ValueError(
-            f"{where}: id must be at most {MOST_ID} printable characters, got {text[:40]!r}…"
-        )
+def _text(value: Any) -> str:
+    """A text; a whole number becomes one, since a class may be an id."""
+    text = str(value) if type(value) is int else value
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError
+    text.encode()  # not half a surrogate pair
     return text
 
 
-def _seed(where: str, name: str, value: Any) -> int:
-    text = str(value).strip()
-    if type(value) in (int, str) and text.isdecimal() and len(text) < 20 and int(text) < 2**63:
-        return int(text)
-    raise ValueError(
-        f"{where}: {name} must be a whole number from 0 to 2**63 - 1, got {str(value)[:40]!r}"
-    )
+def _id(value: Any) -> str:
+    text = _text(value)
+    if len(text) > MOST_ID or not text.isprintable():
+        raise ValueError
+    return text
 
 
-def _flag(where: str, name: str, value: Any) -> bool:
-    """A field that is true or false, in JSON or as text."""
-    found = {"true": True, "false": False}.get(str(value).lower())
-    if found is None:
-        raise ValueError(f"{where}: {name} must be true or false, got {shown(value)}")
-    return found
+def _flag(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "false"):
+        raise ValueError
+    return text == "true"
 
 
-def _paths(where: str, name: str, value: Any) -> tuple[str, ...]:
+def _paths(value: Any) -> tuple[str, ...]:
     given = value if isinstance(value, list) else [value]
     if not all(isinstance(v, str) and v and "\0" not in v for v in given):
-        raise ValueError(f"{where}: {name} must be a path or a list of paths, got {shown(value)}")
+        raise ValueError
     return tuple(given)
 
 
-FIELDS: dict[str, Callable[[str, str, Any], Any]] = {  # how each is read: at its place, by name
-    "id": _id,
-    **dict.fromkeys((*KINDS, "method"), _text),
-    "image": _paths,
-    "video": _paths,
-    "seed": _seed,
-    "draw": _flag,
-    "n": _count,
-    **dict.fromkeys(OPTIONS, _option),
+FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and what each must be
+    "id": (_id, f"text of at most {MOST_ID} printable characters"),
+    **dict.fromkeys((*KINDS, "method"), (_text, "text that is not empty")),
+    **dict.fromkeys(("image", "video"), (_paths, "a path or a list of paths")),
+    "seed": (_whole(0, 2**63 - 1), "a whole number from 0 to 2**63 - 1"),
+    "draw": (_flag, "true or false"),
+    "n": (_whole(1, MOST_OF_ONE), f"from 1 to {MOST_OF_ONE}"),
+    **dict.fromkeys(OPTIONS, (_option, "")),
+    **dict.fromkeys(WORDS, (partial(_option, word=True), "")),
 }
+
+
+# ---- rows of files
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -266,23 +266,20 @@ def _parquet(path: Path) -> Iterator[Row]:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError as error:
         raise ValueError(f"reading Parquet needs pyarrow, run: {install('batch')}") from error
-    try:
-        with path.open("rb") as stream, parquet.ParquetFile(stream) as file:
-            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+    with path.open("rb") as stream:
+        try:
+            batches = parquet.ParquetFile(stream).iter_batches()
+            rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
                 yield f"{path} row {number}", row
-    except (ArrowException, OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError):
-            raise
-        raise ValueError(
-            f"{path} must be a Parquet file, got: {' '.join(str(error).split())[:200]}"
-        ) from None
+        except (ArrowException, OSError, ValueError) as error:
+            raise ValueError(
+                f"{path} must be a Parquet file, got: {sentence_of(error)[:200]}"
+            ) from None
 
 
 def _classes(path: Path) -> Iterator[Row]:
-    """One picture a line; the id is the line's number among those with a class."""
-    for number, (where, line) in enumerate(numbered_lines(path)):
-        yield where, {"id": f"{number:06d}", "class": line.strip()}
+    return ((where, {"class": line.strip()}) for where, line in numbered_lines(path))
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from specmm.jobs.folder import Job
 from specmm.jobs.items import Item
 from specmm.jobs.journal import Journal, Ledger
-from specmm.jobs.programs import Programs
+from specmm.jobs.programs import one_number_of_threads
 from specmm.jobs.results import save
 from specmm.jobs.workers import Worker
 from specmm.loading.files import sentence_of
@@ -152,7 +152,7 @@ def making(job: Job, items: Sequence[Item], opener: Opener, name: str) -> Iterat
     and a journal ``name``.
     """
     worker = opener(job, items)
-    with Programs(job).one_number_of_threads(worker.network):
+    with one_number_of_threads(job.folder, worker.network):
         yield Maker(job, worker, name)
 
 

@@ -139,7 +139,7 @@ def _write(folder: Path, place: str, data: bytes) -> Record:
     file = folder / place
     make_folder(file.parent)
     write_whole(file, data, durable=True)
-    return {"file": place, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"file": place, "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def _remove_from(folder: Path, item: Item, number: int, kind: str) -> None:

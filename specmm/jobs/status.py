@@ -6,9 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from specmm.jobs.folder import JOURNALS, read_spec
+from specmm.jobs.folder import ITEMS, JOURNALS, decided, read_spec
 from specmm.jobs.journal import Ledger
-from specmm.jobs.programs import items_of_job
 
 LATELY = 600.0  # seconds whose results give the rate
 
@@ -22,7 +21,7 @@ def status(folder: Path) -> dict[str, Any]:
     spec = read_spec(folder)
     known = Ledger(folder / JOURNALS)
     done = known.count_done()
-    items = max(items_of_job(folder), len(known))
+    items = max(decided(folder)[ITEMS], len(known))
     now = time.time()
     lately = known.since(now - LATELY)
     rate = sum(count / max(now - first, 1.0) for count, first, _ in lately)

@@ -93,7 +93,7 @@ class ImageWorker:
 
     Rows of plain batches end together. Rows with drafts take waiting items as they end, unless they
     are compiled: programs do not run a row's first round. ``programs`` decide which methods are
-    compiled, given the items ``left`` by method.
+    compiled.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ImageWorker:
     def _check_compiled(self, programs: Programs) -> None:
         """Raise ``ValueError`` for a job's own method that has no programs."""
         own = label(self.methods.own)
-        if self.spec.compiled is True or programs.compiled(own):
+        if self.spec.compiled is True or programs.decided(own):
             self._turn(True, self.methods.own, programs.rows_to_be(own))
 
     def _turn(

@@ -34,10 +34,9 @@ from specmm.jobs import engines
 from specmm.jobs import results as results_module
 from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.engines import run_job
-from specmm.jobs.folder import Job, Limits, Spec, occupied
+from specmm.jobs.folder import Job, Limits, Spec, occupied, prepare
 from specmm.jobs.items import Item, read_items
 from specmm.jobs.journal import Journal, pack, unpack
-from specmm.jobs.programs import Programs
 from specmm.jobs.progress import Metrics, Progress
 from specmm.jobs.results import Result, save
 from specmm.jobs.verify import verify
@@ -140,11 +139,11 @@ def test_a_job_from_end_to_end(tiny, tmp_path):
     assert "5 of 6 items done, 1 set aside, 0 left" in checked.stdout
 
 
-def test_how_far_a_job_is(make, tmp_path):
+def test_how_far_a_job_is(make, worker, tmp_path):
     """From its folder alone; the rate is that of the last results."""
     make([Item(f"set/{i}", "class", "heart", i) for i in range(3)])
     out = tmp_path / "out"
-    Programs(Job(out, Spec("any"))).count(9)
+    prepare(out, worker.spec, items=9)
     found = as_json("batch", out, "--status")
     assert (found["items"], found["done"], found["failed"], found["left"]) == (9, 3, 0, 6)
     assert 0 <= found["seconds_since_last"] < 600 and found["workers"] == 1

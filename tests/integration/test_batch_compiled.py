@@ -18,7 +18,7 @@ from specmm.image_ar.records import read_record
 from specmm.image_ar.tokens import running as tokens_running
 from specmm.image_ar.tokens.target import Prompt
 from specmm.jobs.engines import run_job
-from specmm.jobs.folder import PROGRAMS, Job, Limits, Spec, prepare
+from specmm.jobs.folder import JOB, Job, Limits, Spec, prepare
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.programs import Programs
 from specmm.jobs.progress import Progress
@@ -66,7 +66,7 @@ def made(tiny, monkeypatch, tmp_path):
 
 
 def decided(folder: Path) -> dict[str, int]:
-    return json.loads((folder / PROGRAMS).read_text())["rows"]
+    return json.loads((folder / JOB).read_text())["rows"]
 
 
 def check_equal(made: Any, method: str) -> None:
@@ -209,11 +209,12 @@ def test_another_job(made, traced, tmp_path):
         made(items_of(3), "out", False)
     spec = Spec("tiny", compiled=True)
     prepare(tmp_path / "new", spec)
-    (tmp_path / "new" / PROGRAMS).write_text("{}")
+    assert Programs(Job(tmp_path / "new", spec)).rows("ar", lambda: False) == 0
     prepare(tmp_path / "new", spec)
-    assert (tmp_path / "new" / PROGRAMS).exists()
+    assert decided(tmp_path / "new") == {"ar": 0}
     prepare(tmp_path / "new", Spec("tiny", "sjd", compiled=True))
-    assert not (tmp_path / "new" / PROGRAMS).exists(), "decided for another job, which made nothing"
+    found = json.loads((tmp_path / "new" / JOB).read_text())
+    assert "rows" not in found, "decided for another job, which made nothing"
 
 
 def test_what_cannot_be_compiled_is_refused(tiny, tmp_path):

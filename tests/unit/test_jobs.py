@@ -27,11 +27,11 @@ from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.registry import unknown
 from specmm.jobs import progress
 from specmm.jobs.finish import finish
-from specmm.jobs.folder import JOURNALS, Job, Spec, prepare
+from specmm.jobs.folder import JOURNALS, Spec, prepare
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.journal import Journal, Ledger, failure, pack, unpack
 from specmm.jobs.making import BatchSizer
-from specmm.jobs.programs import Programs
+from specmm.jobs.programs import one_number_of_threads
 from specmm.jobs.progress import Progress
 from specmm.jobs.results import name_of, place_of
 from specmm.loading.hardware import out_of_memory
@@ -426,12 +426,11 @@ def test_a_jobs_threads_are_those_it_began_with(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path / "programs"))
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    job = Job(tmp_path / "job", Spec("some"))
-    prepare(job.folder, job.spec)
-    with specmm.threads(2), Programs(job).one_number_of_threads(network):
+    prepare(job := tmp_path / "job", Spec("some"))
+    with specmm.threads(2), one_number_of_threads(job, network):
         assert torch.get_num_threads() == 2
-    with Programs(job).one_number_of_threads(network):  # launchers set the variable
+    with one_number_of_threads(job, network):  # launchers set the variable
         assert torch.get_num_threads() == 2
     refused = pytest.raises(ValueError, match="begun with 2 threads, got 1")
-    with specmm.threads(1), refused, Programs(job).one_number_of_threads(network):
+    with specmm.threads(1), refused, one_number_of_threads(job, network):
         pass
