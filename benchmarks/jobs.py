@@ -16,7 +16,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,13 +26,10 @@ from benchmarks.common import EMOJI, File, environment, show
 from benchmarks.vlm_speed import ask
 from recipes.scenes.stream import load_world
 from specmm.jobs.answers import AnswerWorker
-from specmm.jobs.engines import run_local, run_rank
-from specmm.jobs.finish import finish
-from specmm.jobs.folder import RESULTS, Job, Limits, Spec, prepare
+from specmm.jobs.engines import run_job
+from specmm.jobs.folder import RESULTS, Job, Limits, Spec
 from specmm.jobs.items import Item, seed_of
 from specmm.jobs.workers import ImageWorker
-
-Runner = Callable[..., Any]
 
 
 def items_of(count: int, classes: int) -> list[Item]:
@@ -53,12 +49,14 @@ def loop(worker: ImageWorker, items: Sequence[Item], folder: Path) -> float:
     return time.perf_counter() - begin
 
 
-def job(worker: Any, items: Sequence[Item], folder: Path, runner: Runner, batch: int) -> float:
+def job(
+    worker: Any, items: Sequence[Item], folder: Path, batch: int, engine: str = "local"
+) -> float:
     """Seconds of a whole job: every file synced, journal and index written."""
     begin = time.perf_counter()
-    prepare(folder, worker.spec)
-    runner(Job(folder, worker.spec, Limits(batch)), items, opener=lambda *_: worker)
-    finish(folder, worker.spec, items, 1000)
+    limits = Limits(batch, actors=int(engine == "ray"))
+    opener = {} if engine == "ray" else {"opener": lambda *_: worker}
+    run_job(Job(folder, worker.spec, limits), items, engine, **opener)
     return time.perf_counter() - begin
 
 
@@ -108,7 +106,7 @@ def answers(method: str, count: int, batch: int, rounds: int) -> list[dict[str, 
         for turn in range(rounds + 1):
             for way, worker in ways.items():
                 folder = Path(place) / f"{way}-{turn}"
-                taken = job(worker, items, folder, run_local, batch)
+                taken = job(worker, items, folder, batch)
                 seconds[way] += [taken] if turn else []  # the first warms up
                 index = map(json.loads, (folder / "index.jsonl").read_text().splitlines())
                 found[way] = {row["id"]: row["answer"] for row in index}
@@ -137,9 +135,11 @@ def measure(
     ways: dict[str, Callable[[Path], float]] = {"loop": lambda folder: loop(worker, items, folder)}
     for size in batches:
         ways[f"local, batch {size or 'auto'}"] = lambda folder, size=size: job(
-            worker, items, folder, run_local, size
+            worker, items, folder, size
         )
-    ways["accelerate, one rank"] = lambda folder: job(worker, items, folder, run_rank, batches[-1])
+    ways["accelerate, one rank"] = lambda folder: job(
+        worker, items, folder, batches[-1], "accelerate"
+    )
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     made: dict[str, dict[str, bytes]] = {}
     for _ in range(rounds):
@@ -163,20 +163,16 @@ def measure(
 
 def cluster(worker: ImageWorker, items: Sequence[Item], batch: int, rounds: int) -> dict[str, Any]:
     """One Ray actor against the local engine, by the seconds that more items cost, in turns."""
-    from specmm.jobs.engines import run_ray
 
-    def by_ray(job: Job, some: Sequence[Item], opener: Any) -> Any:
-        return run_ray(replace(job, limits=replace(job.limits, actors=1)), some)
-
-    def more(runner: Runner) -> float:
+    def more(engine: str) -> float:
         taken = []
         for some in (items[:1], items):
             with tempfile.TemporaryDirectory() as place:
-                taken.append(job(worker, some, Path(place), runner, batch))
+                taken.append(job(worker, some, Path(place), batch, engine))
         return taken[1] - taken[0]
 
-    more(by_ray)  # starts the cluster
-    pairs = [(more(by_ray), more(run_local)) for _ in range(rounds)]
+    more("ray")  # starts the cluster
+    pairs = [(more("ray"), more("local")) for _ in range(rounds)]
     ray, local = ([pair[i] for pair in pairs] for i in (0, 1))
     over = statistics.median(ray) / statistics.median(local)
     return {"way": "ray, one actor", "over_local": over, "seconds": ray, "local_seconds": local}

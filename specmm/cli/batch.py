@@ -194,7 +194,7 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
     with reached(out):
         found = verify(out, read_items(jobs, read_spec(out).seed))
     if as_json:
-        emit(found.as_dict())
+        emit(vars(found))
     else:
         done = f"{found.done} of {found.items} items done"
         typer.echo(f"{done}, {found.failed} set aside, {found.left} left")
@@ -206,7 +206,7 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
 
 def _status(folder: Path, as_json: bool) -> None:
     """Print how far the job in ``folder`` is."""
-    from specmm.jobs.status import status
+    from specmm.jobs.verify import status
 
     with reached(folder):
         found = status(folder)

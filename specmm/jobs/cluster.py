@@ -104,11 +104,14 @@ class Actor:
         self.maker: Maker | None = None
         torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray sets it to one
 
-    def join(self, folder: str) -> dict[str, str]:
-        """The code here."""
+    def join(self, folder: str, wanted: dict[str, str]) -> None:
+        """Raises :class:`OtherPlace` where the code here is not the ``wanted`` one."""
         if os.path.isdir(folder):
             os.chdir(folder)
-        return code()
+        if (here := code()) != wanted:
+            own = ", ".join(f"{k} {v}" for k, v in here.items() if wanted.get(k) != v)
+            drivers = ", ".join(f"{k} {v}" for k, v in wanted.items() if here.get(k) != v)
+            raise OtherPlace(f"it has {own}, and the driver {drivers}")
 
     def make(self, items: list[Item]) -> Made:
         """What became of ``items``."""
@@ -193,27 +196,27 @@ class Cluster:
         total = sum(int(node["Resources"].get("GPU", 0)) for node in found.values())
         on_gpus = device != "cpu" and (device.startswith("cuda") or total > 0)
         self.shares = max(1, -(-asked // max(total, 1))) if on_gpus else 0
-        for identity, node in found.items():
-            cores, gpus = (int(node["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
-            if identity not in self.nodes:
-                slots = min(gpus * self.shares, cores) if on_gpus else cores
-                name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-                self.nodes[identity] = Node(identity, name, slots, cores)
-        self.nodes = {i: node for i, node in self.nodes.items() if i in found or node.left_out}
+        self.nodes = {i: self.nodes.get(i) or self._node(node) for i, node in found.items()}
         usable = self._usable()
         fit = sum(node.slots for node in usable)
         if usable and asked > fit:
             self._say(f"{fit} workers fit into the cluster, not {asked}")
-        out = [node for i, node in self.nodes.items() if node.left_out and i in found]
+        out = [f"{node}: {node.left_out}" for node in self.nodes.values() if node.left_out]
         if out and not usable:
-            reasons = "; ".join(f"{node}: {node.left_out}" for node in out)
-            raise ValueError(f"no node of the Ray cluster can make the items: {reasons}")
+            raise ValueError(f"no node of the Ray cluster can make the items: {'; '.join(out)}")
         if not usable:
             kind = "GPU" if on_gpus else "CPU"
             self._say(
                 f"the Ray cluster has no node with a {kind} for workers, waiting until one joins "
                 "(ray start --address …)"
             )
+
+    def _node(self, found: dict[str, Any]) -> Node:
+        """A node as Ray describes it."""
+        cores, gpus = (int(found["Resources"].get(name, 0)) for name in ("CPU", "GPU"))
+        slots = min(gpus * self.shares, cores) if self.shares else cores
+        name = f"{found['NodeManagerHostname']} ({found['NodeManagerAddress']})"
+        return Node(found["NodeID"], name, slots, cores)
 
     def _usable(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.slots and not node.left_out]
@@ -247,7 +250,7 @@ class Cluster:
         threads = max(1, node.cores // node.slots)
         actor = start.remote(replace(self.job, left=share), name, self.opener, threads)
         member = Member(node, name, self.job.limits.batch or FIRST, actor)
-        self.calls[actor.join.remote(os.getcwd())] = Batch(member, [])
+        self.calls[actor.join.remote(os.getcwd(), self.code)] = Batch(member, [])
 
     def _leave_out(self, node: Node, reason: str) -> None:
         node.left_out = reason
@@ -273,17 +276,10 @@ class Cluster:
         except ray.exceptions.RayError as error:  # dead, out of memory, its node lost
             made = self._died(batch, error)
         else:
+            self.idle.append(member)
             if batch.items:
                 made = found
                 node.deaths = 0
-            if batch.items or found == self.code:
-                self.idle.append(member)
-                return batch, made
-            ours, theirs = (set(each.items()) for each in (self.code, found))
-            said = ", ".join(f"{k} {v}" for k, v in sorted(theirs - ours))
-            wanted = ", ".join(f"{k} {v}" for k, v in sorted(ours - theirs))
-            ray.kill(member.actor)
-            self._leave_out(node, f"it has {said}, and this machine {wanted}")
         return batch, made
 
     def _died(self, batch: Batch, error: BaseException) -> Made:

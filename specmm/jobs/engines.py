@@ -28,6 +28,8 @@ from specmm.jobs.workers import ImageWorker, Worker, kind_of_items
 from specmm.loading.extras import install
 from specmm.zoo.model_files import files_of_models
 
+ENGINES = ("local", "accelerate", "ray")
+
 
 def open_worker(job: Job, items: Sequence[Item]) -> Worker:
     """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit."""
@@ -61,6 +63,7 @@ def run_job(
     if engine == "accelerate":
         number, count = _rank()
         rank, mine = f"rank-{number:05d}", mine[number::count]  # done or not: always the same
+        job = replace(job, limits=replace(job.limits, device=_own_device(job.limits.device)))
     prepare(job.folder, job.spec, files_of_models(job.spec.models), len(items))
     # look for remaining items only once no other process works on them, or both would make them
     with occupied(job.journals, rank):
@@ -70,29 +73,16 @@ def run_job(
         left = pending(job.folder, mine, retry_failed, damaged)
         job = replace(job, left=Counter(item.method for item in left))
         with Progress(len(mine), len(mine) - len(left), metrics) as progress:
-            if left:
-                ENGINES[engine](job, left, opener, progress)
+            if left and engine == "ray":
+                _on_ray(job, left, opener, progress)
+            elif left:
+                with making(job, left, opener, rank or "local") as maker:
+                    crew = Here(maker, progress)
+                    Loop(job, crew, maker.journal, progress, maker.worker.key).run(left)
         summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
     if repair:
         summary |= outcome_of_repair(job.folder, damaged)
     return summary, progress
-
-
-def _local(
-    job: Job, items: Sequence[Item], opener: Opener, progress: Progress, name: str = "local"
-) -> None:
-    """Make ``items`` here."""
-    with making(job, items, opener, name) as maker:
-        crew = Here(maker, progress)
-        Loop(job, crew, maker.journal, progress, maker.worker.key).run(items)
-
-
-def _of_launcher(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
-    """Make ``items``, this rank's, on its own GPU or the CPU, or where asked."""
-    if torch.cuda.is_available() and job.limits.device in ("auto", "cuda"):
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        job = replace(job, limits=replace(job.limits, device=device))
-    _local(job, items, opener, progress, f"rank-{_rank()[0]:05d}")
 
 
 def _rank() -> tuple[int, int]:
@@ -109,6 +99,12 @@ def _rank() -> tuple[int, int]:
         ) from None
 
 
+def _own_device(device: str) -> str:
+    """The device of this process: its own GPU or the CPU, or where asked."""
+    own = torch.cuda.is_available() and device in ("auto", "cuda")
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if own else device
+
+
 def _on_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
     """Make ``items`` with the actors of a Ray cluster, see :mod:`specmm.jobs.cluster`; raises
     ``ValueError`` without ray.
@@ -120,6 +116,3 @@ def _on_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress)
             raise
         raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
     run_ray(job, items, opener, progress)
-
-
-ENGINES = {"local": _local, "accelerate": _of_launcher, "ray": _on_ray}

@@ -105,12 +105,10 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise unknown("kind of job file", path.suffix or path.name, READERS)
-    try:  # at an address is_file would be False without credentials, too
-        there = path.is_file() if isinstance(path, Path) else path.stat()
+    try:
+        path.stat()  # at an address is_file would be False without credentials, too
     except FileNotFoundError:
-        there = None
-    if not there:
-        raise ValueError(f"JOBS must be a file, got {path}, which is not there")
+        raise ValueError(f"JOBS must be a file, got {path}, which is not there") from None
     found: dict[str, Item] = {}
     folder = path.parent.absolute()  # workers may be in another
     for number, (where, row) in enumerate(reader(path)):

@@ -104,21 +104,15 @@ class Maker:
         made.wanted = self.sizer.size * self.worker.turns(batch[0])
 
 
-@dataclass
 class BatchSizer:
-    """The next batch's ``size``: ``fixed``, or doubled from ``FIRST`` while that pays.
-
-    It never exceeds ``ceiling``, which halves when memory runs out.
+    """The next batch's ``size``: ``fixed``, or doubled from ``FIRST`` to ``MOST`` while that pays,
+    until memory runs out.
     """
 
-    fixed: int = 0
-    ceiling: int = MOST
-    rate: float = 0.0  # items a second of the size before
-    warm: bool = False
-
-    def __post_init__(self) -> None:
-        self.size = self.fixed or FIRST
-        self.settled = bool(self.fixed)
+    def __init__(self, fixed: int = 0) -> None:
+        self.size = fixed or FIRST
+        self.settled = bool(fixed)
+        self.rate: float | None = None  # items a second of the size before
 
     def observe(self, items: int, seconds: float) -> None:
         """A batch of ``items`` took ``seconds``.
@@ -127,14 +121,14 @@ class BatchSizer:
         """
         if self.settled or items < self.size:
             return
-        if not self.warm:
-            self.warm = True
+        if self.rate is None:
+            self.rate = 0.0
             return
         rate = items / max(seconds, 1e-9)
         if rate < self.rate * GAIN:
             self.size = max(self.size // 2, 1)
             self.settled = True
-        elif self.size * 2 > self.ceiling:
+        elif self.size * 2 > MOST:
             self.settled = True
         else:
             self.rate = rate
@@ -142,7 +136,7 @@ class BatchSizer:
 
     def shrink(self, items: int) -> None:
         """Memory ran out at ``items``: from now on at most half as many."""
-        self.ceiling = self.size = max(items // 2, 1)
+        self.size = max(items // 2, 1)
         self.settled = True
 
 

@@ -71,15 +71,11 @@ class Metrics:
             from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
         except ModuleNotFoundError as error:
             raise ValueError(f"metrics need prometheus_client, run: {install('batch')}") from error
-        registry = CollectorRegistry()
-
-        def counter(name: str, text: str) -> Any:
-            return Counter(f"specmm_{name}", text, registry=registry)
-
-        self.done = counter("items_done", "Items finished by this process.")
-        self.failed = counter("items_failed", "Items set aside by this process.")
-        self.seconds = counter("busy_seconds", "Seconds spent in the model.")
-        self.batch = Gauge("specmm_batch_size", "Items of the last batch.", registry=registry)
+        kind: Any = dict(namespace="specmm", registry=(registry := CollectorRegistry()))
+        self.done = Counter("items_done", "Items finished by this process.", **kind)
+        self.failed = Counter("items_failed", "Items set aside by this process.", **kind)
+        self.seconds = Counter("busy_seconds", "Seconds spent in the model.", **kind)
+        self.batch = Gauge("batch_size", "Items of the last batch.", **kind)
         try:
             self.server, _ = start_http_server(port, addr="127.0.0.1", registry=registry)
         except OSError as error:

@@ -65,11 +65,6 @@ def files_of(record: Record) -> list[Record]:
     return [record, *record.get("pictures", ())]
 
 
-def sums_of(record: Record) -> list[str | None]:
-    """The SHA-256 of each file of a ``record``; None for an item that is not done."""
-    return [file.get("sha256") for file in files_of(record)]
-
-
 def encode(result: Result, kind: str) -> dict[str, bytes]:
     """The item's files by suffix: a picture of format ``kind``, or JSON and the answer's pictures.
 

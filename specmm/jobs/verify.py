@@ -1,11 +1,12 @@
-"""``specmm batch --verify`` and ``--repair``: whether a folder holds every item of a job exactly
-once, and whole.
+"""``specmm batch --status``, ``--verify`` and ``--repair``: how far a job is, and whether its
+folder holds every item exactly once, and whole. Any machine that sees the folder may ask.
 """
 
 from __future__ import annotations
 
 import hashlib
 import tarfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,41 @@ from typing import Any
 
 from specmm.image_ar.records import Record
 from specmm.jobs.finish import members
-from specmm.jobs.folder import ARCHIVES, JOB, JOURNALS, RESULTS, alone
+from specmm.jobs.folder import ARCHIVES, ITEMS, JOB, JOURNALS, RESULTS, alone, decided, read_spec
 from specmm.jobs.items import Item, digests_of
 from specmm.jobs.journal import Ledger
-from specmm.jobs.results import files_of, place_of_name, sums_of
+from specmm.jobs.results import files_of, place_of_name
 from specmm.loading.files import files_in, make_folder, write_whole
+
+LATELY = 600.0  # seconds whose results give the rate
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """Items, those done and set aside, results a second lately, seconds since the last result, and
+    seconds left at that rate (None: nothing was made lately).
+
+    Raises ``ValueError`` where ``folder`` has no job.
+    """
+    spec = read_spec(folder)
+    known = Ledger(folder / JOURNALS)
+    done = known.count_done()
+    items = max(decided(folder)[ITEMS], len(known))
+    now = time.time()
+    lately = known.since(now - LATELY)
+    rate = sum(count / max(now - first, 1.0) for count, first, _ in lately)
+    last = max((moment for _, _, moment in known.since(0)), default=None)
+    return {
+        "model": spec.model,
+        "method": spec.method,
+        "items": items,
+        "done": done,
+        "failed": len(known) - done,
+        "left": (left := items - len(known)),
+        "rate": rate,
+        "workers": len(lately),
+        "seconds_since_last": None if last is None else now - last,
+        "seconds_left": left / rate if rate else None,
+    }
 
 
 @dataclass
@@ -29,10 +60,6 @@ class Findings:
     failed: int = 0
     left: int = 0
     problems: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The findings for JSON."""
-        return dict(vars(self))
 
 
 def verify(folder: Path, items: Sequence[Item]) -> Findings:
@@ -100,7 +127,7 @@ def outcome_of_repair(folder: Path, before: Mapping[str, Record]) -> dict[str, i
     the bytes differ.
     """
     now = Ledger(folder / JOURNALS)
-    other = [identity for identity, was in before.items() if sums_of(now[identity]) != sums_of(was)]
+    other = [name for name, was in before.items() if _sums_in(now[name]) != _sums_in(was)]
     return {"repaired": len(before), "repaired_otherwise": len(other)}
 
 
@@ -130,6 +157,11 @@ def _damaged(folder: Path) -> list[tuple[Record, str]]:
 
 
 # ---- what lies there
+
+
+def _sums_in(record: Record) -> list[str | None]:
+    """The SHA-256 of each file of a ``record``; None for an item that is not done."""
+    return [file.get("sha256") for file in files_of(record)]
 
 
 def _sums(folder: Path, problems: list[str]) -> dict[str, str]:

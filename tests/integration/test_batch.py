@@ -413,7 +413,7 @@ def test_bit_equal_across_batches_orders_workers_and_restarts(make, worker, tmp_
     first = results(tmp_path / "b1")
     assert len(first) == 9
     assert all(results(tmp_path / name) == first for name in ("b4", "b16", "restarted", "ranks"))
-    assert verify(tmp_path / "ranks", items).as_dict() == {
+    assert vars(verify(tmp_path / "ranks", items)) == {
         "items": 9, "done": 9, "failed": 0, "left": 0, "problems": []
     }  # fmt: skip
 
@@ -492,7 +492,7 @@ def test_a_full_disk_loses_nothing(make, tmp_path, monkeypatch, when):
         except (ValueError, OSError) as error:
             assert "No space left" in str(error)
     make(items, batch=2)
-    assert verify(tmp_path / "out", items).as_dict() == {
+    assert vars(verify(tmp_path / "out", items)) == {
         "items": 4, "done": 4, "failed": 0, "left": 0, "problems": []
     }  # fmt: skip
 
@@ -560,7 +560,7 @@ def test_a_file_limit_is_a_clear_error(make, worker, tmp_path):
     line = answers.get()
     assert "File too large" in line and "run the same command again" in line
     make(items)
-    assert verify(tmp_path / "out", items).as_dict()["done"] == 2
+    assert vars(verify(tmp_path / "out", items))["done"] == 2
 
 
 @pytest.mark.slow

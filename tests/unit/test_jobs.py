@@ -30,7 +30,7 @@ from specmm.jobs.finish import finish
 from specmm.jobs.folder import JOURNALS, Spec, prepare
 from specmm.jobs.items import Item, parse, read_items, seed_of
 from specmm.jobs.journal import Journal, Ledger, failure, pack, unpack
-from specmm.jobs.making import BatchSizer
+from specmm.jobs.making import MOST, BatchSizer
 from specmm.jobs.programs import one_number_of_threads
 from specmm.jobs.progress import Progress
 from specmm.jobs.results import name_of, place_of
@@ -242,7 +242,7 @@ def test_the_batch_never_leaves_its_bounds(steps, fixed):
             sizer.shrink(items)
         else:
             sizer.observe(items, seconds)
-        assert 1 <= sizer.size <= max(sizer.ceiling, fixed)
+        assert 1 <= sizer.size <= max(MOST, fixed)
 
 
 def test_memory_errors_are_known():
