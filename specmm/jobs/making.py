@@ -90,7 +90,7 @@ class Maker:
         except Exception as error:  # whatever a model does with an item, the others go on
             if out_of_memory(error) and len(batch) > 1:
                 self.sizer.shrink(rows)
-                size = self.sizer.size
+                size = made.wanted = self.sizer.size
                 log.warning("memory ran out at %d items, going on with %d at a time", rows, size)
             certain = isinstance(error, ValueError | FileNotFoundError)
             made.faults.append(Fault(batch, sentence_of(error), certain))

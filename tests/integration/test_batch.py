@@ -225,16 +225,6 @@ def test_a_job_keeps_its_dtype_and_versions(tiny, tmp_path, monkeypatch):
     assert told["dtype"] == "float32" and told["device"] == "cpu" and told["done"] == 3
 
 
-def test_python_draws_the_same_picture(worker, make, tmp_path):
-    items = read_items(jobs(tmp_path, 2))
-    make(items)
-    generator = torch.Generator().manual_seed(items[1].seed)
-    image = worker.pipe(classes=["time"], generator=[generator], method="speculative").images[0]
-    (saved,) = (tmp_path / "out/results").rglob("set-1-*.png")
-    with Image.open(saved) as found:
-        assert found.tobytes() == image.tobytes()
-
-
 @pytest.mark.parametrize(("kind", "suffix"), [("webp", ".webp"), ("jpeg", ".jpeg")])
 def test_formats_carry_their_description(worker, tmp_path, kind, suffix):
     (item,) = read_items(jobs(tmp_path, 1))
@@ -416,17 +406,6 @@ def test_bit_equal_across_batches_orders_workers_and_restarts(make, worker, tmp_
     assert vars(verify(tmp_path / "ranks", items)) == {
         "items": 9, "done": 9, "failed": 0, "left": 0, "problems": []
     }  # fmt: skip
-
-
-def test_two_processes_do_not_share_a_folder(tmp_path):
-    for rank in ("", "rank-0"):
-        with (
-            occupied(tmp_path, "rank-0"),
-            occupied(tmp_path, "rank-1"),
-            pytest.raises(ValueError, match="another process"),
-            occupied(tmp_path, rank),
-        ):
-            pass
 
 
 # ---- faults
