@@ -141,7 +141,8 @@ def batch(
             Place.named(device)
         kind = kind_of_items(model, items)
         parse_method(methods_of(kind, model), method, option)
-        _check_asked(kind, draw)
+        if draw and kind != "questions":
+            raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
         if drafter is not None and of_others(drafter):
             raise ValueError(
                 f"--drafter must be a folder, got {drafter}, one of your own; give --method draft "
@@ -179,12 +180,6 @@ def _needed(given: T | None, what: str) -> T:
     return given
 
 
-def _check_asked(kind: str, draw: bool) -> None:
-    """Raise ``ValueError`` for ``draw`` in a job without questions."""
-    if draw and kind != "questions":
-        raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
-
-
 def _verify(jobs: Path, out: Path, as_json: bool) -> None:
     """Print what is in OUT and exit with status 1 if any of it is wrong."""
     from specmm.jobs.folder import read_spec
@@ -192,16 +187,20 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
     from specmm.jobs.verify import verify
 
     with reached(out):
-        found = verify(out, read_items(jobs, read_spec(out).seed))
+        found = vars(verify(out, read_items(jobs, read_spec(out).seed)))
+    problems = found["problems"]
     if as_json:
-        emit(vars(found))
+        emit(found)
     else:
-        done = f"{found.done} of {found.items} items done"
-        typer.echo(f"{done}, {found.failed} set aside, {found.left} left")
-        typer.echo("\n".join(found.problems) or "every file is whole and belongs to one item")
-        if found.problems:
+        typer.echo(f"{_counts(found)}, {found['left']} left")
+        typer.echo("\n".join(problems) or "every file is whole and belongs to one item")
+        if problems:
             say("the job's command with --repair makes damaged and missing results again")
-    raise typer.Exit(1 if found.problems else 0)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _counts(found: dict[str, Any]) -> str:
+    return f"{found['done']} of {found['items']} items done, {found['failed']} set aside"
 
 
 def _status(folder: Path, as_json: bool) -> None:
@@ -212,16 +211,14 @@ def _status(folder: Path, as_json: bool) -> None:
         found = status(folder)
     if as_json:
         return emit(found)
-    done = f"{found['done']} of {found['items']} items done"
-    typer.echo(f"{done}, {found['failed']} set aside, {found['left']} left")
+    typer.echo(f"{_counts(found)}, {found['left']} left")
     if found["seconds_left"]:
         left = timedelta(seconds=round(found["seconds_left"]))
         workers = f"{found['workers']} worker{'s' * (found['workers'] != 1)}"
         typer.echo(f"{found['rate']:.2f} a second lately by {workers}, {left} left at that rate")
     if found["seconds_since_last"] is not None:
-        typer.echo(
-            f"the last result came {timedelta(seconds=round(found['seconds_since_last']))} ago"
-        )
+        since = timedelta(seconds=round(found["seconds_since_last"]))
+        typer.echo(f"the last result came {since} ago")
 
 
 def _report(
@@ -239,8 +236,7 @@ def _report(
     if as_json:
         emit({**summary, **now})
     else:
-        done = f"{summary['done']} of {summary['items']} items done"
-        typer.echo(f"{done}, {summary['failed']} set aside, in {out}")
+        typer.echo(f"{_counts(summary)}, in {out}")
         rate = f", {len(counts.done) / counts.seconds:.2f} a second" if counts.done else ""
         cost = f", cost {now['cost']:.4f}" if price is not None else ""
         typer.echo(f"{len(counts.done)} of them now in {counts.seconds:.1f} s{rate}{cost}")

@@ -82,7 +82,7 @@ class AnswerWorker:
         options["batch_size"] = (rows or len(items)) if method.can_refill else 0
         options |= sampling
         drawn = self._draws(items[0])
-        if drawn != self.options.draw:
+        if self.questions:
             options["draw"] = drawn
         with batch_invariant():
             out = self.pipe(*shown, [i.text for i in items], **options)

@@ -37,7 +37,7 @@ from specmm.jobs.journal import Journal, Ledger
 from specmm.jobs.making import FIRST, Fault, Made, Maker, Opener, making
 from specmm.jobs.programs import OtherPlace
 from specmm.jobs.progress import Progress
-from specmm.jobs.run import Batch, Loop, Member
+from specmm.jobs.run import Loop, Member
 
 log = logging.getLogger(__name__)
 LOCAL = "127.0.0.1"
@@ -147,14 +147,14 @@ class Cluster:
         self.nodes: dict[str, Node] = {}  # by Ray's identities
         self.shares = 0  # actors of a GPU
         self.idle: list[Member] = []
-        self.calls: dict[Any, Batch] = {}  # by Ray's references; of no items: it joins
+        self.calls: dict[Any, Member] = {}  # by Ray's references; without items it joins
         self.most = sum(job.left.values())  # items at a time, less once memory ran out
         self.looked = 0.0
         self.said: set[str] = set()
 
     @property
     def members(self) -> Sequence[Member]:
-        return [*self.idle, *(batch.member for batch in self.calls.values())]
+        return [*self.idle, *self.calls.values()]
 
     def free(self, left: int) -> Sequence[Member]:
         self._look()
@@ -163,17 +163,17 @@ class Cluster:
             member.wanted = min(member.wanted, self.most)
         return list(self.idle)
 
-    def begin(self, batch: Batch) -> None:
-        self.idle.remove(batch.member)
-        self.calls[batch.member.actor.make.remote(batch.items)] = batch
+    def begin(self, member: Member) -> None:
+        self.idle.remove(member)
+        self.calls[member.actor.make.remote(member.items)] = member
 
-    def ended(self) -> Sequence[tuple[Batch, Made]]:
+    def ended(self) -> Sequence[tuple[Member, Made]]:
         if not self.calls:
             time.sleep(LOOK)
             return []
         ready = ray.wait(list(self.calls), timeout=LOOK)[0]
         found = [self._take(call) for call in ready]
-        return [(batch, made) for batch, made in found if batch.items]
+        return [(member, made) for member, made in found if member.items]
 
     def _say(self, text: str) -> None:
         """Say it, once."""
@@ -229,7 +229,7 @@ class Cluster:
         fit = sum(node.slots for node in usable)
         count = min(self.job.limits.actors or fit, fit)
         here = Counter(member.node for member in self.members)
-        starting = len(self.idle) + sum(not batch.items for batch in self.calls.values())
+        starting = len(self.idle) + sum(not each.items for each in self.calls.values())
         while here.total() < count and starting < left:
             free = [node for node in usable if here[node] < node.slots]
             node = min(free, key=lambda node: (node.deaths, here[node] / node.slots))
@@ -250,7 +250,7 @@ class Cluster:
         threads = max(1, node.cores // node.slots)
         actor = start.remote(replace(self.job, left=share), name, self.opener, threads)
         member = Member(node, name, self.job.limits.batch or FIRST, actor)
-        self.calls[actor.join.remote(os.getcwd(), self.code)] = Batch(member, [])
+        self.calls[actor.join.remote(os.getcwd(), self.code)] = member
 
     def _leave_out(self, node: Node, reason: str) -> None:
         node.left_out = reason
@@ -259,40 +259,39 @@ class Cluster:
 
     # ---- what calls came to
 
-    def _take(self, call: Any) -> tuple[Batch, Made]:
-        """What became of the batch of a ``call``."""
-        batch = self.calls.pop(call)
-        member, node = batch.member, batch.member.node
+    def _take(self, call: Any) -> tuple[Member, Made]:
+        """What became of the items of the member of a ``call``."""
+        member = self.calls.pop(call)
         made = Made()
         try:
             found = ray.get(call)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error
             ray.kill(member.actor)
-            if batch.items and not isinstance(cause, OtherPlace):
+            if member.items and not isinstance(cause, OtherPlace):
                 raise cause from None  # it is not about the items
-            self._leave_out(node, _sentence(cause))
-            made.again = batch.items
+            self._leave_out(member.node, _sentence(cause))
+            made.again = member.items
         except ray.exceptions.RayError as error:  # dead, out of memory, its node lost
-            made = self._died(batch, error)
+            made = self._died(member, error)
         else:
             self.idle.append(member)
-            if batch.items:
+            if member.items:
                 made = found
-                node.deaths = 0
-        return batch, made
+                member.node.deaths = 0
+        return member, made
 
-    def _died(self, batch: Batch, error: BaseException) -> Made:
+    def _died(self, member: Member, error: BaseException) -> Made:
         """An actor died: what it had made, and what it had left."""
-        member, node = batch.member, batch.member.node
+        node, items = member.node, member.items
         ray.kill(member.actor)
         known = Ledger(self.job.journals, member.name)
-        left = [item for item in batch.items if item.id not in known]
-        made = Made([item.id for item in batch.items if item.id in known])
+        left = [item for item in items if item.id not in known]
+        made = Made([item.id for item in items if item.id in known])
         others = sum(each.node is node for each in self.members)
         if isinstance(error, ray.exceptions.OutOfMemoryError) and others:
             node.slots = others
-            self.most = max(1, len(batch.items) // 2) if batch.items else self.most
+            self.most = max(1, len(items) // 2) if items else self.most
             log.warning(
                 "memory ran out on %s: %d workers are there now, and at most %d items at a time",
                 *(node, others, self.most),
@@ -301,7 +300,7 @@ class Cluster:
             return made
         reason = f"its worker died: {_sentence(error)}"
         made.faults = [Fault(left, reason)] if left else []
-        if not batch.suspect:
+        if not member.suspect:
             node.deaths += 1
             alone = self._usable() == [node]
             if node.deaths >= (max(DEATHS, node.slots + 1) if alone else DEATHS):

@@ -51,7 +51,7 @@ def finish(
                 yield row
 
         _write_lines(folder / "index.jsonl", counted())
-        failed = [item.id for item in items if item.id in known and not known.is_done(item.id)]
+        failed = [item.id for item in items if not known.is_done(item.id) and item.id in known]
         _write_lines(folder / "failed.jsonl", (known[name] for name in failed))
         summary = {
             "model": spec.model,

@@ -68,16 +68,24 @@ class Journal:
             self._begin()
 
 
-def read_journals(folder: Path, name: str = "") -> Iterator[tuple[str, Record]]:
-    """The records of all journals, or of the one called ``name``, each after its journal's name;
-    lines that are not whole are skipped.
+def read_journals(folder: Path, name: str = "") -> Iterator[tuple[str, Record, str]]:
+    """The records of all journals, or of the one called ``name``, each after its journal's name and
+    before its text; lines that are not whole are skipped.
     """
     for file in sorted(folder.glob(f"{name}*.log")):
         with file.open("rb") as stream:
             for line in stream:
                 record = unpack(line)
                 if record is not None:
-                    yield file.name.rpartition("-")[0], record
+                    yield file.name.rpartition("-")[0], record, line[9:].decode()
+
+
+def _rows(folder: Path, name: str) -> Iterator[tuple[Any, ...]]:
+    """The rows of a ledger's table."""
+    for journal, record, text in read_journals(folder, name):
+        if "state" in record:
+            done = record["state"] == "done"
+            yield record["id"], done, record.get("at", 0), record.get("item", ""), journal, text
 
 
 class Ledger(Mapping[str, Record]):
@@ -90,6 +98,7 @@ class Ledger(Mapping[str, Record]):
 
     def __init__(self, journals: Path, name: str = "") -> None:
         self._base = sqlite3.connect("")
+        self._base.execute("pragma journal_mode = off")
         self._base.execute(
             "create table items (id text primary key, done, at, digest, journal, record)"
         )
@@ -98,30 +107,15 @@ class Ledger(Mapping[str, Record]):
             "excluded.done, at = excluded.at, digest = excluded.digest, "
             "journal = excluded.journal, record = excluded.record "
             "where (excluded.done, excluded.at) > (items.done, items.at)",
-            (
-                (
-                    record["id"],
-                    record["state"] == "done",
-                    record.get("at", 0),
-                    record.get("item", ""),
-                    journal,
-                    json.dumps(record),
-                )
-                for journal, record in read_journals(journals, name)
-                if "state" in record
-            ),
+            _rows(journals, name),
         )
 
-    def _one(self, column: str, identity: str) -> Any:
-        found = self._base.execute(f"select {column} from items where id = ?", (identity,))
-        return next(found, (None,))[0]
-
     def __getitem__(self, identity: str) -> Record:
-        found = self._one("record", identity)
-        if found is None:
-            raise KeyError(identity)
-        record: Record = json.loads(found)
-        return record
+        asked = "select record from items where id = ?"
+        for (text,) in self._base.execute(asked, (identity,)):
+            record: Record = json.loads(text)
+            return record
+        raise KeyError(identity)
 
     def __iter__(self) -> Iterator[str]:
         return (name for (name,) in self._base.execute("select id from items order by rowid"))
@@ -130,16 +124,15 @@ class Ledger(Mapping[str, Record]):
         count: int = self._base.execute("select count(*) from items").fetchone()[0]
         return count
 
-    def __contains__(self, identity: object) -> bool:
-        return self._one("id", str(identity)) is not None
+    def found(self, identity: str) -> tuple[bool, str]:
+        """Whether the item is done, and its digest then or when it was set aside, "" if neither."""
+        asked = "select done, digest from items where id = ?"
+        done, digest = self._base.execute(asked, (identity,)).fetchone() or (False, "")
+        return bool(done), digest
 
     def is_done(self, identity: str) -> bool:
         """Whether the item is done: neither set aside nor left."""
-        return bool(self._one("done", identity))
-
-    def digest(self, identity: str) -> str:
-        """The digest of the item as it was made or set aside."""
-        return str(self._one("digest", identity))
+        return self.found(identity)[0]
 
     def count_done(self) -> int:
         """How many items are done."""

@@ -37,15 +37,14 @@ def pending(
     known = Ledger(folder / JOURNALS)
     left = []
     for item in items:
-        changed = item.id in known and known.digest(item.id) != item.digest
-        done = known.is_done(item.id)
+        done, digest = known.found(item.id)
+        changed = digest != item.digest
         if done and changed:
             raise ValueError(
                 f"item {item.id!r} is done but has changed in the job file; "
                 "give it a new id or choose another --out"
             )
-        aside = item.id in known and not done and not changed and not retry_failed
-        if item.id in damaged or not (done or aside):
+        if item.id in damaged or (not done and (changed or retry_failed)):
             left.append(item)
     return left
 
@@ -54,24 +53,18 @@ def pending(
 class Member:
     """Who makes items, on a ``node``, with a journal ``name``: this process, or an ``actor``.
 
-    ``wanted`` items are given to it at a time.
+    ``wanted`` items are given to it at a time; it has ``items`` now, which are ``suspect`` if they
+    failed before.
     """
 
     node: Any
     name: str
     wanted: int
     actor: Any = None
+    items: list[Item] = field(default_factory=list)
+    suspect: bool = False
     busy: float = 0.0  # seconds
     made: int = 0
-
-
-@dataclass
-class Batch:
-    """Items of a ``member``; ``suspect``: they failed, or a member died of them."""
-
-    member: Member
-    items: list[Item]
-    suspect: bool = False
 
 
 class Crew(Protocol):
@@ -86,11 +79,11 @@ class Crew(Protocol):
         ``left``.
         """
 
-    def begin(self, batch: Batch) -> None:
-        """Have its member make a batch."""
+    def begin(self, member: Member) -> None:
+        """Have a member make its items."""
 
-    def ended(self) -> Sequence[tuple[Batch, Made]]:
-        """What became of batches since the last call; it waits a while for one."""
+    def ended(self) -> Sequence[tuple[Member, Made]]:
+        """What became of members' items since the last call; it waits a while for one."""
 
 
 class Here:
@@ -100,16 +93,16 @@ class Here:
         self.maker = maker
         self.bar = progress.bar
         self.members = [Member("", "", maker.sizer.size)]
-        self.made: list[tuple[Batch, Made]] = []
+        self.made: list[tuple[Member, Made]] = []
 
     def free(self, left: int) -> Sequence[Member]:
         return self.members
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, member: Member) -> None:
         with moving(self.bar):
-            self.made.append((batch, self.maker.make(batch.items)))
+            self.made.append((member, self.maker.make(member.items)))
 
-    def ended(self) -> Sequence[tuple[Batch, Made]]:
+    def ended(self) -> Sequence[tuple[Member, Made]]:
         made, self.made = self.made, []
         return made
 
@@ -128,7 +121,7 @@ class Loop:
     waiting: deque[Item] = field(default_factory=deque)
     suspects: deque[list[Item]] = field(default_factory=deque)
     tried: dict[str, list[Hashable]] = field(default_factory=dict)  # where an item failed alone
-    busy: int = 0  # batches that are being made
+    busy: int = 0  # members that make items
 
     def run(self, items: Sequence[Item]) -> None:
         """Have ``items`` made; those that fail are set aside."""
@@ -139,30 +132,31 @@ class Loop:
         try:
             while self.waiting or self.suspects or self.busy:
                 for member in self.crew.free(len(self.waiting) + len(self.suspects)):
-                    if batch := self._next(member):
+                    self._give(member)
+                    if member.items:
                         self.busy += 1
-                        self.crew.begin(batch)
-                for batch, made in self.crew.ended():
+                        self.crew.begin(member)
+                for member, made in self.crew.ended():
                     self.busy -= 1
-                    self._take(batch, made)
+                    self._take(member, made)
         except KeyboardInterrupt:
             self.progress.interrupted = True
 
-    def _next(self, member: Member) -> Batch | None:
-        """Items for ``member``, None if there are none for it."""
+    def _give(self, member: Member) -> None:
+        """Give ``member`` items, none if there are none for it."""
         for items in self.suspects:
             nodes = self._tried(items)
             # what failed alone is tried elsewhere, if there is an elsewhere, and later
             if not nodes or not (self.waiting or (member.node in nodes and self._elsewhere(nodes))):
                 self.suspects.remove(items)
-                return Batch(member, items, suspect=True)
-        items = []
+                member.items, member.suspect = items, True
+                return
+        member.items, member.suspect = [], False
         share = -(-len(self.waiting) // len(self.crew.members))  # the last ones end together
-        while self.waiting and len(items) < min(member.wanted, share):
-            if items and self.key(self.waiting[0]) != self.key(items[0]):
+        while self.waiting and len(member.items) < min(member.wanted, share):
+            if member.items and self.key(self.waiting[0]) != self.key(member.items[0]):
                 break
-            items.append(self.waiting.popleft())
-        return Batch(member, items) if items else None
+            member.items.append(self.waiting.popleft())
 
     def _tried(self, items: Sequence[Item]) -> list[Hashable]:
         """The nodes where the item of ``items``, alone, failed."""
@@ -172,9 +166,8 @@ class Loop:
         """Whether there is a member on another node."""
         return any(member.node not in nodes for member in self.crew.members)
 
-    def _take(self, batch: Batch, made: Made) -> None:
-        """Count what a batch came to."""
-        member = batch.member
+    def _take(self, member: Member, made: Made) -> None:
+        """Count what became of a member's items."""
         member.wanted = made.wanted or member.wanted
         member.busy += made.seconds
         member.made += len(made.done)

@@ -96,8 +96,8 @@ def test_records_are_known_by_ids_of_any_letters(tmp_path):
     Journal(tmp_path, "a").append([*made, failure(item("bad"), "no", 1)])
     known = Ledger(tmp_path)
     assert list(known) == [*ids, "bad"] and "other" not in known
-    assert [known.is_done(one) for one in known] == [True] * 4 + [False]
-    assert all(known.digest(one) == item(one).digest for one in known)
+    assert [known.found(one) for one in ids] == [(True, item(one).digest) for one in ids]
+    assert known.found("bad") == (False, item("bad").digest) and known.found("other") == (False, "")
     assert [known[one] for one in ids] == made
 
 
