@@ -132,19 +132,17 @@ def prepare(
         make_folder(folder / name)
     wanted = {**json.loads(json.dumps(asdict(spec))), FILES: dict(files or {})}
     with deciding(folder) as found:
-        changed = [name for name, value in wanted.items() if found.get(name) != value]
-        if changed and not any(True for _ in read_journals(folder / JOURNALS)):
-            found.clear()  # another job, which made nothing
+        if not any(True for _ in read_journals(folder / JOURNALS)):
+            if any(found.get(name) != value for name, value in wanted.items()):
+                found.clear()  # another job, which made nothing
             found.update(wanted)
-        check_files(folder, found.get(FILES, {}), wanted[FILES])
-        differ = [
-            f"{name} {found.get(name)!r} and not {wanted[name]!r}"
-            for name in changed
-            if name != FILES and found.get(name) != wanted[name]
+        check_files(folder, found.get(FILES, {}), wanted.pop(FILES))
+        changed = [
+            f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
         ]
-        if differ:
+        if changed:
             raise ValueError(
-                f"{folder} holds a job with {', '.join(differ)}; "
+                f"{folder} holds a job with {', '.join(changed)}; "
                 "give the same options or another --out"
             )
         found[ITEMS] = items

@@ -61,8 +61,8 @@ def s3(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases end soon."""
-    monkeypatch.setattr(locks, "RENEWED", 0.2)
-    monkeypatch.setattr(locks, "ENDS", 1.0)
+    monkeypatch.setattr(locks, "RENEWED", 0.5)  # seldom between two looks
+    monkeypatch.setattr(locks, "ENDS", 1.5)
     monkeypatch.setattr(locks, "SETTLES", 0.2)
 
 
