@@ -185,7 +185,12 @@ class BatchEngine:
         def one(token: int) -> str:
             return str(tokenizer.decode([token]))
 
-        text = GrowingText(pipe.stops(options), raw, self.stripped)
+        stops = pipe.stops(options)
+        if asked.marks:
+            added = tokenizer.added_tokens_decoder.items()
+            hidden = {i for i, one in added if one.special and i not in asked.marks}
+            stops.shown = lambda ids: stops.whole([i for i in ids if i not in hidden])
+        text = GrowingText(stops, raw, self.stripped)
         prompt = replace(prompt, max_new_tokens=1)
         answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one)
         if prompt.vision:
