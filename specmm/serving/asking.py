@@ -324,14 +324,17 @@ def _part(fields: Fields, look: Looking) -> dict[str, Any]:
         if text is None:
             raise fields.wrong(kind, "a text", None)
         found = {"type": "text", "text": texts_of(fields.path(kind), text)[0]}
-    elif kind == "image_url":
-        told = fields.any(kind)
+    elif kind in ("image_url", "video_url"):
+        told, place = fields.any(kind), fields.path(kind)
         if isinstance(told, dict):  # with how closely to look, which models here do not know
-            inner = Fields(told, fields.path(kind))
+            inner = Fields(told, place)
             inner.ignore("detail", "url")
             inner.done()
             told = told.get("url")
-        found = {"type": "image", "image": look.picture(told, fields.path("image_url"))}
+        if kind == "image_url":
+            found = {"type": "image", "image": look.picture(told, place)}
+        else:
+            found = {"type": "video", "video": look.film(told, place)}
     elif kind == "video":
         frames = fields.items(kind)
         if not frames:
@@ -340,9 +343,8 @@ def _part(fields: Fields, look: Looking) -> dict[str, Any]:
         opened = [look.picture(one, f"{place}[{i}]") for i, one in enumerate(frames)]
         found = {"type": "video", "video": opened, "fps": fields.number("fps", 0.01, 1000)}
     else:
-        wanted = "text, image_url or video (a list of frames)"
-        hint = "; give a film's frames" if kind == "video_url" else ""
-        got = f"{shown(kind)}, which is not served{hint}"
+        wanted = "text, image_url, video_url or video (a list of frames)"
+        got = f"{shown(kind)}, which is not served"
         raise Refused(f"{fields.path('type')} must be {wanted}, got {got}", fields.path("type"))
     fields.ignore("uuid", "cache_control")
     fields.done()
