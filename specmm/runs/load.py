@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 from specmm.extending.kinds import shown
-from specmm.loading.files import JSON_LINES, sentence_of
+from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentence_of
 
 PERCENTILES = (50, 90, 99)
 PATIENCE = 600.0  # seconds without a sign
@@ -75,25 +75,17 @@ def bodies_of(file: Path | None, completions: bool) -> list[dict[str, Any]]:
     """
     if file is None:
         return [_body(text, completions) for text in BUILT_IN]
-    try:
-        lines = [line for line in file.read_text().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be lines of text, got: {error}") from error
+    if file.suffix in JSON_LINES:
+        lines = list(json_lines(file))
+    else:
+        texts = (line.rstrip("\r\n") for _, line in numbered_lines(file))
+        lines = [("", _body(text, completions)) for text in texts]
     if not lines:
         raise ValueError(f"{file} must have a line at least, got none")
-    if file.suffix not in JSON_LINES:
-        return [_body(line, completions) for line in lines]
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            body = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} of {file} must be JSON, got: {error}") from error
-        if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
-            got = shown(body)
-            raise ValueError(f"line {number} of {file} must have messages or a prompt, got {got}")
-        found.append(body)
-    return found
+    for where, body in lines:
+        if not isinstance(body, dict) or not body.keys() & {"messages", "prompt"}:
+            raise ValueError(f"{where} must have messages or a prompt, got {shown(body)}")
+    return [body for _, body in lines]
 
 
 def _body(text: str, completions: bool) -> dict[str, Any]:

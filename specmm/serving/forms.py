@@ -94,7 +94,7 @@ class Sums:
         """Note what is told of answer ``number``; the choices of its chunks."""
         if isinstance(event, Ended):
             rest = self._said(number, self.parsers[number].end())
-            called = event.reason == "stop" and self.parsers[number].calls
+            called = event.reason == "stop" and "tool_calls" in self.said[number]
             self.ends[number] = replace(event, reason="tool_calls") if called else event
             end = self.form.piece(number, {}, None, "tool_calls" if called else event.reason)
             return [self.form.piece(number, rest), end] if rest else [end]

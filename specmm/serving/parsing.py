@@ -6,11 +6,11 @@ takes for models of its type.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
@@ -24,14 +24,11 @@ from specmm.serving.requests import Piece
 
 LOGGER = logging.getLogger(__name__)
 CONTENT, THOUGHT, CALLS = "content", "reasoning_content", "tool_calls"
-CUT = "\0"  # goes on with no text that a model says
 Parts = dict[str, Any]  # of a message: CONTENT, THOUGHT, CALLS, those that there are
 
 
 class Plain:
     """Reads an answer as content, all of it."""
-
-    calls = 0
 
     def add(self, piece: Piece) -> Parts:
         """What a ``piece`` adds to the message."""
@@ -42,16 +39,15 @@ class Plain:
         return {}
 
 
+@dataclass(frozen=True)
 class Parsing:
     """How answers of a model are read whose ``tokenizer`` this is, by a ``template``; ``ends`` are
-    its end tokens. Raises ``ValueError`` for no template.
+    its end tokens.
     """
 
-    def __init__(self, tokenizer: Any, template: Mapping[str, Any], ends: Collection[int]) -> None:
-        load_response_template(dict(template))
-        self.tokenizer = tokenizer
-        self.template = template
-        self.ends = ends
+    tokenizer: Any
+    template: Mapping[str, Any]
+    ends: Collection[int]
 
     @classmethod
     def of(cls, pipe: Any, ends: Collection[int]) -> Parsing | None:
@@ -60,16 +56,17 @@ class Parsing:
         if template is None:
             return None
         try:
-            return cls(pipe.tokenizer, template, ends)
+            load_response_template(template)
         except FAULTS as error:
             said = sentence_of(error)
             LOGGER.warning("%s has a response_template that cannot be used: %s", pipe.name, said)
             return None
+        return cls(pipe.tokenizer, template, ends)
 
     def form(self, tools: Collection[Any]) -> dict[str, Any]:
         """The template; without ``tools`` a call is text as any other."""
-        fields = {k: v for k, v in self.template["fields"].items() if tools or k != CALLS}
-        return {**self.template, "fields": fields}
+        kept = {k: v for k, v in self.template["fields"].items() if tools or k != CALLS}
+        return {**self.template, "fields": {k: {**v, "optional": True} for k, v in kept.items()}}
 
     def marks(self, tools: Collection[Any]) -> frozenset[int]:
         """The special tokens that the parser must see: those that the template's fields name, but
@@ -83,14 +80,14 @@ class Parsing:
     def parser(self, prompt: Sequence[int], tools: Collection[Any]) -> Parser:
         """Reads one answer to the ids of a ``prompt``, in which ``tools`` were shown."""
         prefix = self.tokenizer.decode(list(prompt))
-        return Parser(ResponseParser(self.form(tools), prefix, tools=list(tools)), self.ends)
+        return Parser(_Lenient(self.form(tools), prefix, tools=list(tools)), self.ends)
 
 
 class Parser:
     """Reads an answer by ``parser``. Blanks around content and around reasoning are left out.
 
-    A call that is no JSON or that the answer's end cuts is content, as is all that follows it. What
-    is read does not depend on the pieces that an answer comes in.
+    A call that is none by the template is content, and so is one that the answer's end cuts: no
+    token of ``ends`` ended it.
     """
 
     def __init__(self, parser: ResponseParser, ends: Collection[int]) -> None:
@@ -98,97 +95,78 @@ class Parser:
         self.ends = ends
         self.calls = 0
         self.body = ""  # of the call that is open
-        self.blanks = {CONTENT: "", THOUGHT: ""}  # which are said once more follows
+        self.blanks = dict.fromkeys((CONTENT, THOUGHT), "")  # which are said once more follows
         self.begun: set[str] = set()
-        self.broken = False
-        self.cut = False  # calls that end now have not ended
         self.last: int | None = None  # token
-        self.found: Parts = {}
 
     def add(self, piece: Piece) -> Parts:
         """What a ``piece`` adds to the message."""
         self.last = piece.tokens[-1] if piece.tokens else self.last
-        self._read(piece.text)
-        return self._taken()
+        return self._parts(self.parser.feed(piece.text), True)
 
     def end(self) -> Parts:
         """What the answer's end adds."""
-        if self.last not in self.ends:
-            self._read(CUT)  # ends what need not go on
-            self.cut = True
-        if not self.broken:
-            try:
-                self._tell(self.parser.finalize()[1])
-            except FAULTS:
-                self._say(CONTENT, self.body)
-        return self._taken()
+        return self._parts(self.parser.finalize()[1], self.last in self.ends)
 
-    def _taken(self) -> Parts:
-        found, self.found = self.found, {}
-        return found
-
-    def _read(self, text: str) -> None:
-        if self.broken:
-            self._say(CONTENT, text)
-            return
-        before = copy.copy(self.parser)
-        try:
-            self._tell(self.parser.feed(text))
-            return
-        except FAULTS:
-            self.parser = before  # without the events before the failure
-        for number, letter in enumerate(text, 1):
-            try:
-                self._tell(self.parser.feed(letter))
-            except FAULTS:
-                self.broken = True
-                self._say(CONTENT, self.body + text[number:])
-                return
-
-    def _tell(self, events: Sequence[Mapping[str, Any]]) -> None:
+    def _parts(self, events: Sequence[Mapping[str, Any]], whole: bool) -> Parts:
+        """What ``events`` add; calls that end in them are ``whole`` or cut."""
+        found: Parts = {}
         for event in events:
             name, kind = event["field"], event["type"]
-            if kind == "region_close" and name == CALLS:
-                self._call(event["value"])
-                self.body = ""
-            elif kind == "region_chunk" and name == CALLS:
+            if kind == "region_chunk" and name == CALLS:
                 self.body += event["text"]
-            elif kind == "region_chunk" and name == CONTENT:
-                self._say(CONTENT, event["text"])
-            elif kind == "region_chunk" and name in REASONING:
-                self._say(THOUGHT, event["text"])
+            elif kind == "region_chunk" and (name == CONTENT or name in REASONING):
+                self._say(found, CONTENT if name == CONTENT else THOUGHT, event["text"])
+            elif kind == "region_close" and name == CALLS:
+                calls = _functions(event["value"]) if whole else []
+                if calls:
+                    found.setdefault(CALLS, []).extend(map(self._numbered, calls))
+                else:
+                    self._say(found, CONTENT, self.body)
+                self.body = ""
+        return found
 
-    def _say(self, name: str, text: str) -> None:
-        text = self.blanks[name] + text.removesuffix(CUT)
+    def _say(self, found: Parts, name: str, text: str) -> None:
+        """Add ``text`` to what is ``found``, without blanks that may be the last."""
+        text = self.blanks[name] + text
         if name not in self.begun:
             text = text.lstrip()
         said = text.rstrip()
         self.blanks[name] = text[len(said) :]
         if said:
             self.begun.add(name)
-            self.found[name] = self.found.get(name, "") + said
+            found[name] = found.get(name, "") + said
 
-    def _call(self, value: Any) -> None:
-        """Note one call, or a list of them."""
+    def _numbered(self, function: Parts) -> Parts:
+        """A call of a ``function`` in OpenAI's form."""
+        self.calls += 1
+        name = f"call_{uuid.uuid4().hex}"
+        return {"index": self.calls - 1, "id": name, "type": "function", "function": function}
+
+
+class _Lenient(ResponseParser):
+    """Goes on after a region that is none by the template, whose value is None."""
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
         try:
-            made = [_function(one) for one in (value if isinstance(value, list) else [value])]
+            super()._close_current(events)
         except FAULTS:
-            made = []
-        if self.cut or not made:
-            self._say(CONTENT, self.body)
-            return
-        for one in made:
-            name = f"call_{uuid.uuid4().hex}"
-            call = {"index": self.calls, "id": name, "type": "function", "function": one}
-            self.found.setdefault(CALLS, []).append(call)
-            self.calls += 1
+            events.append({"type": "region_close", "field": self._current, "value": None})
+            self._reset_to_implicit()
 
 
-def _function(call: Mapping[str, Any]) -> dict[str, str]:
-    """The name and the arguments of a ``call``; an error if it has none."""
-    name, arguments = call["function"]["name"], call["function"].get("arguments", {})
-    if not isinstance(name, str) or not isinstance(arguments, str | dict):
-        raise ValueError("a call has a name and arguments")
-    if isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {"name": name, "arguments": arguments}
+def _functions(value: Any) -> list[Parts]:
+    """The name and the arguments of each call in what was parsed, one or a list; none of all if one
+    is no call.
+    """
+    found = []
+    for call in value if isinstance(value, list) else [value]:
+        try:
+            name, given = call["function"]["name"], call["function"].get("arguments") or {}
+        except FAULTS:
+            return []
+        if not isinstance(name, str) or not isinstance(given, str | dict):
+            return []
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        found.append({"name": name, "arguments": arguments})
+    return found

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers as tf
 from transformers.cli.serving.utils import get_response_template
-from transformers.utils.chat_parsing import ResponseParser
 
 import specmm
-from specmm.serving.parsing import Parser
+from specmm.serving.parsing import Parsing
 from specmm.serving.requests import Piece
 from tests.served import engine_of, served
 from tests.tiny.saying import saying
@@ -99,19 +98,20 @@ def whole(client, **given):
     return said.content or "", thought, calls, choice.finish_reason
 
 
+TIME = ("time", "{}")
 KOELN = ("weather", '{"city": "Köln"}')
 HALF = CALL[: CALL.index("Köln")]
 SAID = [
     (CALL, {}, ("", "", [KOELN], "tool_calls")),
-    (f"Well.\n{CALL}\n{OTHER}", {}, ("Well.", "", [KOELN, ("time", "{}")], "tool_calls")),
+    (f"Well.\n{CALL}\n{OTHER}", {}, ("Well.", "", [KOELN, TIME], "tool_calls")),
     (f"<think>\nA\n\nb.\n</think>\n\nHi \n{CALL}", {}, ("Hi", "A\n\nb.", [KOELN], "tool_calls")),
     (f"It is.\n</think>\n\n{CALL}", {"thinks": True}, ("", "It is.", [KOELN], "tool_calls")),
     ("It is", {"thinks": True}, ("", "It is", [], "stop")),
     ("A <b> or </tool_call> \n", {}, ("A <b> or </tool_call>", "", [], "stop")),
-    ("<tool_call>\n{oh}\n</tool_call> dear", {}, ("{oh}\n dear", "", [], "stop")),
+    (f"<tool_call>{{oh}}</tool_call> dear {OTHER}", {}, ("{oh} dear", "", [TIME], "tool_calls")),
     ("<tool_call>\n[1]\n</tool_call>", {}, ("[1]", "", [], "stop")),
     (CALL, {"stop": "}}"}, (HALF.removeprefix("<tool_call>\n") + 'Köln"', "", [], "stop")),
-    (f"{OTHER}; so", {"stop": ";"}, ("", "", [("time", "{}")], "tool_calls")),
+    (f"{OTHER}; so", {"stop": ";"}, ("", "", [TIME], "tool_calls")),
     (CALL, {"tool_choice": "none"}, (CALL, "", [], "stop")),
     (CALL, {"tools": openai.omit}, (CALL, "", [], "stop")),
     (CALL, {"tool_choice": "auto"}, ("", "", [KOELN], "tool_calls")),
@@ -153,7 +153,8 @@ def test_what_is_read_does_not_depend_on_pieces():
 
 def read(template, text, most, end):
     """What is read of a ``text`` in pieces of at most so many letters; 0 is the end token."""
-    parser = Parser(ResponseParser(template, prefix=""), [0])
+    words = types.SimpleNamespace(decode=lambda ids: "")
+    parser = Parsing(words, template, [0]).parser([], TOOLS)
     said = {"content": "", "reasoning_content": "", "calls": []}
     pieces = []
     while text:
