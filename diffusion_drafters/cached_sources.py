@@ -99,7 +99,7 @@ class CausalSource:
         order = torch.arange(count + masks, device=tokens.device)
         ids = torch.cat([tokens, tokens.new_full((rows, masks), self.model.mask)], dim=1)
         depths = torch.where(order < count, order, order - count + kept[:, None])  # [B, N]
-        cache.aim(cache.size.capacity, cache.slots)
+        cache.aim_at_tree(count + masks)
         bias = cache.tree_bias(self._ancestors(count, masks, kept))
         states = self.small.states(ids, cache.lengths[:, None] + depths, bias)
         cache.keep(order[:count].expand(rows, -1), kept)

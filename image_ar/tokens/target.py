@@ -154,7 +154,7 @@ class LlamaGenTarget:
         return self._scored(tree)
 
     def _scored(self, tree: DraftTree) -> TargetOutput:
-        self.cache.aim_at_tree()
+        self.cache.aim_at_tree(tree.shape.size)
         positions = self.cache.lengths[:, None] + tree.shape.depths
         return self._score(tree.tokens, positions, self.cache.tree_mask(tree.shape))
 

@@ -45,6 +45,9 @@ def serve(
         int | None,
         typer.Option(min=1, help="Most of an answer; else 1024, unless a request asks for more."),
     ] = None,
+    max_seconds: Annotated[
+        float, typer.Option(min=1, help="Most of an answer, from its request on.")
+    ] = 600.0,
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 opens it to the network.")
     ] = "127.0.0.1",
@@ -86,7 +89,7 @@ def serve(
     if drafter is not None and len(models) > 1:
         raise ValueError("--drafter is of one MODEL, got several; serve them apart")
     place = Place.named(device, dtype)
-    limits = Limits(rows, max_waiting, **given(answer=max_tokens))
+    limits = Limits(rows, max_waiting, seconds=max_seconds, **given(answer=max_tokens))
     settings = Settings(api_key, http_pictures, max_tokens=max_tokens, max_waiting=max_waiting)
     build = partial(application, models, place, method, drafter, limits, settings)
     if replicas is not None:

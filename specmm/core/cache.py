@@ -262,14 +262,18 @@ class Cache:
         for layer in self.layers:
             layer.first, layer.stop = first, stop
 
-    def aim_at_tree(self) -> None:
-        """The next forward writes nodes of a tree, and attends all slots up to them."""
+    def aim_at_tree(self, nodes: int) -> None:
+        """The next forward writes a tree of so many ``nodes``, and attends all slots up to them."""
         if self.near and not any_invariant():
             longest = int(self.lengths.max())
             front = min(-(-longest // NEAR) * NEAR, self.size.capacity)
             if front != self.front:
                 self.front, self._bias, self._biases = front, None, TreeBiases()
-        self.aim(self.front, self.front + self.size.scratch)
+        self.aim(self.front, self.front + self._reach(nodes))
+
+    def _reach(self, nodes: int) -> int:
+        """Slots of the scratch region that are attended by a tree of so many ``nodes``."""
+        return nodes if self.near and not any_invariant() else self.size.scratch
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
         """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
@@ -302,7 +306,7 @@ class Cache:
 
     def _new_bias(self, ancestors: Tensor) -> TreeBias:
         nodes, first = ancestors.shape[-1], self.front
-        bias = self._closed.repeat(self.size.rows, 1, nodes, first + self.size.scratch)
+        bias = self._closed.repeat(self.size.rows, 1, nodes, first + self._reach(nodes))
         seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
         bias[:, 0, :, first : first + nodes].masked_fill_(seen, 0)
         return TreeBias(ancestors, bias, bias[:, 0, :, :first])
@@ -338,6 +342,11 @@ class Cache:
                 array[:, row, :slots] = array[:, last, :slots]
         self.lengths = without(self.lengths, row)
         self._show(last)
+
+    def clear(self, row: int) -> None:
+        """Leave nothing in the slots of ``row``: even masked ones must be finite."""
+        for array in self.arrays:
+            array[:, row] = 0
 
     def widen(self, capacity: int) -> None:
         """Room for ``capacity`` tokens a row, at least."""

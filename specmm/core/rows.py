@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specmm.core.continuous_batching import begin_anew
-from specmm.core.decode import Progress, Stop, begun, check_output, first_token, one_round
+from specmm.core.decode import Progress, Stop, begun, first_token, one_round
 from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, committed
 from specmm.core.randomness import Uniforms
 from specmm.core.state import without
@@ -86,21 +86,20 @@ class Rows:
         self.progress: Progress
         self.feedback: Feedback
         self.count = 0  # B
-        self.rounds = 0
 
     def join(
         self, generator: torch.Generator, begin: Callable[[int], TargetOutput], limit: int
     ) -> int:
         """One more row of at most ``limit`` tokens, which draws from ``generator``; its number.
 
-        ``begin(row)`` puts a prompt there that has been read, and gives the last output of that.
+        ``begin(row)`` puts a prompt there that has been read, and gives the last output of that,
+        which is finite.
         """
         target, drafter, rule = self.parts
         row = self.count
         for member in self.members:
             member.join()
         output = begin(row)
-        check_output(output, target.name)
         spare = drafter.max_depth + 1
         numbers = self.uniforms.join(generator, limit + spare)
         token = first_token(rule, output.probs[:, -1:], numbers)
@@ -132,18 +131,20 @@ class Rows:
             self.feedback = self.feedback.left(row)
 
     def round(self) -> Sequence[int]:
-        """Play one; how many tokens each row gained."""
+        """Play one; how many tokens each row gained. :meth:`check` says whether all is well."""
         before = self.progress.counts.tolist()
         self.uniforms.counts = self.progress.counts
         with attention_of_any_length():
             self.feedback = one_round(
                 self.parts, self.feedback, self.progress, self.uniforms, self.clock
             )
-        assert self.feedback.checks is not None
-        self.progress.end_round(self.feedback.checks)
-        self.rounds += 1
         after = self.progress.counts.tolist()
         return [b - a for a, b in zip(before, after, strict=True)]
+
+    def check(self) -> None:
+        """Raise ``ValueError`` unless all numbers of the last round are finite."""
+        assert self.feedback.checks is not None
+        self.progress.end_round(self.feedback.checks)
 
 
 def _as_if_played(output: TargetOutput, token: Tensor) -> Feedback:

@@ -5,6 +5,7 @@ Shape letters: B rows, N nodes, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +83,7 @@ class Answer:
     limit: int
     text: GrowingText
     ids_of: Callable[[int], str]  # the text of one token
+    deadline: float  # by time.monotonic()
     cancelled: bool = False
     over: bool = False
     rounds: int = 0
@@ -93,6 +95,13 @@ class Answer:
     def cancel(self) -> None:
         """See :class:`specmm.serving.requests.Ticket`."""
         self.cancelled = True
+
+    @property
+    def given_up(self) -> str:
+        """Why it does not go on, if so: nobody waits for it, or its time is over."""
+        if self.cancelled:
+            return "cancelled"
+        return "timeout" if time.monotonic() > self.deadline else ""
 
     @cached_property
     def ids(self) -> list[int]:

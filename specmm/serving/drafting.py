@@ -136,7 +136,8 @@ class Drafts:
     def start_row(self, row: int) -> None:
         """Index the prompt that the target has just begun in ``row``."""
         started = self.target.started
-        [ids] = started.prompt.rows() if self.target.family.shared else [[]]
+        drafted = self.longest and self.target.family.shared
+        [ids] = started.prompt.rows() if drafted else [[]]
         self.rows[row] = RowDrafts(SuffixRow(ids, self.banned, self.earlier))
         if self.network is not None:
             self.rows[row].lost = started.context is None
@@ -158,7 +159,8 @@ class Drafts:
 
     def extend(self, row: int, tokens: Sequence[int]) -> None:
         """The answer of ``row`` goes on with ``tokens``."""
-        self.rows[row].text.extend(tokens)
+        if self.longest:
+            self.rows[row].text.extend(tokens)
 
     # ---- the network
 
@@ -241,7 +243,7 @@ class Drafts:
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """Chains of one depth, or the network's trees."""
-        for row in self.rows:
+        for row in self.rows if self.longest else ():
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
         count = len(self.rows)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from specmm import methods
-from specmm.core.decode import check_output
 from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
 from specmm.core.rows import Rows
@@ -55,14 +54,15 @@ OF_THE_SERVER = (  # options of calls that requests have not
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
 MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
-COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "error")
+COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "timeout", "error")
 
 
 @dataclass(frozen=True)
 class Limits:
     """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
     the model's); whether anything is drafted. An answer that asks for no number has at most
-    ``answer`` tokens, for which there is room. ``prefixes``: bytes of what was read before.
+    ``answer`` tokens, for which there is room. It may take ``seconds`` from its request on.
+    ``prefixes``: bytes of what was read before.
     """
 
     rows: int = 16
@@ -70,6 +70,7 @@ class Limits:
     tokens: int = 0
     drafts: bool = True
     answer: int = 1024
+    seconds: float = 600.0
     prefixes: int = 2**30
 
 
@@ -192,7 +193,8 @@ class BatchEngine:
             stops.shown = lambda ids: stops.whole([i for i in ids if i not in hidden])
         text = GrowingText(stops, raw, self.stripped)
         prompt = replace(prompt, max_new_tokens=1)
-        answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one)
+        end = time.monotonic() + self.limits.seconds
+        answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one, end)
         if prompt.vision:
             answer.root = digest_of(prompt.vision)
             shown = torch.isin(prompt.input_ids[0], torch.tensor(target.image_tokens)).nonzero()
@@ -275,8 +277,12 @@ class BatchEngine:
     def _step(self) -> None:
         """Free the rows of those who left, read a piece of a prompt, play a round."""
         for row in reversed(range(self.rows.count)):
-            if self.answers[row].cancelled:
-                self._leave(row, "cancelled")
+            if reason := self.answers[row].given_up:
+                self._leave(row, reason)
+        with self.changed:
+            for answer in [one for one in self.waiting if one.given_up]:
+                self.waiting.remove(answer)
+                self._give_up(answer)
         if self.read is None:
             self._admit()
         if self.read is not None:
@@ -292,9 +298,6 @@ class BatchEngine:
         with self.changed:
             while self.waiting and len(together) < free and not pages:
                 answer = self.waiting[0]
-                if answer.cancelled:
-                    self._cancelled(self.waiting.popleft())
-                    continue
                 known = self._known(answer)
                 if together and (known or not self._fit([*together, answer])):
                     break
@@ -357,10 +360,10 @@ class BatchEngine:
 
     def _read_piece(self, read: _Read) -> None:
         """Read a piece of prompts; those that are read join."""
-        if all(one.cancelled for one in read.answers):
+        if all(one.given_up for one in read.answers):
             self.read = None
             for one in read.answers:
-                self._cancelled(one)
+                self._give_up(one)
             return
         start = time.perf_counter()
         before = read.reading.left
@@ -374,20 +377,23 @@ class BatchEngine:
             if read.reading.left:
                 return
             self.read = None
-            for number, answer in enumerate(read.answers):
-                self._join(answer, read.reading, number)
         except Exception as error:  # whatever a prompt does to the model, the others go on
             self.read = None
-            self._failed([one for one in read.answers if one not in self.answers], error)
-            if self.rows.count != len(self.answers):
-                self._begin_anew(error)
+            self._failed(read.answers, error)
+            return
+        for number, answer in enumerate(read.answers):
+            try:
+                self._join(answer, read.reading, number)
+            except Exception as error:
+                self._failed([answer], error)
+                if self.rows.count != len(self.answers):
+                    self._begin_anew(error)
 
     def _join(self, answer: Answer, reading: Reading, number: int) -> None:
-        if answer.cancelled:
-            self._cancelled(answer)
+        if answer.given_up:
+            self._give_up(answer)
             return
-        assert reading.output is not None
-        check_output(reading.output, self.name)
+        reading.output_of(number)  # whether all is well, before anything of it is kept
         self._keep_prompt(answer, reading, number)
         self.stops.rows.append(answer)
         row = self.rows.join(
@@ -413,13 +419,32 @@ class BatchEngine:
         self.made["drafted_tokens"] += self.drafts.offered
         self.made["kept_tokens"] += self.drafts.taken
         self.made["network_seconds"] += self.drafts.spent  # type: ignore[assignment]
+        spoilt = self._spoilt()
         for row, answer in enumerate(self.answers):
             answer.rounds += 1
+            if row in spoilt:
+                continue
             if answer.asked.logprobs is not None:
                 self._heard(row, gained[row])
             self._told(row, before[row])
         for row in reversed(range(self.rows.count)):
-            self._end_if_done(row)
+            if row in spoilt:
+                self._drop(row, spoilt[row])
+            else:
+                self._end_if_done(row)
+
+    def _spoilt(self) -> dict[int, Exception]:
+        """The rows for which something went wrong in the last round, and what.
+
+        Raises ``ValueError`` for numbers that are not finite and of no row's logits.
+        """
+        try:
+            self.rows.check()
+        except ValueError:
+            if found := self.target.spoilt():
+                return found
+            raise
+        return dict(self.target.processor.failed)
 
     def _heard(self, row: int, gained: int) -> None:
         """Keep how likely the ``gained`` tokens of a ``row`` were in the last round."""
@@ -446,14 +471,27 @@ class BatchEngine:
         answer = self.answers[row]
         claim = run_claim(Matching(), self.rows.progress, None).under(answer.options.settings)
         self._keep_answer(row)  # first, for whoever is told may ask the next question
-        answer.end(reason, self.drafts.method, str(claim))
+        answer.end(reason, self.drafts.method, str(claim), self._why(reason))
         self.made[reason] += 1
         self.rows.leave(row)
 
-    def _cancelled(self, answer: Answer) -> None:
-        """Nobody waits for an ``answer`` that has no row yet."""
-        answer.end("cancelled")
-        self.made["cancelled"] += 1
+    def _drop(self, row: int, error: Exception) -> None:
+        """End the answer of a ``row`` that is spoilt, and leave nothing of it."""
+        self._failed([self.answers[row]], error)
+        self.target.cache.clear(row)
+        self.rows.leave(row)
+
+    def _give_up(self, answer: Answer) -> None:
+        """End an ``answer`` that was given up before it had a row."""
+        reason = answer.given_up
+        answer.end(reason, error=self._why(reason))
+        self.made[reason] += 1
+
+    def _why(self, reason: str) -> str:
+        """The sentence that an answer ends with, if it is an error."""
+        if reason != "timeout":
+            return ""
+        return f"an answer may take {self.limits.seconds:g} seconds here, and this one took longer"
 
     def _failed(self, answers: Sequence[Answer], error: Exception) -> None:
         said = sentence_of(error)

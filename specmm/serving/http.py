@@ -36,7 +36,7 @@ from specmm.serving.requests import Asked, Busy, Ended, Engine, Piece, Tell, Tic
 LOGGER = logging.getLogger(__name__)
 GONE = 499  # how servers' logs call a client that hung up
 RETRY = {429: "1", 503: "10"}  # seconds after which to ask again
-TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+TYPES = dict.fromkeys((500, 503, 504), "server_error") | {429: "rate_limit_error"}
 ASKED, DRAWN = "/v1/chat/completions", "/v1/images/generations"
 DONE = "data: [DONE]\n\n"
 Answer = Callable[[Request], Awaitable[Response]]
@@ -214,8 +214,8 @@ class Api:
 
     def _raise_failure(self, event: Piece | Ended) -> None:
         """Raise what an answer that ended badly is refused with."""
-        if isinstance(event, Ended) and event.reason in ("error", "cancelled"):
-            status = 503 if self.draining else 500
+        if isinstance(event, Ended) and event.reason in ("error", "cancelled", "timeout"):
+            status = 504 if event.reason == "timeout" else 503 if self.draining else 500
             raise Refused(event.error or "the answer was cancelled", status=status)
 
     # ---- pictures

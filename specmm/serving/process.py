@@ -30,7 +30,10 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # httptools answers some requests that are too large otherwise
+                # the same whatever else is installed: httptools answers some requests that are
+                # too large otherwise, uvloop sets what is set of sockets below by itself
+                http="h11",
+                loop="asyncio",
                 log_config=None,
                 access_log=False,
                 server_header=False,

@@ -55,10 +55,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ended:
-    """An answer's end: its ``reason`` ("stop", "length", "cancelled" or "error", with the
-    ``error`` in a sentence), how many ``prompt_tokens`` were read, of which ``cached`` were known
-    from earlier requests, how many ``tokens`` it has, in how many ``rounds``, and what it claims:
-    the ``method`` and the ``certificate``, in words.
+    """An answer's end: its ``reason`` ("stop", "length", "cancelled", "timeout" or "error", the
+    last two with the ``error`` in a sentence), how many ``prompt_tokens`` were read, of which
+    ``cached`` were known from earlier requests, how many ``tokens`` it has, in how many ``rounds``,
+    and what it claims: the ``method`` and the ``certificate``, in words.
     """
 
     reason: str

@@ -225,6 +225,73 @@ def test_a_round_that_fails_ends_its_answers_and_no_others(coder_pipe, monkeypat
     engine.close()
 
 
+@pytest.mark.parametrize("method", ["ar", "block"])
+def test_a_row_that_is_not_finite_ends_alone(coder_pipe, method):
+    """Its memory, which others take over, and pages of its prompt hold nothing of it."""
+    bad = 77
+    said_once = dict(sequence_bias=[[[bad], 1000.0]], max_new_tokens=8)
+    engine = open_engine("pocket/coder", Limits(rows=3), method=method)
+
+    def poison(module, inputs, states):
+        return states.masked_fill((inputs[0] == bad)[..., None], float("nan"))
+
+    engine.pipe.model.get_input_embeddings().register_forward_hook(poison)
+    said = Answers(engine)
+    fine = dict(max_new_tokens=60)
+    said.ask(prompt=TEXTS[0], options=fine)
+    said.ask(prompt=TEXTS[3] * 3, options=said_once)  # longer than the one that takes its place
+    said.ask(prompt=TEXTS[2], options=fine)
+    said.ask(prompt=[*coder_pipe.encode(TEXTS[3])[0], bad] * 3)
+    said.ask(prompt=TEXTS[4], options=fine)
+    said.wait()
+    for i in (1, 3):
+        assert said.end(i).reason == "error"
+        assert "logits must be finite" in said.end(i).error
+    for i in (0, 2, 4):
+        assert said.text(i) == coder_pipe(TEXTS[i], method="ar", **fine).texts[0]
+    assert engine.counts()["error_total"] == 2
+    engine.close()
+
+
+class Failing(LogitsProcessor):
+    """Breaks after three tokens."""
+
+    def __call__(self, ids, scores):
+        if ids.shape[1] > 12:
+            raise RuntimeError("no such word")
+        return scores
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_processor_that_fails_ends_its_answer_alone(coder_pipe, together):
+    engine = BatchEngine(coder_pipe, Limits(rows=3))
+    said = Answers(engine)
+    for _ in range(together):
+        given = dict(max_new_tokens=30, logits_processor=[Failing()])
+        said.ask(prompt="def a", options=given)
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=30))
+    said.wait()
+    for i in range(together):
+        assert (said.end(i).reason, said.end(i).error) == ("error", "RuntimeError: no such word")
+    assert said.text(together) == coder_pipe(TEXTS[0], method="ar", max_new_tokens=30).texts[0]
+    engine.close()
+
+
+def test_an_answer_ends_when_its_time_is_over(coder_pipe):
+    """Whether it has a row or waits for one."""
+    engine = BatchEngine(coder_pipe, Limits(rows=1, seconds=0.1, drafts=False))
+    said = Answers(engine)
+    for text in TEXTS[:2]:
+        said.ask(prompt=text, options=dict(max_new_tokens=400))
+    said.wait()
+    for i, made in enumerate((True, False)):
+        assert said.end(i).reason == "timeout"
+        assert said.end(i).error.startswith("an answer may take 0.1 seconds here")
+        assert bool(said.tokens(i)) is made
+    assert engine.counts()["timeout_total"] == 2
+    engine.close()
+
+
 def test_logprobs_are_the_models(coder_pipe):
     engine = BatchEngine(coder_pipe, Limits(rows=2))
     said = Answers(engine)

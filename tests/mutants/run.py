@@ -332,17 +332,19 @@ def found_by(
         yield mutations[task.number], found, took
 
 
-def judged(root: Path, jobs: int, mutations: Sequence[Mutation], least: float) -> dict[str, int]:
-    """Try every one of ``mutations``, say what became of it, and count."""
-    counts: dict[str, int] = {}
+def judged(
+    root: Path, jobs: int, mutations: Sequence[Mutation], least: float
+) -> dict[str, list[str]]:
+    """Try every one of ``mutations``, and say what became of it: lines by status."""
+    lines: dict[str, list[str]] = {}
     with tqdm(total=len(mutations), desc="mutations") as bar:
         for mutation, found, took in found_by(root, jobs, mutations, least):
             status, why = verdict(mutation, found)
-            counts[status] = counts.get(status, 0) + 1
-            bar.write(f"{status:10} {mutation}", file=sys.stdout)
-            bar.write(f"{'':10} {why}, {took:.1f} s", file=sys.stdout)
+            line = f"{status:10} {mutation}\n{'':10} {why}, {took:.1f} s"
+            lines.setdefault(status, []).append(line)
+            bar.write(line, file=sys.stdout)
             bar.update()
-    return counts
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -361,14 +363,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     tqdm.monitor_interval = 0  # its thread would not survive a fork
     try:
-        counts = judged(root, options.jobs, mutations, options.least)
+        lines = judged(root, options.jobs, mutations, options.least)
     except ValueError as error:
         tqdm.write(str(error), file=sys.stderr)
         return 2
-    told = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    wrong = lines.get("survived", []) + lines.get("error", [])
+    told = ", ".join(f"{len(of)} {status}" for status, of in sorted(lines.items()))
     seconds = time.monotonic() - start
+    # Once more at the end, which is all that a log of continuous integration shows.
+    tqdm.write("\n".join(wrong), file=sys.stdout)
     tqdm.write(f"{len(mutations)} mutations in {seconds:.0f} s: {told}", file=sys.stdout)
-    return int(bool(counts.keys() & {"survived", "error"}))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

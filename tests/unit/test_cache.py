@@ -44,7 +44,8 @@ def agree(cache, lists):
 
 def write(cache, nodes, generator):
     """Random entries of a tree of ``nodes`` written to the scratch region of every layer."""
-    cache.aim_at_tree()
+    cache.aim_at_tree(nodes)
+    attended = cache.front + (nodes if cache.near else SIZE.scratch)
     entries = [
         [
             torch.randn(SIZE.rows, nodes, layer.heads, width, generator=generator)
@@ -54,7 +55,7 @@ def write(cache, nodes, generator):
     ]
     for memory, (keys, values) in zip(cache.layers, entries, strict=True):
         seen_keys, seen_values = memory.write(keys, values)
-        assert seen_keys.shape[1] == seen_values.shape[1] == cache.front + SIZE.scratch
+        assert seen_keys.shape[1] == seen_values.shape[1] == attended
         assert torch.equal(seen_keys[:, cache.front : cache.front + nodes], keys)
     return entries
 
@@ -167,14 +168,16 @@ def test_a_near_front_hides_the_same(shape, monkeypatch):
         cache.hidden_prefix[1, :2] = True
         for lengths in ([2, 4, 0], [5, 4, 1]):
             cache.lengths.copy_(torch.tensor(lengths))
-            cache.aim_at_tree()
+            cache.aim_at_tree(shape.size)
             bias = cache.tree_bias(shape.ancestors)
             front = cache.front
+            assert bias.shape[-1] == front + (shape.size if near else SIZE.scratch)
             masks.append((bias[..., :5].clone(), bias[..., front:].clone(), front))
     for far, close in zip(masks[:2], masks[2:], strict=True):
         width = min(5, close[2])
         assert torch.equal(far[0][..., :width], close[0][..., :width])
-        assert torch.equal(far[1], close[1])
+        assert torch.equal(far[1][..., : shape.size], close[1])
+        assert bool((far[1][..., shape.size :] == float("-inf")).all())
     assert [front for *_, front in masks] == [9, 9, 4, 8]
 
 

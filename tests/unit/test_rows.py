@@ -57,7 +57,7 @@ def test_a_cache_whose_rows_join_and_leave(seed):
                 assert (layer.keys[row, :length] == number).all()
                 assert (layer.values[row, :length] == number).all()
         if rows:  # a round's nodes are kept in these rows alone
-            cache.aim_at_tree()
+            cache.aim_at_tree(1)
             for layer in cache.layers:
                 nodes = torch.full((len(rows), 1, 2, 4), float(step))
                 layer.write(nodes, nodes[..., :3])

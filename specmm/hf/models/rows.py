@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specmm.core.processors import History, Processor
+from specmm.core.processors import History, Processor, check_finite, extremes, not_finite
 from specmm.core.state import with_one, without
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
@@ -21,15 +21,20 @@ from specmm.hf.models.families import WAYS, Family
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
+from specmm.loading.hardware import out_of_memory
 
 NEAR = 256  # tokens by which the room of rows grows
 
 
 class RowProcessors:
-    """A processor for each row of a batch; rows of equal ones are asked together."""
+    """A processor for each row of a batch; rows of equal ones are asked together.
+
+    Where one fails, its rows draw token 0, and ``failed`` says why until the next forward.
+    """
 
     def __init__(self, rows: Sequence[ProbsProcessor] = ()) -> None:
         self.rows = list(rows)
+        self.failed: dict[int, Exception] = {}
 
     @property
     def greedy(self) -> bool:
@@ -55,14 +60,21 @@ class RowProcessors:
                 groups.append((row, [number]))
             else:
                 alike.append(number)
-        if len(groups) == 1:
+        self.failed = {}
+        if len(groups) == 1 and isinstance(groups[0][0], Processor):
             return groups[0][0].probs(logits, history, tree)
         kind = torch.promote_types(logits.dtype, torch.float32)
         found = torch.empty_like(logits, dtype=kind)
         for own, rows in groups:
             some = torch.tensor(rows, device=logits.device)
             part = None if tree is None else _part(tree, some)
-            found[some] = own.probs(logits[some], history.rows(some), part)
+            try:
+                found[some] = own.probs(logits[some], history.rows(some), part)
+            except Exception as error:
+                if out_of_memory(error):
+                    raise
+                self.failed |= dict.fromkeys(rows, error)
+                found[some] = torch.eye(1, found.shape[-1], device=found.device)
         return found
 
 
@@ -154,10 +166,13 @@ class RowsTarget(VLMTarget):
         self.widen(reading.room)
         self.processor.rows[row] = alone.processor.rows[source]
         self.take_row(row, alone, source)
-        some = slice(source, source + 1)
-        output = reading.output
-        assert output is not None
-        return TargetOutput(output.probs[some], output.hidden[some], output.extremes)
+        return reading.output_of(source)
+
+    def spoilt(self) -> dict[int, Exception]:
+        """The rows whose logits were not finite in the last forward, or whose processor failed."""
+        finite = (self.logits < float("inf")).flatten(1).all(1)  # what is not allowed is -inf
+        rows = (~finite).nonzero()[:, 0].tolist()
+        return dict.fromkeys(rows, not_finite(self.name)) | self.processor.failed
 
     def without_cache(self) -> RowsTarget:
         """What drafters read of a prompt, without the memory of its keys and values."""
@@ -284,6 +299,19 @@ class Reading:
         alone.history = History(prompt.input_ids, prompt.lengths, 1)
         alone.begins = prompt.begins.clone()
         return output if last else None
+
+    def output_of(self, number: int) -> TargetOutput:
+        """The output of the last token of prompt ``number``, once all are read.
+
+        Raises what its processor raised, and ``ValueError`` for logits that are not finite.
+        """
+        assert self.output is not None
+        if number in self.alone.processor.failed:
+            raise self.alone.processor.failed[number]
+        some = slice(number, number + 1)
+        ends = extremes(self.alone.logits[some])
+        check_finite(ends, f"{self.alone.name} in round 0")
+        return TargetOutput(self.output.probs[some], self.output.hidden[some], ends)
 
     def row(self, number: int) -> RowsTarget:
         """What drafters read of prompt ``number``, as that of a target of its own."""

@@ -376,7 +376,7 @@ class VLMTarget:
         and their positions [B, N].
         """
         cache = self.cache
-        cache.aim_at_tree()
+        cache.aim_at_tree(shape.size)
         positions = cache.lengths[:, None] + shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
