@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from specmm.extending.kinds import shown
 from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentence_of
@@ -53,7 +54,7 @@ class Load:
 @dataclass
 class Served:
     """A request's ``start``, the times of its answer's ``pieces``, its ``tokens``, those of the
-    ``prompt``, its ``end``, its ``error``, "" if there was none, its ``number`` and its ``text``.
+    ``prompt``, its ``end``, its ``error``, "" if there was none, and its ``text``.
     """
 
     start: float
@@ -62,7 +63,6 @@ class Served:
     prompt: int = 0
     end: float = 0.0
     error: str = ""
-    number: int = 0
     text: str = ""
 
 
@@ -134,18 +134,21 @@ async def served(
         common = {"model": model, "max_tokens": load.max_tokens, "temperature": load.temperature}
         common |= {"stream": True, "stream_options": {"include_usage": True}}
 
-        async def ask(number: int, start: float) -> Served:
+        begin = time.perf_counter()
+        times = arrivals(load, rate) if clients is None else [0.0] * load.count
+        free = asyncio.Semaphore(clients or len(times))
+
+        async def ask(number: int, at: float) -> Served:
             body = {k: v for k, v in load.bodies[number % len(load.bodies)].items() if k != "at"}
             path = CHAT if "messages" in body else COMPLETIONS
-            return await _served(client, base + path, common | body, start, number)
+            await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
+            async with free:  # of clients, each of whom sends the next request once he is answered
+                start = begin + at if clients is None else time.perf_counter()
+                return await _served(client, base + path, common | body, start)
 
-        begin = time.perf_counter()
-        if clients is not None:
-            found = await _by_clients(ask, load.count, clients)
-        else:
-            found = await _by_arrivals(ask, arrivals(load, rate), begin)
+        found = await asyncio.gather(*(ask(number, at) for number, at in enumerate(times)))
         seconds = time.perf_counter() - begin
-    return model, sorted(found, key=lambda one: one.number), seconds
+    return model, found, seconds
 
 
 async def _first_model(client: httpx.AsyncClient, base: str) -> str:
@@ -158,35 +161,11 @@ async def _first_model(client: httpx.AsyncClient, base: str) -> str:
         raise ValueError(f"{base}/models must list a model, got: {said}; give --model") from error
 
 
-async def _by_clients(ask: Any, count: int, clients: int) -> list[Served]:
-    """Each client sends the next request once he has his answer."""
-    numbers = iter(range(count))
-    found: list[Served] = []
-
-    async def client() -> None:
-        for number in numbers:
-            found.append(await ask(number, time.perf_counter()))
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return found
-
-
-async def _by_arrivals(ask: Any, times: Sequence[float], begin: float) -> list[Served]:
-    """Each request is sent at its time, whether those before have been answered or not."""
-
-    async def one(number: int, at: float) -> Served:
-        await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
-        found: Served = await ask(number, begin + at)
-        return found
-
-    return await asyncio.gather(*(one(number, at) for number, at in enumerate(times)))
-
-
 async def _served(
-    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float, number: int
+    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float
 ) -> Served:
     """Ask, and note when pieces come."""
-    found = Served(start, number=number)
+    found = Served(start)
     try:
         async with client.stream("POST", address, json=body) as response:
             if response.status_code != 200:
@@ -243,6 +222,7 @@ def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """By nearest rank; None where there are no ``values``."""
-    ordered = sorted(values)
-    places = {f"p{p}": max(-(-p * len(ordered) // 100) - 1, 0) for p in PERCENTILES}
-    return {name: ordered[i] if ordered else None for name, i in places.items()}
+    if not values:
+        return dict.fromkeys(f"p{p}" for p in PERCENTILES)
+    found = np.percentile(values, PERCENTILES, method="inverted_cdf").tolist()
+    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}

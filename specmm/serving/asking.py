@@ -222,12 +222,11 @@ def _grammar(fields: Fields) -> Grammar | None:
 
     Texts become grammars as they are: functions of :mod:`specmm.structured` would open files.
     """
-    found = [_by_format(fields.inner("response_format"))]
-    found += [_spelled(fields, f"guided_{kind}", kind) for kind in SPELLED]
-    told = fields.inner("structured_outputs")
-    if told is not None:
-        found += [_spelled(told, kind, kind) for kind in SPELLED]
-        told.done()
+    told = fields.inner("structured_outputs") or Fields({})
+    ways = [(fields, f"guided_{kind}", kind) for kind in SPELLED]
+    ways += [(told, kind, kind) for kind in SPELLED]
+    found = [_by_format(fields.inner("response_format")), *(_spelled(*way) for way in ways)]
+    told.done()
     grammars = [one for one in found if one is not None]
     if len(grammars) > 1:
         raise Refused("an answer is spelled in one way, got several", "response_format")
@@ -244,17 +243,16 @@ def _by_format(told: Fields | None) -> Grammar | None:
     if told is None:
         return None
     kind = told.text("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise told.wrong("type", "text, json_object or json_schema", None)
+    schema: Any = {"type": "object"} if kind == "json_object" else None
     if kind == "json_schema":
         inner = told.inner("json_schema")
         schema = None if inner is None else inner.any("schema")
         if not isinstance(schema, dict):
             raise told.wrong("json_schema.schema", "a JSON schema", schema)
-        told.done()
-        return json_schema(schema, ANY_WHITESPACE)
     told.done()
-    if kind is None:
-        raise told.wrong("type", "text, json_object or json_schema", None)
-    return json_schema({"type": "object"}, ANY_WHITESPACE) if kind == "json_object" else None
+    return None if schema is None else json_schema(schema, ANY_WHITESPACE)
 
 
 def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:

@@ -32,20 +32,16 @@ class Form:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": now, "model": model}
 
-    def piece(
-        self, number: int, parts: Parts, logprobs: Any = None, reason: str | None = None
+    def choice(
+        self,
+        number: int,
+        parts: Parts,
+        logprobs: Any = None,
+        reason: str | None = None,
+        name: str = "delta",
     ) -> dict[str, Any]:
-        """A chunk's choice: some ``parts`` of an answer, or the ``reason`` why it ended."""
-        said = {"delta": parts} if self is CHAT else {"text": parts.get("content", "")}
-        return {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def whole(self, number: int, parts: Parts, logprobs: Any, reason: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
-        message = {"role": "assistant", "content": "", "refusal": None, **parts}
-        if calls := parts.get("tool_calls"):
-            message["content"] = parts.get("content")
-            message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"} for c in calls]
-        said = {"message": message} if self is CHAT else {"text": message["content"]}
+        """Some ``parts`` of an answer, the ``reason`` why it ended, or a whole "message"."""
+        said = {name: parts} if self is CHAT else {"text": parts.get("content", "")}
         return {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
@@ -67,6 +63,15 @@ class Form:
 
 CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
 COMPLETION = Form("cmpl", "text_completion", "text_completion")
+
+
+def _message(parts: Parts) -> Parts:
+    """A whole message of ``parts``; one of calls alone has no content."""
+    made = parts.get("tool_calls", ())
+    calls = [{k: v for k, v in call.items() if k != "index"} for call in made]
+    more = {"tool_calls": calls} if calls else {}
+    content = None if calls else ""
+    return {"role": "assistant", "content": content, "refusal": None, **parts, **more}
 
 
 def _told(token: TokenLogprob) -> dict[str, Any]:
@@ -96,15 +101,15 @@ class Sums:
             rest = self._said(number, self.parsers[number].end())
             called = event.reason == "stop" and "tool_calls" in self.said[number]
             self.ends[number] = replace(event, reason="tool_calls") if called else event
-            end = self.form.piece(number, {}, None, "tool_calls" if called else event.reason)
-            return [self.form.piece(number, rest), end] if rest else [end]
+            end = self.form.choice(number, {}, None, "tool_calls" if called else event.reason)
+            return [self.form.choice(number, rest), end] if rest else [end]
         told = None
         if self.wanted.asked[number].logprobs is not None:
             self.logprobs[number] += event.logprobs
             told = self.form.logprobs(event.logprobs, self.offsets[number])
             self.offsets[number] += sum(len(one.text) for one in event.logprobs)
         parts = self._said(number, self.parsers[number].add(event))
-        return [self.form.piece(number, parts, told)] if parts or event.logprobs else []
+        return [self.form.choice(number, parts, told)] if parts or event.logprobs else []
 
     def _said(self, number: int, parts: Parts) -> Parts:
         """Note ``parts`` of answer ``number``."""
@@ -117,7 +122,7 @@ class Sums:
     def first(self) -> list[dict[str, Any]]:
         """Choices of the chunks before all others: a chat's answers say whose they are."""
         first = {"role": "assistant", "content": ""}
-        return [CHAT.piece(i, first) for i in range(len(self.said))] if self.form is CHAT else []
+        return [CHAT.choice(i, first) for i in range(len(self.said))] if self.form is CHAT else []
 
     @property
     def done(self) -> bool:
@@ -161,5 +166,6 @@ class Sums:
         for number, end in enumerate(self.ended):
             asked = self.wanted.asked[number].logprobs is not None
             told = self.form.logprobs(self.logprobs[number], 0) if asked else None
-            choices.append(self.form.whole(number, self.said[number], told, end.reason))
+            message = _message(self.said[number])
+            choices.append(self.form.choice(number, message, told, end.reason, "message"))
         return {**head, "choices": choices, "usage": self.usage, "specmm": self.own}

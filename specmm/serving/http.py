@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -293,16 +294,13 @@ class Answers:
         """Submit all answers, or none: raises what the ``engine`` raises."""
         loop = asyncio.get_running_loop()
 
-        def tell_of(number: int) -> Callable[[Piece | Ended], None]:
-            def tell(event: Piece | Ended) -> None:
-                with suppress(RuntimeError):  # the server has ended
-                    loop.call_soon_threadsafe(self.told.put_nowait, (number, event))
-
-            return tell
+        def tell(number: int, event: Piece | Ended) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self.told.put_nowait, (number, event))
 
         try:
             for number, asked in enumerate(self.wanted.asked):
-                await run_in_threadpool(self._submit, engine, asked, tell_of(number))
+                await run_in_threadpool(self._submit, engine, asked, partial(tell, number))
         except BaseException:
             self.cancel()
             raise

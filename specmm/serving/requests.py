@@ -70,11 +70,6 @@ class Ended:
     certificate: str = ""
     error: str = ""
 
-    @property
-    def tau(self) -> float:
-        """Tokens a round."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
 
 Tell: TypeAlias = Callable[[Piece | Ended], None]
 """Called by the engine's thread, with pieces and at last one end; it must not wait."""
