@@ -26,7 +26,9 @@ from specmm.core.state import with_one, without
 from specmm.core.tree import TreeShape
 from specmm.kernels.backend import backend
 from specmm.kernels.kv_commit import commit
-from specmm.kernels.tree_attention import TreeMask
+from specmm.kernels.tree_attention import RaggedMask, TreeMask
+from specmm.kernels.tree_attention.masks import ragged
+from specmm.loading.hardware import untouched_zeros
 from specmm.programs.batch_invariant import any_invariant
 
 
@@ -207,8 +209,8 @@ class Cache:
         # no inference tensors: compiled programs only write to tensors whose views are tracked
         with torch.inference_mode(False):
             made = {
-                half: torch.zeros(
-                    (halves.count(half), size.rows, self.slots, *half), dtype=dtype, device=device
+                half: untouched_zeros(
+                    (halves.count(half), size.rows, self.slots, *half), dtype, device
                 )
                 for half in dict.fromkeys(halves)
             }
@@ -275,10 +277,16 @@ class Cache:
         """Slots of the scratch region that are attended by a tree of so many ``nodes``."""
         return nodes if self.near and not any_invariant() else self.size.scratch
 
-    def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
-        """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
+    def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask | RaggedMask:
+        """What a tree in the scratch region attends: a dense bias, in groups of rows if their
+        lengths differ much, or words for Triton.
+        """
         if backend(self.lengths.device) == "torch":
-            return self.tree_bias(shape.ancestors)
+            bias = self.tree_bias(shape.ancestors)
+            if not self.near or any_invariant():
+                return bias
+            size = max(x.heads * (x.keys + x.values) for x in self.size.layers)
+            return ragged(bias, self.lengths.tolist(), self.front, size * self.dtype.itemsize)
         return TreeMask(shape.ancestor_words, self.lengths, self.front, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
@@ -363,7 +371,7 @@ class Cache:
 
     def _move(self, other: Cache) -> None:
         """Into the memory of ``other``, an empty cache with more room."""
-        slots = self.size.capacity
+        slots = int(self.lengths.max()) if len(self.lengths) else 0
         for new, array in zip(other.arrays, self.arrays, strict=True):
             new[:, : self.size.rows, :slots] = array[:, :, :slots]
         self.memory, self.slots = other.arrays, other.slots
