@@ -190,9 +190,10 @@ async def _read(lines: AsyncIterator[str], found: Served) -> None:
         if event.get("error"):
             raise ValueError(f"in the stream: {event['error']}")
         for choice in event.get("choices") or ():
-            if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
+            said = {**choice, **(choice.get("delta") or {})}
+            if any(said.get(name) for name in ("text", "content", "reasoning_content", "tool_calls")):
                 found.pieces.append(time.perf_counter())
-                found.text += piece
+                found.text += said.get("text") or said.get("content") or ""
         if usage := event.get("usage"):
             found.tokens, found.prompt = usage["completion_tokens"], usage["prompt_tokens"]
     found.tokens = found.tokens or len(found.pieces)

@@ -178,8 +178,8 @@ class Api:
         fields = await self._fields(request)
         engine = _named(self.engines, fields, self.painters, DRAWN)
         own = self.settings.sampling.get(engine.name, {})
-        wanted = await run_in_threadpool(read, fields, self.settings, own)
         parsing = self.parsings[engine.name] if form is CHAT else None
+        wanted = await run_in_threadpool(read, fields, self.settings, own, parsing)
         answers = Answers(request, wanted, parsing, self.measures.timed(engine.name, start))
         await answers.begin(engine)
         head = form.head(engine.name, wanted.stream)
@@ -307,14 +307,16 @@ class Answers:
         self.watch = asyncio.create_task(self._watched())
 
     def _submit(self, engine: Engine, asked: Asked, tell: Tell) -> None:
-        if self.parsing is None:
+        kind = getattr(asked.options.get("grammar"), "kind", None)
+        if self.parsing is None or kind == "json_schema":
             self.tickets.append(engine.submit(asked, tell))
             self.parsers.append(Plain())
             return
         tools = asked.more.get("tools", ())
         ticket = engine.submit(replace(asked, marks=self.parsing.marks(tools)), tell)
         self.tickets.append(ticket)
-        self.parsers.append(self.parsing.parser(ticket.ids, tools))
+        begun = ticket.ids if kind != "structural_tag" else ()  # a call, whatever the prompt opens
+        self.parsers.append(self.parsing.parser(begun, tools))
 
     async def _watched(self) -> None:
         await _gone(self.request)

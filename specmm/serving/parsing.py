@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
@@ -21,9 +23,15 @@ from specmm.chats.forms import REASONING
 from specmm.hf.prompts.messages import FAULTS
 from specmm.loading.files import sentence_of
 from specmm.serving.requests import Piece
+from specmm.structured import Grammar
 
 LOGGER = logging.getLogger(__name__)
 CONTENT, THOUGHT, CALLS = "content", "reasoning_content", "tool_calls"
+JSON_CALLS = {  # a field of a template, but for what is before and after a call
+    "repeats": True,
+    "content": "json",
+    "transform": {"type": "function", "function": "{content}"},
+}
 Parts = dict[str, Any]  # of a message: CONTENT, THOUGHT, CALLS, those that there are
 
 
@@ -68,14 +76,44 @@ class Parsing:
         kept = {k: v for k, v in self.template["fields"].items() if tools or k != CALLS}
         return {**self.template, "fields": {k: {**v, "optional": True} for k, v in kept.items()}}
 
-    def marks(self, tools: Collection[Any]) -> frozenset[int]:
-        """The special tokens that the parser must see: those that the template's fields name, but
-        for end tokens, which would be text where a region is open.
-        """
-        named = json.dumps(self.form(tools)["fields"], ensure_ascii=False).replace("\\", "")
+    @cached_property
+    def specials(self) -> dict[int, str]:
+        """The texts of special tokens, but for end tokens, which end what is open by themselves."""
         added = self.tokenizer.added_tokens_decoder.items()
-        seen = (i for i, one in added if one.special and one.content in named)
-        return frozenset(seen).difference(self.ends)
+        return {i: one.content for i, one in added if one.special and i not in self.ends}
+
+    def marks(self, tools: Collection[Any]) -> frozenset[int]:
+        """The special tokens that the parser must see: those that the template's fields name."""
+        named = json.dumps(self.form(tools)["fields"], ensure_ascii=False).replace("\\", "")
+        return frozenset(i for i, text in self.specials.items() if text in named)
+
+    def forced(self, functions: Sequence[Mapping[str, Any]]) -> Grammar | None:
+        """How a call of one of the ``functions`` is spelled. None where the template does not say
+        it: where a call is no JSON of name and arguments between two texts without special tokens.
+        """
+        field = dict(self.template["fields"].get(CALLS, {}))
+        begin = field.pop("open", field.pop("open_pattern", "").removeprefix(r"\s*"))
+        end = field.pop("close", None)
+        for text in (begin, end):
+            if not text or not isinstance(text, str) or re.escape(text) != text:
+                return None
+        if field != JSON_CALLS or any(text in begin + end for text in self.specials.values()):
+            return None
+        tags = [
+            {
+                "type": "tag",
+                "begin": f'{begin}\n{{"name": {json.dumps(function["name"])}, "arguments": ',
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": function.get("parameters") or {"type": "object"},
+                    "max_whitespace_cnt": 1,
+                },
+                "end": f"}}\n{end}",
+            }
+            for function in functions
+        ]
+        form = {"type": "structural_tag", "format": {"type": "or", "elements": tags}}
+        return Grammar("structural_tag", json.dumps(form))
 
     def parser(self, prompt: Sequence[int], tools: Collection[Any]) -> Parser:
         """Reads one answer to the ids of a ``prompt``, in which ``tools`` were shown."""

@@ -124,6 +124,41 @@ def test_a_message_is_read(client, text, more, wanted):
     assert streamed(client, **asked(text, **more)) == wanted
 
 
+TWO_TOOLS = [
+    {"type": "function", "function": {"name": "wea", "parameters": {"enum": [{"city": "Köln"}]}}},
+    {"type": "function", "function": {"name": "time"}},
+]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_that_must_be_made(client, thinks, seed):
+    """Whatever the model would say, and though the prompt has opened its reasoning."""
+    given = dict(model="qwen", messages=[{"role": "user", "content": "Hi"}], tools=TWO_TOOLS)
+    given |= dict(temperature=2, seed=seed, max_tokens=200)
+    given["extra_body"] = {"chat_template_kwargs": {"enable_thinking": thinks}}
+    one = {"type": "function", "function": {"name": "wea"}}
+    found = whole(client, **given, tool_choice=one)
+    assert found == ("", "", [("wea", '{"city": "Köln"}')], "tool_calls")
+    assert streamed(client, **given, tool_choice=one) == found
+    content, thought, calls, _ = whole(client, **given, tool_choice="required")
+    assert [name for name, _ in calls] in (["wea"], ["time"]) or content.startswith("{")
+    assert thought == ""
+
+
+def test_json_that_was_asked_for_is_content(client):
+    """What the prompt has opened and marks in texts change nothing."""
+    schema = {"const": {"a": "<tool_call>\n</think>"}}
+    shape = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    given = dict(model="qwen", messages=[{"role": "user", "content": "Hi"}], tools=TOOLS)
+    given |= dict(response_format=shape, extra_body=body, max_tokens=200)
+    content, thought, calls, reason = whole(client, **given)
+    assert json.loads(content) == schema["const"] and (thought, calls, reason) == ("", [], "stop")
+    with pytest.raises(openai.BadRequestError, match="got both"):
+        client.chat.completions.create(**given, tool_choice="required")
+
+
 def test_half_a_call_is_content(client, pipe):
     body = CALL.removeprefix("<tool_call>\n")
     ids = pipe.tokenizer(CALL)["input_ids"]

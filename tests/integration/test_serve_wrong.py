@@ -48,6 +48,7 @@ def part(**given):
 
 
 FUNCTION = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+TOOLS = [{"type": "function", "function": {"name": "times"}}]
 WRONG = [
     (chat_of(messages=None), "messages must be a list of messages"),
     (chat_of(messages=[]), "one at least"),
@@ -80,6 +81,13 @@ WRONG = [
     (chat_of(logprobs=True, top_logprobs=21), "from 0 to 20"),
     (chat_of(tools=[{"type": "function"}]), "tools must be a list of"),
     (chat_of(tool_choice="required"), "'required'"),
+    (chat_of(tools=[{"function": {}}]), "tools must be a list of"),
+    (chat_of(tools=[{"function": {"name": []}}]), "tools must be a list of"),
+    (chat_of(tools=TOOLS * 2), "each of another name"),
+    (chat_of(tools=TOOLS, tool_choice="any"), "or a function of tools, got 'any'"),
+    (chat_of(tools=TOOLS, tool_choice={}), "or a function of tools"),
+    (chat_of(tools=TOOLS, tool_choice={"function": {"name": "time"}}), "did you mean 'times'"),
+    (chat_of(tools=TOOLS, tool_choice="required"), "how this model calls tools cannot be spelled"),
     (chat_of(functions=[{}]), "give tools"),
     (chat_of(modalities=["audio"]), "answers are text"),
     (chat_of(chat_template_kwargs={"chat_template": "x"}), "chat_template"),
