@@ -25,6 +25,7 @@ from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentenc
 PERCENTILES = (50, 90, 99)
 PATIENCE = 600.0  # seconds without a sign
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
+PARTS = ("text", "content", "reasoning_content", "tool_calls")  # of what a piece may say
 BUILT_IN = (
     "def add(a, b):",
     "Write a function that counts the words of a text.",
@@ -191,7 +192,7 @@ async def _read(lines: AsyncIterator[str], found: Served) -> None:
             raise ValueError(f"in the stream: {event['error']}")
         for choice in event.get("choices") or ():
             said = {**choice, **(choice.get("delta") or {})}
-            if any(said.get(name) for name in ("text", "content", "reasoning_content", "tool_calls")):
+            if any(said.get(name) for name in PARTS):
                 found.pieces.append(time.perf_counter())
                 found.text += said.get("text") or said.get("content") or ""
         if usage := event.get("usage"):
