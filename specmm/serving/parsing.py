@@ -72,9 +72,13 @@ class Parsing:
         return cls(pipe.tokenizer, template, ends)
 
     def form(self, tools: Collection[Any]) -> dict[str, Any]:
-        """The template; without ``tools`` a call is text as any other."""
+        """The template; without ``tools`` a call is text as any other. Its patterns take so many
+        blanks at most: looking for any number takes the square of the time.
+        """
         kept = {k: v for k, v in self.template["fields"].items() if tools or k != CALLS}
-        return {**self.template, "fields": {k: {**v, "optional": True} for k, v in kept.items()}}
+        fields = {k: {**v, "optional": True} for k, v in kept.items()}
+        text = json.dumps(fields).replace(r"\\s*", r"\\s{0,99}")
+        return {**self.template, "fields": json.loads(text)}
 
     @cached_property
     def specials(self) -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 import types
 
 import openai
@@ -184,6 +185,14 @@ def test_what_is_read_does_not_depend_on_pieces():
         assert all(other == first for other in others), text
         calls += len(first["calls"])
     assert calls > 100
+
+
+def test_many_blanks_take_no_longer():
+    """Looking for blanks before a mark from each of them would take a minute."""
+    template = get_response_template(None, types.SimpleNamespace(config=tf.Qwen2Config()))
+    start = time.monotonic()
+    found = read(template, "a" + 80_000 * "\n" + "b", 10**6, 0)
+    assert found["content"] == "a" + 80_000 * "\n" + "b" and time.monotonic() - start < 10
 
 
 def read(template, text, most, end):
