@@ -336,8 +336,7 @@ class Cache:
         """One more row, empty. Without guidance."""
         rows = self.size.batch + 1
         if rows > self.memory[0].shape[1]:
-            room = dataclasses.replace(self.size, batch=2 * rows)
-            self._move(Cache(room, self.dtype, self.device))
+            self.widen(rows=2 * rows)
         self.lengths = with_one(self.lengths)
         self._show(rows)
 
@@ -356,17 +355,14 @@ class Cache:
         for array in self.arrays:
             array[:, row] = 0
 
-    def widen(self, capacity: int) -> None:
-        """Room for ``capacity`` tokens a row, at least."""
-        if capacity > self.size.capacity:
-            rows, count = self.memory[0].shape[1], self.size.batch
-            self._move(
-                Cache(
-                    dataclasses.replace(self.size, batch=rows, capacity=capacity),
-                    self.dtype,
-                    self.device,
-                )
+    def widen(self, capacity: int = 0, rows: int = 0) -> None:
+        """Room for ``rows`` of ``capacity`` tokens each, at least."""
+        now, count = self.memory[0].shape[1], self.size.batch
+        if capacity > self.size.capacity or rows > now:
+            room = dataclasses.replace(
+                self.size, batch=max(rows, now), capacity=max(capacity, self.size.capacity)
             )
+            self._move(Cache(room, self.dtype, self.device))
             self._show(count)
 
     def _move(self, other: Cache) -> None:
