@@ -17,7 +17,6 @@ from typing import Any
 
 from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
-from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from specmm.chats.forms import REASONING
 from specmm.hf.prompts.messages import FAULTS
@@ -64,7 +63,7 @@ class Parsing:
         if template is None:
             return None
         try:
-            load_response_template(template)
+            ResponseParser(template, prefix="")
         except FAULTS as error:
             said = sentence_of(error)
             LOGGER.warning("%s has a response_template that cannot be used: %s", pipe.name, said)
