@@ -91,7 +91,8 @@ class Grammar:
             raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
 
     def __str__(self) -> str:
-        return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "EBNF")
+        names = {"regex": "regular expression", "grammar": "EBNF"}
+        return names.get(self.kind, self.kind.replace("json", "JSON").replace("_", " "))
 
 
 def json_schema(
