@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +29,7 @@ class Conversation:
 
     def __init__(self, pipe: Pipeline, method: str = "auto", **options: Any) -> None:
         self.engine = engine_of(pipe, Limits(rows=1), method)
+        weakref.finalize(self, self.engine.close)
         self.options = options
         self.messages: list[dict[str, Any]] = []
         self.last: Ended | None = None

@@ -11,9 +11,7 @@ RED = Image.new("RGB", (96, 96), "red")
 
 @pytest.fixture(scope="module")
 def talk(llava_pipe):
-    found = specmm.Conversation(llava_pipe, max_new_tokens=12)
-    yield found
-    found.engine.close()
+    return specmm.Conversation(llava_pipe, max_new_tokens=12)
 
 
 def test_turns_are_the_pipelines_and_read_what_is_new(talk, llava_pipe):
@@ -39,3 +37,11 @@ def test_what_goes_wrong_is_forgotten(talk):
     stream.close()
     assert talk.messages is before
     assert talk.ask("What is red?"), "it goes on"
+
+
+def test_a_conversation_that_is_forgotten_leaves_no_thread(llava_pipe):
+    talk = specmm.Conversation(llava_pipe)
+    thread = talk.engine.thread
+    assert thread.is_alive()
+    del talk
+    assert not thread.is_alive()
