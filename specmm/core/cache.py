@@ -156,6 +156,11 @@ class CacheSize:
         """R."""
         return self.batch * self.branches
 
+    def width(self, dtype: torch.dtype) -> int:
+        """Bytes that the largest layer stores of a token."""
+        each = (layer.heads * (layer.keys + layer.values) for layer in self.layers)
+        return max(each, default=1) * dtype.itemsize
+
 
 class TreeBias(NamedTuple):
     """The additive mask ``whole`` [R, 1, N, S] of a tree with the ancestors ``of``, and a view of
@@ -285,8 +290,7 @@ class Cache:
             bias = self.tree_bias(shape.ancestors)
             if not self.near or any_invariant():
                 return bias
-            size = max(x.heads * (x.keys + x.values) for x in self.size.layers)
-            return ragged(bias, self.lengths.tolist(), self.front, size * self.dtype.itemsize)
+            return ragged(bias, self.lengths.tolist(), self.front, self.size.width(self.dtype))
         return TreeMask(shape.ancestor_words, self.lengths, self.front, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:

@@ -349,7 +349,7 @@ def out_of_memory(error: BaseException) -> bool:
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros. On a CPU they take memory page by page as they are written, and no time before."""
     size = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or not size:
+    if torch.device(device).type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(*shape, dtype=dtype, device=device)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

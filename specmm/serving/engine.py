@@ -153,7 +153,8 @@ class BatchEngine:
             self.closing = True
             self.deadline = time.monotonic() + seconds
             self.changed.notify()
-        self.thread.join()
+        if threading.current_thread() is not self.thread:  # where what asks it is collected
+            self.thread.join()
 
     def _check_room(self) -> None:
         if self.closing:
