@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from transformers.cli.serving.utils import get_response_template
 from transformers.utils.chat_parsing import ResponseParser
 
 from specmm.chats.forms import REASONING
@@ -59,6 +58,9 @@ class Parsing:
     @classmethod
     def of(cls, pipe: Any, ends: Collection[int]) -> Parsing | None:
         """That of the model of ``pipe``; None where nobody says how it writes."""
+        # which imports all of that server
+        from transformers.cli.serving.utils import get_response_template
+
         template = get_response_template(pipe.tokenizer, pipe.model)
         if template is None:
             return None
