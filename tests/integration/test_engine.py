@@ -183,6 +183,29 @@ def test_long_prompts_are_read_in_pieces_and_others_go_on(coder_pipe, monkeypatc
     engine.close()
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(coder_pipe, monkeypatch):
+    monkeypatch.setattr(Pieces, "MOST", 32)
+    engine = BatchEngine(coder_pipe, Limits(rows=4))
+    said, order = Answers(engine), []
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=300))
+    while not said.told[0]:
+        pass
+    for name, prompt in (("long", [7, 8, 9] * 250), ("short", TEXTS[1]), ("short", TEXTS[2])):
+        done = threading.Event()
+        said.ends.append(done)
+
+        def tell(one, name=name, done=done):
+            order.append(name)
+            if isinstance(one, Ended):
+                assert not one.error
+                done.set()
+
+        engine.submit(Asked(prompt=prompt, options=dict(max_new_tokens=2)), tell)
+    said.wait()
+    assert order.index("long") == order.count("short"), "they end before its first token"
+    engine.close()
+
+
 def test_whoever_cancels_frees_the_row_and_others_get_a_sentence(coder_pipe):
     engine = BatchEngine(coder_pipe, Limits(rows=1, waiting=1))
     said = Answers(engine)
