@@ -170,7 +170,8 @@ def loaded(server: Process, bodies: Sequence[Body], clients: int, found: Measure
     run = measured(answers, seconds)
     used = server.processor_seconds - before
     found.runs.append(run | {"processor": used / max(run["tokens"], 1)})
-    found.answers += [(bodies[one.number], one.text) for one in answers if not one.error]
+    pairs = zip(bodies, answers, strict=True)
+    found.answers += [(body, one.text) for body, one in pairs if not one.error]
 
 
 def throughput(servers: Sequence[Process], asked: Asked, repeats: int) -> Loads:

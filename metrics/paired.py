@@ -1,6 +1,6 @@
 """Scores of pictures in pairs with their originals or their texts, streamed.
 
-Against originals, as an autoencoder gives them back: PSNR, SSIM (Wang et al. 2004), LPIPS, and rFID
+Against originals, as an autoencoder gives them back: PSNR, SSIM (Wang et al. 2004), and rFID
 of both sides, of RGB values 0..255 without a border cut off, averaged over pictures.
 
 Against texts: CLIPScore (Hessel et al. 2021, eq. 1), w max(cos(picture, text), 0) with w = 100 as
@@ -28,7 +28,6 @@ from specmm.metrics.extractors import Extractor, batches, channels_first, checke
 from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 from specmm.metrics.intervals import LEVEL
-from specmm.metrics.lpips import LPIPS
 from specmm.metrics.measurement import Interval, Measurement
 from specmm.metrics.networks import CLIP
 
@@ -48,17 +47,13 @@ def reconstruction(
     originals: Iterable[np.ndarray],
     reconstructions: Iterable[np.ndarray],
     *,
-    lpips: LPIPS | None = None,
     extractor: Extractor | None = None,
     batch: int = 16,
 ) -> list[Measurement]:
-    """PSNR and SSIM, with ``lpips`` LPIPS, with an ``extractor`` rFID, of pairs [H, W, 3] uint8.
-
-    Pairs must have one size, of 11 pixels or more (LPIPS: 32).
+    """PSNR and SSIM, with an ``extractor`` rFID, of pairs [H, W, 3] uint8 of one size, of 11 pixels
+    or more.
     """
     metrics: dict[str, tuple[Score, Protocol]] = {"psnr": (psnr, PSNR), "ssim": (ssim, SSIM)}
-    if lpips is not None:
-        metrics["lpips"] = (lpips.distances, lpips.protocol)
     scores: dict[str, list[Tensor]] = {name: [] for name in metrics}
     sides: dict[int, FeatureStatistics] = {}  # 0: originals, 1: reconstructions
     both = pairs(checked(originals), checked(reconstructions), "originals and reconstructions")

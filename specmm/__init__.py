@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specmm.hf.answers.generate import custom_generate as custom_generate
     from specmm.image_ar.pipeline import ImagePipeline as ImagePipeline
     from specmm.image_ar.pipeline import custom_pipeline as custom_pipeline
+    from specmm.serving.conversation import Conversation as Conversation
     from specmm.text.pipeline import TextPipeline as TextPipeline
     from specmm.vlm.pipeline import VQAPipeline as VQAPipeline
 
@@ -22,6 +23,7 @@ if not (Path(__file__).parent / "image_ar" / "tokens").exists():
 __version__ = "0.1.0"
 
 _LAZY = {  # heavy names, imported on first use
+    "Conversation": "specmm.serving.conversation",
     "ImagePipeline": "specmm.image_ar.pipeline",
     "TextPipeline": "specmm.text.pipeline",
     "VQAPipeline": "specmm.vlm.pipeline",
@@ -31,6 +33,7 @@ _LAZY = {  # heavy names, imported on first use
     "threads": "specmm.choose.threads",
 }
 __all__ = [
+    "Conversation",
     "ImagePipeline",
     "TextPipeline",
     "VQAPipeline",

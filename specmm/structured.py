@@ -39,9 +39,9 @@ _compiled: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, Any]] = WeakKeyD
 
 @dataclass(frozen=True)
 class Grammar:
-    """How an answer is spelled: ``kind`` is "json_schema", "regex" or "grammar" (EBNF as GBNF's),
-    ``source`` its text. JSON has blanks and line breaks anywhere (``any_whitespace``), or one blank
-    after each comma and colon.
+    """How an answer is spelled: ``kind`` is "json_schema", "regex", "grammar" (EBNF as GBNF's) or
+    "structural_tag" (xgrammar's), ``source`` its text. JSON has blanks and line breaks anywhere
+    (``any_whitespace``), or one blank after each comma and colon.
     """
 
     kind: str
@@ -82,6 +82,7 @@ class Grammar:
                 ),
                 "regex": compiler.compile_regex,
                 "grammar": compiler.compile_grammar,
+                "structural_tag": compiler.compile_structural_tag,
             }
             return how[self.kind](self.source)
         except Exception as error:  # of several classes, none of them documented
@@ -90,7 +91,8 @@ class Grammar:
             raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
 
     def __str__(self) -> str:
-        return {"json_schema": "JSON schema", "regex": "regular expression"}.get(self.kind, "EBNF")
+        names = {"regex": "regular expression", "grammar": "EBNF"}
+        return names.get(self.kind, self.kind.replace("json", "JSON").replace("_", " "))
 
 
 def json_schema(

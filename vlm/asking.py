@@ -79,7 +79,9 @@ class Questions:
         pictures = [[open_image(source) for source in chat.images] for chat in chats]
         videos = [
             [
-                open_video(source, fps if rate is None else rate)
+                source
+                if isinstance(source, Video)
+                else open_video(source, fps if rate is None else rate)
                 for source, rate in zip(chat.videos, chat.rates, strict=True)
             ]
             for chat in chats

@@ -41,7 +41,7 @@ READERS = {  # packages that read files, by the names that transformers gives th
 }
 
 
-class _TooLarge(ValueError):
+class TooLarge(ValueError):
     """A video whose frames would not fit into memory."""
 
 
@@ -67,7 +67,7 @@ class Video:
             found = choose(metadata)
             pixels = len(found) * (metadata.height or 0) * (metadata.width or 0)
             if pixels > MOST_PIXELS:
-                raise _TooLarge(
+                raise TooLarge(
                     f"{self.name} must have at most {MOST_PIXELS:,} pixels in the frames that are "
                     f"shown, got {len(found)} frames of {metadata.width} x {metadata.height}; "
                     "shorten it or scale it down"
@@ -234,7 +234,7 @@ def _read_file(path: Path, choose: Choice) -> Frames:
             if not len(frames) or len(frames) != len(metadata.frames_indices):
                 raise ValueError(f"only {len(frames)} of the chosen frames can be read")
             return np.asarray(frames), metadata
-        except (torch.OutOfMemoryError, _TooLarge):
+        except (torch.OutOfMemoryError, TooLarge):
             raise
         except Exception as error:  # each package fails in its own way
             reasons.append(f"{name}: {' '.join(str(error).split())}")

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specmm.kernels.backend import backend
+from specmm.kernels.tree_attention.dense import ragged_attention
+from specmm.kernels.tree_attention.masks import RaggedMask as RaggedMask
 from specmm.kernels.tree_attention.masks import TreeMask as TreeMask
 
 WIDEST = 256  # head width
 MOST_NODES = 256
-Mask: TypeAlias = Tensor | TreeMask | None
+Mask: TypeAlias = Tensor | TreeMask | RaggedMask | None
 
 
 @torch.library.custom_op("specmm::tree_attention", mutates_args=())
@@ -63,7 +65,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool 
     """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D].
 
     A :class:`TreeMask` goes to the operator; a dense mask, or none, straight to PyTorch's, which
-    costs nothing extra.
+    costs nothing extra, and a :class:`RaggedMask` by groups of rows.
     """
     if isinstance(mask, TreeMask):
         out: Tensor = tree_attention(
@@ -72,6 +74,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool 
             mask.row_invariant,
         )
         return out.transpose(1, 2)
+    if isinstance(mask, RaggedMask):
+        return ragged_attention(q, keys, values, mask, q.shape[-1] ** -0.5)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, is_causal=causal)
 
 

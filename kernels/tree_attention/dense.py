@@ -10,10 +10,11 @@ head width, W = ceil(T / 64) words.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.kernels.tree_attention.masks import TreeMask, dense_mask
+from specmm.kernels.tree_attention.masks import RaggedMask, TreeMask, dense_mask
 
 
 def tree_attention(
@@ -27,3 +28,22 @@ def tree_attention(
     )
     empty = ~seen.any(-1, keepdim=True)  # softmax of nothing
     return out.masked_fill(empty, 0.0).transpose(1, 2).contiguous()
+
+
+def ragged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, mask: RaggedMask, scale: float
+) -> Tensor:
+    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D]."""
+    grouped = q.shape[1] != keys.shape[1]
+    found = torch.empty_like(q)
+    for start, stop, slots, bias in mask.groups:
+        k, v = (_seen(x[start:stop], slots, mask.first) for x in (keys, values))
+        found[start:stop] = F.scaled_dot_product_attention(
+            q[start:stop], k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
+        )
+    return found
+
+
+def _seen(x: Tensor, slots: int, first: int) -> Tensor:
+    """The first ``slots`` of ``x`` [n, K, S, D], and those from ``first`` on."""
+    return x if slots == first else torch.cat([x[:, :, :slots], x[:, :, first:]], 2)

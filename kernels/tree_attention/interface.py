@@ -1,10 +1,11 @@
 """``attn_implementation="specmm_tree"`` for transformers models: importing this module registers
 it.
 
-Attention is transformers' own SDPA until a forward gets a ``tree_mask``, a :class:`TreeMask`, which
-models pass on to their attention layers. Then the operator runs instead, grouped heads included,
-and no mask is built. Such a forward needs the 4-dimensional ``PLACEHOLDER`` as its
-``attention_mask``, or transformers builds a mask that is never read.
+Attention is transformers' own SDPA until a forward gets a ``tree_mask``, which models pass on to
+their attention layers. With a :class:`TreeMask` the operator runs, grouped heads included, and no
+mask is built; with a :class:`RaggedMask` SDPA runs by groups of rows. Such a forward needs the
+4-dimensional ``PLACEHOLDER`` as its ``attention_mask``, or transformers builds a mask that is never
+read.
 
 Shape letters: R rows, H query heads, K key/value heads, T tree nodes, S slots, D head width.
 """
@@ -19,7 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specmm.kernels.tree_attention import TreeMask, tree_attention
+from specmm.kernels.tree_attention import RaggedMask, TreeMask, tree_attention
+from specmm.kernels.tree_attention.dense import ragged_attention
 
 NAME = "specmm_tree"
 PLACEHOLDER = torch.zeros(1, 1, 1, 1)
@@ -33,7 +35,7 @@ def forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree_mask: TreeMask | None = None,
+    tree_mask: TreeMask | RaggedMask | None = None,
     **options: Any,  # transformers'
 ) -> tuple[Tensor, None]:
     """Attention [R, T, H, D] of ``query`` [R, H, T, D] over ``key`` and ``value`` [R, K, S, D]."""
@@ -41,6 +43,8 @@ def forward(
         given = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(tree_mask, RaggedMask):
+        return ragged_attention(query, key, value, tree_mask, scale).transpose(1, 2), None
     out = tree_attention(
         *(query, key, value, tree_mask.words, tree_mask.lengths, tree_mask.first, scale),
         tree_mask.hidden,

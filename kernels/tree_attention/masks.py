@@ -5,7 +5,9 @@ Shape letters: R rows, B rows of lengths, T tree nodes, S slots, W = ceil(T / 64
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +27,54 @@ class TreeMask:
     first: int
     hidden: Tensor | None = None
     row_invariant: bool = False
+
+
+class RowGroup(NamedTuple):
+    """Rows from ``start`` to ``stop``, which attend their first ``slots`` slots, the tree's, and
+    those by an additive ``bias`` [rows, 1, T, ``slots`` + T].
+    """
+
+    start: int
+    stop: int
+    slots: int
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class RaggedMask:
+    """The mask of rows of very different lengths, which are attended in ``groups``: a row does not
+    wait for keys of the longest one. The tree lies from slot ``first`` on.
+    """
+
+    groups: Sequence[RowGroup]
+    first: int
+
+
+APART = 2**18  # bytes of keys and values that are read while one more group begins
+
+
+def ragged(bias: Tensor, lengths: Sequence[int], first: int, width: int) -> Tensor | RaggedMask:
+    """The additive mask ``bias`` [R, 1, T, S] of a tree from slot ``first`` on, in groups of rows
+    where that is quicker. Row r has committed ``lengths[r % B]`` slots, of ``width`` bytes a layer.
+    """
+    found: list[tuple[int, int, int]] = []
+    for row in range(len(bias)):
+        length = lengths[row % len(lengths)]
+        start, _, most = found[-1] if found else (row, row, 0)
+        together = (row + 1 - start) * max(most, length)
+        if found and together <= (row - start) * most + length + APART // width:
+            found[-1] = start, row + 1, max(most, length)
+        else:
+            found.append((row, row + 1, length))
+    if len(found) < 2:
+        return bias
+    groups = []
+    for start, stop, most in found:
+        slots = most if 2 * most < first else first  # else nothing is copied
+        own = bias[start:stop]
+        cut = own if slots == first else torch.cat([own[..., :slots], own[..., first:]], -1)
+        groups.append(RowGroup(start, stop, slots, cut))
+    return RaggedMask(groups, first)
 
 
 def unpacked(words: Tensor, nodes: int) -> Tensor:

@@ -141,7 +141,10 @@ def bench_serve(
     """Load a server of OpenAI's protocol: tokens a second, seconds to the first token, between
     tokens, between pieces of a stream, and of whole answers.
     """
-    from specmm.runs.load import Load, bodies_of, run
+    try:
+        from specmm.runs.load import Load, bodies_of, run
+    except ModuleNotFoundError as error:
+        raise ValueError(f"bench serve needs {error.name}, run: {install('serve')}") from error
 
     ways = [way for way in (clients, rate, trace) if way is not None]
     if len(ways) > 1 or (trace is not None and (prompts is not None or n is not None)):

@@ -26,7 +26,9 @@ from specmm.core.state import with_one, without
 from specmm.core.tree import TreeShape
 from specmm.kernels.backend import backend
 from specmm.kernels.kv_commit import commit
-from specmm.kernels.tree_attention import TreeMask
+from specmm.kernels.tree_attention import RaggedMask, TreeMask
+from specmm.kernels.tree_attention.masks import ragged
+from specmm.loading.hardware import untouched_zeros
 from specmm.programs.batch_invariant import any_invariant
 
 
@@ -154,6 +156,11 @@ class CacheSize:
         """R."""
         return self.batch * self.branches
 
+    def width(self, dtype: torch.dtype) -> int:
+        """Bytes that the largest layer stores of a token."""
+        each = (layer.heads * (layer.keys + layer.values) for layer in self.layers)
+        return max(each, default=1) * dtype.itemsize
+
 
 class TreeBias(NamedTuple):
     """The additive mask ``whole`` [R, 1, N, S] of a tree with the ancestors ``of``, and a view of
@@ -207,8 +214,8 @@ class Cache:
         # no inference tensors: compiled programs only write to tensors whose views are tracked
         with torch.inference_mode(False):
             made = {
-                half: torch.zeros(
-                    (halves.count(half), size.rows, self.slots, *half), dtype=dtype, device=device
+                half: untouched_zeros(
+                    (halves.count(half), size.rows, self.slots, *half), dtype, device
                 )
                 for half in dict.fromkeys(halves)
             }
@@ -275,10 +282,15 @@ class Cache:
         """Slots of the scratch region that are attended by a tree of so many ``nodes``."""
         return nodes if self.near and not any_invariant() else self.size.scratch
 
-    def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask:
-        """What a tree in the scratch region attends: a dense bias or, for Triton, words."""
+    def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask | RaggedMask:
+        """What a tree in the scratch region attends: a dense bias, in groups of rows if their
+        lengths differ much, or words for Triton.
+        """
         if backend(self.lengths.device) == "torch":
-            return self.tree_bias(shape.ancestors)
+            bias = self.tree_bias(shape.ancestors)
+            if not self.near or any_invariant():
+                return bias
+            return ragged(bias, self.lengths.tolist(), self.front, self.size.width(self.dtype))
         return TreeMask(shape.ancestor_words, self.lengths, self.front, self.hidden_prefix)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
@@ -328,8 +340,7 @@ class Cache:
         """One more row, empty. Without guidance."""
         rows = self.size.batch + 1
         if rows > self.memory[0].shape[1]:
-            room = dataclasses.replace(self.size, batch=2 * rows)
-            self._move(Cache(room, self.dtype, self.device))
+            self.widen(rows=2 * rows)
         self.lengths = with_one(self.lengths)
         self._show(rows)
 
@@ -348,22 +359,19 @@ class Cache:
         for array in self.arrays:
             array[:, row] = 0
 
-    def widen(self, capacity: int) -> None:
-        """Room for ``capacity`` tokens a row, at least."""
-        if capacity > self.size.capacity:
-            rows, count = self.memory[0].shape[1], self.size.batch
-            self._move(
-                Cache(
-                    dataclasses.replace(self.size, batch=rows, capacity=capacity),
-                    self.dtype,
-                    self.device,
-                )
+    def widen(self, capacity: int = 0, rows: int = 0) -> None:
+        """Room for ``rows`` of ``capacity`` tokens each, at least."""
+        now, count = self.memory[0].shape[1], self.size.batch
+        if capacity > self.size.capacity or rows > now:
+            room = dataclasses.replace(
+                self.size, batch=max(rows, now), capacity=max(capacity, self.size.capacity)
             )
+            self._move(Cache(room, self.dtype, self.device))
             self._show(count)
 
     def _move(self, other: Cache) -> None:
         """Into the memory of ``other``, an empty cache with more room."""
-        slots = self.size.capacity
+        slots = int(self.lengths.max()) if len(self.lengths) else 0
         for new, array in zip(other.arrays, self.arrays, strict=True):
             new[:, : self.size.rows, :slots] = array[:, :, :slots]
         self.memory, self.slots = other.arrays, other.slots

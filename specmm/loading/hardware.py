@@ -11,8 +11,10 @@ Shape letters: N outputs, K inputs of a linear layer.
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
@@ -342,3 +344,15 @@ def out_of_memory(error: BaseException) -> bool:
         return True
     words = ("out of memory", "not enough memory", "can't allocate memory")
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros. On a CPU they take memory page by page as they are written, and no time before."""
+    size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory is left for {size:,} bytes") from error
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 
 from specmm.extending.kinds import shown
-from specmm.loading.files import JSON_LINES, sentence_of
+from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentence_of
 
 PERCENTILES = (50, 90, 99)
 PATIENCE = 600.0  # seconds without a sign
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
+PARTS = ("text", "content", "reasoning_content", "tool_calls")  # of what a piece may say
 BUILT_IN = (
     "def add(a, b):",
     "Write a function that counts the words of a text.",
@@ -53,7 +55,7 @@ class Load:
 @dataclass
 class Served:
     """A request's ``start``, the times of its answer's ``pieces``, its ``tokens``, those of the
-    ``prompt``, its ``end``, its ``error``, "" if there was none, its ``number`` and its ``text``.
+    ``prompt``, its ``end``, its ``error``, "" if there was none, and its ``text``.
     """
 
     start: float
@@ -62,7 +64,6 @@ class Served:
     prompt: int = 0
     end: float = 0.0
     error: str = ""
-    number: int = 0
     text: str = ""
 
 
@@ -75,25 +76,17 @@ def bodies_of(file: Path | None, completions: bool) -> list[dict[str, Any]]:
     """
     if file is None:
         return [_body(text, completions) for text in BUILT_IN]
-    try:
-        lines = [line for line in file.read_text().splitlines() if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be lines of text, got: {error}") from error
+    if file.suffix in JSON_LINES:
+        lines = list(json_lines(file))
+    else:
+        texts = (line.rstrip("\r\n") for _, line in numbered_lines(file))
+        lines = [("", _body(text, completions)) for text in texts]
     if not lines:
         raise ValueError(f"{file} must have a line at least, got none")
-    if file.suffix not in JSON_LINES:
-        return [_body(line, completions) for line in lines]
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            body = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"line {number} of {file} must be JSON, got: {error}") from error
-        if not isinstance(body, dict) or not ("messages" in body or "prompt" in body):
-            got = shown(body)
-            raise ValueError(f"line {number} of {file} must have messages or a prompt, got {got}")
-        found.append(body)
-    return found
+    for where, body in lines:
+        if not isinstance(body, dict) or not body.keys() & {"messages", "prompt"}:
+            raise ValueError(f"{where} must have messages or a prompt, got {shown(body)}")
+    return [body for _, body in lines]
 
 
 def _body(text: str, completions: bool) -> dict[str, Any]:
@@ -142,18 +135,21 @@ async def served(
         common = {"model": model, "max_tokens": load.max_tokens, "temperature": load.temperature}
         common |= {"stream": True, "stream_options": {"include_usage": True}}
 
-        async def ask(number: int, start: float) -> Served:
+        begin = time.perf_counter()
+        times = arrivals(load, rate) if clients is None else [0.0] * load.count
+        free = asyncio.Semaphore(clients or len(times))
+
+        async def ask(number: int, at: float) -> Served:
             body = {k: v for k, v in load.bodies[number % len(load.bodies)].items() if k != "at"}
             path = CHAT if "messages" in body else COMPLETIONS
-            return await _served(client, base + path, common | body, start, number)
+            await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
+            async with free:  # of clients, each of whom sends the next request once he is answered
+                start = begin + at if clients is None else time.perf_counter()
+                return await _served(client, base + path, common | body, start)
 
-        begin = time.perf_counter()
-        if clients is not None:
-            found = await _by_clients(ask, load.count, clients)
-        else:
-            found = await _by_arrivals(ask, arrivals(load, rate), begin)
+        found = await asyncio.gather(*(ask(number, at) for number, at in enumerate(times)))
         seconds = time.perf_counter() - begin
-    return model, sorted(found, key=lambda one: one.number), seconds
+    return model, found, seconds
 
 
 async def _first_model(client: httpx.AsyncClient, base: str) -> str:
@@ -166,35 +162,11 @@ async def _first_model(client: httpx.AsyncClient, base: str) -> str:
         raise ValueError(f"{base}/models must list a model, got: {said}; give --model") from error
 
 
-async def _by_clients(ask: Any, count: int, clients: int) -> list[Served]:
-    """Each client sends the next request once he has his answer."""
-    numbers = iter(range(count))
-    found: list[Served] = []
-
-    async def client() -> None:
-        for number in numbers:
-            found.append(await ask(number, time.perf_counter()))
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return found
-
-
-async def _by_arrivals(ask: Any, times: Sequence[float], begin: float) -> list[Served]:
-    """Each request is sent at its time, whether those before have been answered or not."""
-
-    async def one(number: int, at: float) -> Served:
-        await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
-        found: Served = await ask(number, begin + at)
-        return found
-
-    return await asyncio.gather(*(one(number, at) for number, at in enumerate(times)))
-
-
 async def _served(
-    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float, number: int
+    client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float
 ) -> Served:
     """Ask, and note when pieces come."""
-    found = Served(start, number=number)
+    found = Served(start)
     try:
         async with client.stream("POST", address, json=body) as response:
             if response.status_code != 200:
@@ -219,9 +191,10 @@ async def _read(lines: AsyncIterator[str], found: Served) -> None:
         if event.get("error"):
             raise ValueError(f"in the stream: {event['error']}")
         for choice in event.get("choices") or ():
-            if piece := choice.get("text") or (choice.get("delta") or {}).get("content"):
+            said = {**choice, **(choice.get("delta") or {})}
+            if any(said.get(name) for name in PARTS):
                 found.pieces.append(time.perf_counter())
-                found.text += piece
+                found.text += said.get("text") or said.get("content") or ""
         if usage := event.get("usage"):
             found.tokens, found.prompt = usage["completion_tokens"], usage["prompt_tokens"]
     found.tokens = found.tokens or len(found.pieces)
@@ -251,6 +224,7 @@ def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """By nearest rank; None where there are no ``values``."""
-    ordered = sorted(values)
-    places = {f"p{p}": max(-(-p * len(ordered) // 100) - 1, 0) for p in PERCENTILES}
-    return {name: ordered[i] if ordered else None for name, i in places.items()}
+    if not values:
+        return dict.fromkeys(f"p{p}" for p in PERCENTILES)
+    found = np.percentile(values, PERCENTILES, method="inverted_cdf").tolist()
+    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}

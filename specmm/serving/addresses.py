@@ -1,4 +1,4 @@
-"""Pictures that a request names by address: data, and http(s) of public machines alone.
+"""Pictures and films that a request names by address: data, and http(s) of public machines alone.
 
 Whoever may send a request could otherwise have the server read what only it can reach. So files are
 never opened, a host's addresses are looked up once and all must be public, and the connection goes
@@ -12,28 +12,39 @@ import binascii
 import http.client
 import io
 import ipaddress
+import re
 import socket
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
 from specmm.extending.kinds import shown
 from specmm.loading.files import sentence_of
 from specmm.loading.pictures import header, upright
 from specmm.serving.fields import Refused
+from specmm.vlm.videos import Choice, Frames, TooLarge, Video, open_video
 
 PATIENCE = 10.0  # seconds that a picture may take to arrive
 REDIRECTS = 3
 PIECE = 1 << 16  # bytes read at a time
+# MP4 and MOV, WebM and Matroska, AVI: other kinds may be lists of other files, which a reader opens
+FILM = re.compile(rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ", re.DOTALL)
+MOST_FRAMES = 1024  # of a film that are shown
+DECODED = 100  # times the pixels that are shown may be decoded: frames in between, too
 PUBLIC_V6 = ipaddress.ip_network("2000::/3")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Looking:
-    """Opens the pictures of one request: at most ``pictures`` of ``pixels`` in all, each in at most
-    ``size`` bytes, from other machines only with ``remote``.
+    """Opens the pictures and films of one request: at most ``pictures`` of ``pixels`` in all, each
+    in at most ``size`` bytes, from other machines only with ``remote``.
     """
 
     def __init__(self, pictures: int, pixels: int, size: int, remote: bool) -> None:
@@ -46,15 +57,73 @@ class Looking:
         """The picture at an ``address``, which is called ``place`` in the request; :class:`Refused`
         for what is none, may not be reached, or is too large.
         """
+        with self._next(place):
+            found = header(io.BytesIO(self._read(address)), self.pixels)
+            self.pixels -= found.width * found.height
+            return upright(found)
+
+    def film(self, address: Any, place: str) -> Video:
+        """The film at an ``address``, as :meth:`picture`. The frames that a processor chooses are
+        decoded when it asks for them, once; ``ValueError`` for what is no film.
+        """
+        with self._next(place):
+            data = self._read(address)
+            count = size = 1
+            if FILM.match(data) is None:  # an animation
+                try:
+                    with header(io.BytesIO(data), self.pixels) as found:
+                        count, size = getattr(found, "n_frames", 1), found.width * found.height
+                except Exception as error:  # of a damaged one, in any way
+                    kinds = "videos are MP4, MOV, WebM, MKV, AVI, GIF, WebP or APNG"
+                    raise ValueError(f"{sentence_of(error)}; {kinds}") from error
+        self._check(place, count, 1, size)
+        frames: list[Frames] = []
+
+        def read(choose: Choice) -> Frames:
+            if not frames:
+                frames.append(self._decoded(data, place, choose))
+                self.pixels -= frames[0][0][..., 0].size
+            return frames[0]
+
+        return Video(place, read)
+
+    @contextmanager
+    def _next(self, place: str) -> Iterator[None]:
+        """Context for one more picture, called ``place``; its errors begin with "must"."""
         if self.left == 0:
             raise Refused(f"a request may have {self.pictures} pictures, got more", place)
         self.left -= 1
         try:
-            found = header(io.BytesIO(self._read(address)), self.pixels)
-            self.pixels -= found.width * found.height
-            return upright(found)
+            yield
         except (ValueError, OSError) as error:
             raise Refused(f"{place} {sentence_of(error)}", place) from error
+
+    def _decoded(self, data: bytes, place: str, choose: Choice) -> Frames:
+        """The frames of a film that are chosen."""
+
+        def chosen(metadata: VideoMetadata, **_: Any) -> Sequence[int]:
+            found = choose(metadata)
+            size = (metadata.height or 0) * (metadata.width or 0)
+            self._check(place, metadata.total_num_frames, len(found), size)
+            return found
+
+        with tempfile.NamedTemporaryFile() as file:  # not all readers take bytes
+            file.write(data)
+            file.flush()
+            try:
+                return open_video(Path(file.name)).read(chosen)
+            except ValueError as error:
+                raise ValueError(str(error).replace(file.name, place)) from None
+
+    def _check(self, place: str, count: int, shown: int, size: int) -> None:
+        """Refuse ``count`` frames of ``size`` pixels, of which some are ``shown``, if too many."""
+        most, read = self.pixels, self.pixels * DECODED
+        if shown > MOST_FRAMES or shown * size > most or count * size > read:
+            raise TooLarge(
+                f"{place} must have {read:,} pixels at most, {most:,} of them in at most "
+                f"{MOST_FRAMES} frames that are shown, got {count} frames of {size:,}, {shown} of "
+                "them shown; shorten it or scale it down"
+            )
 
     def _read(self, address: Any) -> bytes:
         """The bytes at ``address``; errors begin with "must"."""

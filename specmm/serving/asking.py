@@ -14,6 +14,7 @@ from specmm.chats.tokens import THINKING
 from specmm.extending.kinds import shown, texts_of
 from specmm.serving.addresses import Looking
 from specmm.serving.fields import Fields, Refused
+from specmm.serving.parsing import Parsing
 from specmm.serving.requests import Asked
 from specmm.structured import Grammar, json_schema
 
@@ -73,8 +74,11 @@ class Wanted:
     usage: bool
 
 
-def chat(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
-    """A request for a chat's next message; ``own`` are the model's options.
+def chat(
+    fields: Fields, settings: Settings, own: Mapping[str, Any], parsing: Parsing | None
+) -> Wanted:
+    """A request for a chat's next message; ``own`` are the model's options, and by ``parsing`` its
+    answers are read.
 
     Raises :class:`Refused`. Pictures are opened here, which takes its time.
     """
@@ -84,14 +88,10 @@ def chat(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
     if top is not None and logprobs is None:
         raise Refused("top_logprobs needs logprobs, which is not true", "top_logprobs")
     fields.only("answers are text", modalities=["text"], audio=None)
-    tools = fields.items("tools")
-    if any(not isinstance(tool, dict) or "function" not in tool for tool in tools):
-        raise fields.wrong("tools", 'a list of {"type": "function", "function": {…}}', tools)
-    choice = fields.any("tool_choice")
-    if choice not in (None, "none", "auto"):
-        raise fields.wrong("tool_choice", '"none" or "auto", for answers are not forced', choice)
-    fields.only("give tools and tool_choice", functions=None, function_call=None)
-    more: dict[str, Any] = {"tools": tools} if tools and choice != "none" else {}
+    tools, forced = _tools(fields, parsing)
+    if forced is not None and options.setdefault("grammar", forced) is not forced:
+        raise Refused("an answer is a call or spelled in another way, got both", "tool_choice")
+    more: dict[str, Any] = {"tools": tools} if tools else {}
     told = fields.inner("chat_template_kwargs")
     if told is not None:
         more |= {name: told.flag(name) for name in THINKING if told.any(name) is not None}
@@ -109,7 +109,9 @@ def chat(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
     return wanted
 
 
-def completion(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wanted:
+def completion(
+    fields: Fields, settings: Settings, own: Mapping[str, Any], _: Parsing | None = None
+) -> Wanted:
     """A request to continue a text, tokens, or a list of either; as :func:`chat`."""
     options = _options(fields, settings, own, "max_tokens")
     options.setdefault("max_new_tokens", min(COMPLETION, settings.max_tokens or COMPLETION))
@@ -120,6 +122,32 @@ def completion(fields: Fields, settings: Settings, own: Mapping[str, Any]) -> Wa
     prompts = _prompts(fields)
     asked = [Asked(None, one, options, {}, logprobs, goes_on) for one in prompts]
     return _wanted(fields, settings, asked)
+
+
+def _tools(fields: Fields, parsing: Parsing | None) -> tuple[list[Any], Grammar | None]:
+    """The tools that are shown, and how a call is spelled if one must be made."""
+    tools, choice = fields.items("tools"), fields.any("tool_choice")
+    fields.only("give tools and tool_choice", functions=None, function_call=None)
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    told = [one for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str)]
+    named = {one["name"]: one for one in told}
+    if len(named) < len(tools):
+        wanted = 'a list of {"type": "function", "function": {"name": …}}, each of another name'
+        raise fields.wrong("tools", wanted, tools)
+    if choice in (None, "none", "auto"):
+        return ([] if choice == "none" else tools), None
+    if isinstance(choice, dict):
+        inner = Fields(choice, "tool_choice").inner("function")
+        name = inner and inner.text("name", tuple(named))
+        named = {name: named[name]} if name else {}
+    if not named or not (choice == "required" or isinstance(choice, dict)):
+        wanted = '"none", "auto", "required" or a function of tools'
+        raise fields.wrong("tool_choice", wanted, choice)
+    forced = None if parsing is None else parsing.forced(list(named.values()))
+    if forced is None:
+        wanted = '"none" or "auto", for how this model calls tools cannot be spelled'
+        raise fields.wrong("tool_choice", wanted, choice)
+    return tools, forced
 
 
 def _prompts(fields: Fields) -> list[str | list[int]]:
@@ -222,12 +250,11 @@ def _grammar(fields: Fields) -> Grammar | None:
 
     Texts become grammars as they are: functions of :mod:`specmm.structured` would open files.
     """
-    found = [_by_format(fields.inner("response_format"))]
-    found += [_spelled(fields, f"guided_{kind}", kind) for kind in SPELLED]
-    told = fields.inner("structured_outputs")
-    if told is not None:
-        found += [_spelled(told, kind, kind) for kind in SPELLED]
-        told.done()
+    told = fields.inner("structured_outputs") or Fields({})
+    ways = [(fields, f"guided_{kind}", kind) for kind in SPELLED]
+    ways += [(told, kind, kind) for kind in SPELLED]
+    found = [_by_format(fields.inner("response_format")), *(_spelled(*way) for way in ways)]
+    told.done()
     grammars = [one for one in found if one is not None]
     if len(grammars) > 1:
         raise Refused("an answer is spelled in one way, got several", "response_format")
@@ -244,17 +271,16 @@ def _by_format(told: Fields | None) -> Grammar | None:
     if told is None:
         return None
     kind = told.text("type", ("text", "json_object", "json_schema"))
+    if kind is None:
+        raise told.wrong("type", "text, json_object or json_schema", None)
+    schema: Any = {"type": "object"} if kind == "json_object" else None
     if kind == "json_schema":
         inner = told.inner("json_schema")
         schema = None if inner is None else inner.any("schema")
         if not isinstance(schema, dict):
             raise told.wrong("json_schema.schema", "a JSON schema", schema)
-        told.done()
-        return json_schema(schema, ANY_WHITESPACE)
     told.done()
-    if kind is None:
-        raise told.wrong("type", "text, json_object or json_schema", None)
-    return json_schema({"type": "object"}, ANY_WHITESPACE) if kind == "json_object" else None
+    return None if schema is None else json_schema(schema, ANY_WHITESPACE)
 
 
 def _spelled(fields: Fields, name: str, kind: str) -> Grammar | None:
@@ -324,14 +350,17 @@ def _part(fields: Fields, look: Looking) -> dict[str, Any]:
         if text is None:
             raise fields.wrong(kind, "a text", None)
         found = {"type": "text", "text": texts_of(fields.path(kind), text)[0]}
-    elif kind == "image_url":
-        told = fields.any(kind)
+    elif kind in ("image_url", "video_url"):
+        told, place = fields.any(kind), fields.path(kind)
         if isinstance(told, dict):  # with how closely to look, which models here do not know
-            inner = Fields(told, fields.path(kind))
+            inner = Fields(told, place)
             inner.ignore("detail", "url")
             inner.done()
             told = told.get("url")
-        found = {"type": "image", "image": look.picture(told, fields.path("image_url"))}
+        if kind == "image_url":
+            found = {"type": "image", "image": look.picture(told, place)}
+        else:
+            found = {"type": "video", "video": look.film(told, place)}
     elif kind == "video":
         frames = fields.items(kind)
         if not frames:
@@ -340,9 +369,8 @@ def _part(fields: Fields, look: Looking) -> dict[str, Any]:
         opened = [look.picture(one, f"{place}[{i}]") for i, one in enumerate(frames)]
         found = {"type": "video", "video": opened, "fps": fields.number("fps", 0.01, 1000)}
     else:
-        wanted = "text, image_url or video (a list of frames)"
-        hint = "; give a film's frames" if kind == "video_url" else ""
-        got = f"{shown(kind)}, which is not served{hint}"
+        wanted = "text, image_url, video_url or video (a list of frames)"
+        got = f"{shown(kind)}, which is not served"
         raise Refused(f"{fields.path('type')} must be {wanted}, got {got}", fields.path("type"))
     fields.ignore("uuid", "cache_control")
     fields.done()

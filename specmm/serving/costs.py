@@ -10,21 +10,22 @@ import numpy as np
 FORGET = 0.98  # weight of all that was measured, after one more measurement
 SOON = 1e-3  # how firmly nothing is assumed before
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
-BESIDE = 2.0  # rounds that a piece may take
+BESIDE = 1.5  # rounds that a piece may take
+PAIRS = 1000
 NEWEST = 0.1  # weight of the latest measurement
 
 
-class Costs:
-    """Seconds of a forward: a + b·rows + c·tokens, by least squares that forget."""
+class ForwardSeconds:
+    """Seconds of a forward: a + b·load + c·tokens, by least squares that forget."""
 
     def __init__(self) -> None:
         self.squares = SOON * np.eye(3)
         self.moments = np.zeros(3)
         self.known = np.zeros(3)
 
-    def observe(self, rows: int, tokens: int, seconds: float) -> None:
-        """A forward of ``tokens`` of so many ``rows`` took ``seconds``."""
-        seen = np.array([1.0, rows, tokens])
+    def observe(self, load: float, tokens: int, seconds: float) -> None:
+        """A forward of so many ``tokens`` took ``seconds``."""
+        seen = np.array([1.0, load, tokens])
         # relative errors count: a long round is not measured more exactly than a short one
         weight = 1 / max(seconds, 1e-6) ** 2
         self.squares = FORGET * self.squares + weight * np.outer(seen, seen)
@@ -32,34 +33,33 @@ class Costs:
         ridge = 1e-6 * np.trace(self.squares) * np.eye(3)
         self.known = np.linalg.solve(self.squares + ridge, self.moments).clip(min=0)
 
-    def of(self, rows: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds of forwards of ``tokens`` [n] of so many ``rows``; 0 before anything is known."""
-        return self.known[0] + self.known[1] * rows + self.known[2] * tokens
+    def of(self, load: float, tokens: np.ndarray) -> np.ndarray:
+        """Seconds of forwards of ``tokens`` [n]; 0 before anything is known."""
+        return self.known[0] + self.known[1] * load + self.known[2] * tokens
 
 
 class Pieces:
-    """How many tokens of prompts are read beside a round: what takes ``BESIDE`` rounds."""
+    """How many tokens of a prompt are read beside a round: what takes ``BESIDE`` rounds."""
 
     LEAST, MOST = 32, 512
 
     def __init__(self) -> None:
-        self.costs = Costs()
+        self.seconds = ForwardSeconds()  # whose load is PAIRS of tokens with those before them
         self.round_seconds = 0.0
 
-    @property
-    def size(self) -> int:
-        """Tokens of the next piece."""
-        start, _, token = self.costs.known
+    def size(self, before: int = 0) -> int:
+        """Tokens of the next piece, where so many were read ``before``."""
+        start, pair, token = self.seconds.known
         if not token or not self.round_seconds:
             return PIECE
-        wanted = (BESIDE * self.round_seconds - start) / token
+        wanted = (BESIDE * self.round_seconds - start) / (token + pair * before / PAIRS)
         return int(min(max(wanted, self.LEAST), self.MOST))
 
-    def read(self, tokens: int, seconds: float) -> None:
-        """A piece of ``tokens`` took so long."""
-        self.costs.observe(0, tokens, seconds)
+    def read(self, before: int, tokens: int, seconds: float) -> None:
+        """A piece of ``tokens`` took so long, where so many were read ``before``."""
+        self.seconds.observe(before * tokens / PAIRS, tokens, seconds)
 
     def played(self, seconds: float) -> None:
         """A round took so long."""
-        before = self.round_seconds
-        self.round_seconds = before + NEWEST * (seconds - before) if before else seconds
+        last = self.round_seconds
+        self.round_seconds = last + NEWEST * (seconds - last) if last else seconds

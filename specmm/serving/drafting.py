@@ -28,7 +28,7 @@ from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.suffix import EarlierAnswers, Guess, SuffixRow
 from specmm.hf.models.rows import RowsTarget
-from specmm.serving.costs import Costs
+from specmm.serving.costs import ForwardSeconds
 from specmm.verify.rule import VerifyResult
 
 LONGEST = 16  # tokens of a guess from what was said
@@ -112,8 +112,8 @@ class Drafts:
         self.banned = frozenset(target.image_tokens)
         self.rows: list[RowDrafts] = []
         self.trusted = 1.0  # what is usual of rows
-        self.costs = Costs()  # of rounds without the network
-        self.network_costs = Costs()
+        self.costs = ForwardSeconds()  # of rounds without the network; their load is rows
+        self.network_costs = ForwardSeconds()
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
         self.start_seconds = 0.0  # of reading a prompt by the network

@@ -51,6 +51,7 @@ OF_THE_SERVER = (  # options of calls that requests have not
     "stopping_criteria",
     "tree",
 )
+ALL = 2**62  # tokens of a prompt, however long
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
 MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
@@ -80,6 +81,7 @@ class _Read:
 
     reading: Reading
     answers: list[Answer]
+    tokens: int = 0  # read so far
 
 
 class BatchEngine:
@@ -141,7 +143,7 @@ class BatchEngine:
         return {
             **made,
             **now,
-            "piece_tokens": self.pieces.size,
+            "piece_tokens": self.pieces.size(),
             "prefix_bytes": self.prefixes.bytes,
         }
 
@@ -151,7 +153,8 @@ class BatchEngine:
             self.closing = True
             self.deadline = time.monotonic() + seconds
             self.changed.notify()
-        self.thread.join()
+        if threading.current_thread() is not self.thread:  # where what asks it is collected
+            self.thread.join()
 
     def _check_room(self) -> None:
         if self.closing:
@@ -186,7 +189,12 @@ class BatchEngine:
         def one(token: int) -> str:
             return str(tokenizer.decode([token]))
 
-        text = GrowingText(pipe.stops(options), raw, self.stripped)
+        stops = pipe.stops(options)
+        if asked.marks:
+            added = tokenizer.added_tokens_decoder.items()
+            hidden = {i for i, one in added if one.special and i not in asked.marks}
+            stops.shown = lambda ids: stops.whole([i for i in ids if i not in hidden])
+        text = GrowingText(stops, raw, self.stripped)
         prompt = replace(prompt, max_new_tokens=1)
         end = time.monotonic() + self.limits.seconds
         answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one, end)
@@ -236,7 +244,7 @@ class BatchEngine:
             target.prompt, target.context = prompt, reading.alone.context
             network.begin(Feedback(output, output.probs[:, -1].argmax(-1)), Clock())
             network.leave(0)
-        target.open(self.drafts.max_nodes)
+        target.open(self.drafts.max_nodes, self.limits.rows)
         return Rows(target, self.drafts, self.stops)
 
     @property
@@ -278,28 +286,48 @@ class BatchEngine:
             for answer in [one for one in self.waiting if one.given_up]:
                 self.waiting.remove(answer)
                 self._give_up(answer)
-        if self.read is None:
-            self._admit()
-        if self.read is not None:
-            self._read_piece(self.read)
+        self._read_some()
         if self.rows.count:
             self._round()
 
-    def _admit(self) -> None:
-        """Begin to read waiting prompts for which there are rows: short ones at once."""
-        free = self.limits.rows - self.rows.count
+    def _read_some(self) -> None:
+        """Read a piece of a prompt; short ones do not wait for a long one, whose piece is less."""
+        short = None
+        if self.read is None:
+            self.read = self._admit(ALL)
+        elif short := self._admit(self._room()):
+            self._read_piece(short, ALONE)
+        if self.read is not None:
+            room = self._room(self.read.reading.read)
+            self._read_piece(self.read, max(room - short.tokens, Pieces.LEAST) if short else room)
+
+    def _room(self, before: int = 0) -> int:
+        """How many tokens of a prompt are read now, where so many were read ``before``."""
+        return self.pieces.size(before) if self.rows.count else ALONE
+
+    def _admit(self, most: int) -> _Read | None:
+        """Begin to read the first prompt that waits and has at most so many tokens to be read, and
+        those after it that can be read at once with it, if there are rows.
+        """
+        free = self.limits.rows - self.rows.count - (len(self.read.answers) if self.read else 0)
         together: list[Answer] = []
         pages: list[Page] = []
         with self.changed:
-            while self.waiting and len(together) < free and not pages:
-                answer = self.waiting[0]
-                known = self._known(answer)
-                if together and (known or not self._fit([*together, answer])):
+            for answer in [*self.waiting]:
+                if len(together) == free or pages:
                     break
-                together.append(self.waiting.popleft())
-                pages = known
-        if together:
-            self._begin(together, pages)
+                known = self._known(answer)
+                if together:
+                    fits = not known and self._fit([*together, answer])
+                else:
+                    fits = answer.prompt_tokens - len(known) * PAGE <= most
+                if fits:
+                    self.waiting.remove(answer)
+                    together.append(answer)
+                    pages = known
+                elif together:
+                    break
+        return self._begin(together, pages) if together else None
 
     def _fit(self, answers: Sequence[Answer]) -> bool:
         """Whether the prompts of ``answers`` can be read at once, and take no longer than a piece
@@ -308,14 +336,14 @@ class BatchEngine:
         if any(one.prompt.vision for one in answers) or not self.target.reads_ragged:
             return False
         widest = max(one.prompt_tokens for one in answers)
-        return widest * len(answers) <= (self.pieces.size if self.rows.count else ALONE)
+        return widest * len(answers) <= self._room()
 
     def _known(self, answer: Answer) -> list[Page]:
         """What was read before of an answer's prompt, up to a page before its last token."""
         pages = self.prefixes.find(answer.root, answer.ids[:-1])
         return pages if len(pages) * PAGE >= max(answer.needed, 1) else []
 
-    def _begin(self, answers: list[Answer], pages: Sequence[Page]) -> None:
+    def _begin(self, answers: list[Answer], pages: Sequence[Page]) -> _Read:
         """Begin to read the prompts of ``answers``, or of one what does not stand in ``pages``."""
         prompt = answers[0].prompt
         if len(answers) > 1:
@@ -328,7 +356,7 @@ class BatchEngine:
             reading.resume(*joined(pages, self.drafts.network is not None))
             answers[0].cached = len(pages) * PAGE
             self.made["cached_tokens"] += answers[0].cached
-        self.read = _Read(reading, answers)
+        return _Read(reading, answers)
 
     def _keep_prompt(self, answer: Answer, reading: Reading, number: int) -> None:
         """Keep pages of a prompt that was read."""
@@ -353,27 +381,28 @@ class BatchEngine:
         ids = [*answer.ids, *answer.text.ids][:known]
         self.prefixes.keep(answer.root, ids, Cut(cache, row, context, start).page)
 
-    def _read_piece(self, read: _Read) -> None:
-        """Read a piece of prompts; those that are read join."""
+    def _read_piece(self, read: _Read, count: int) -> None:
+        """Read a piece of ``count`` tokens of each of some prompts; those that are read join."""
         if all(one.given_up for one in read.answers):
-            self.read = None
+            self._forget(read)
             for one in read.answers:
                 self._give_up(one)
             return
         start = time.perf_counter()
-        before = read.reading.left
+        before, left = read.reading.read, read.reading.left
         try:
-            read.reading.go_on(self.pieces.size if self.rows.count else ALONE)
-            tokens = (before - read.reading.left) * len(read.answers)
+            read.reading.go_on(count)
+            tokens = (left - read.reading.left) * len(read.answers)
+            read.tokens += tokens
             seconds = time.perf_counter() - start
-            self.pieces.read(tokens, seconds)
+            self.pieces.read(before, tokens, seconds)
             self.made["prompt_tokens"] += tokens
             self.made["read_seconds"] += seconds  # type: ignore[assignment]
             if read.reading.left:
                 return
-            self.read = None
+            self._forget(read)
         except Exception as error:  # whatever a prompt does to the model, the others go on
-            self.read = None
+            self._forget(read)
             self._failed(read.answers, error)
             return
         for number, answer in enumerate(read.answers):
@@ -383,6 +412,11 @@ class BatchEngine:
                 self._failed([answer], error)
                 if self.rows.count != len(self.answers):
                     self._begin_anew(error)
+
+    def _forget(self, read: _Read) -> None:
+        """Prompts are read, or will not be."""
+        if read is self.read:
+            self.read = None
 
     def _join(self, answer: Answer, reading: Reading, number: int) -> None:
         if answer.given_up:

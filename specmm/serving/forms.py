@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specmm.serving.asking import Wanted
+from specmm.serving.parsing import Parser, Parts, Plain
 from specmm.serving.requests import Ended, Piece, TokenLogprob
 
 LEAST = -9999.0  # JSON has no infinity
@@ -31,16 +32,16 @@ class Form:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": now, "model": model}
 
-    def piece(self, number: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        """A chunk's choice: some ``text`` of an answer, or the ``reason`` why it ended."""
-        delta = {} if reason else {"content": text}
-        said = {"delta": delta} if self is CHAT else {"text": text}
-        return {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
-
-    def whole(self, number: int, text: str, logprobs: Any, reason: str) -> dict[str, Any]:
-        """The choice of a whole answer."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        said = {"message": message} if self is CHAT else {"text": text}
+    def choice(
+        self,
+        number: int,
+        parts: Parts,
+        logprobs: Any = None,
+        reason: str | None = None,
+        name: str = "delta",
+    ) -> dict[str, Any]:
+        """Some ``parts`` of an answer, the ``reason`` why it ended, or a whole "message"."""
+        said = {name: parts} if self is CHAT else {"text": parts.get("content", "")}
         return {"index": number, **said, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
@@ -64,6 +65,15 @@ CHAT = Form("chatcmpl", "chat.completion", "chat.completion.chunk")
 COMPLETION = Form("cmpl", "text_completion", "text_completion")
 
 
+def _message(parts: Parts) -> Parts:
+    """A whole message of ``parts``; one of calls alone has no content."""
+    made = parts.get("tool_calls", ())
+    calls = [{k: v for k, v in call.items() if k != "index"} for call in made]
+    more = {"tool_calls": calls} if calls else {}
+    content = None if calls else ""
+    return {"role": "assistant", "content": content, "refusal": None, **parts, **more}
+
+
 def _told(token: TokenLogprob) -> dict[str, Any]:
     """A token in a chat's logprobs."""
     letters = list(token.text.encode(errors="replace"))
@@ -71,39 +81,48 @@ def _told(token: TokenLogprob) -> dict[str, Any]:
 
 
 class Sums:
-    """The answers to a request ``wanted``, as they grow, in a ``form``."""
+    """The answers to a request ``wanted``, as they grow, in a ``form``, each read by one of the
+    ``parsers``.
+    """
 
-    def __init__(self, form: Form, wanted: Wanted) -> None:
+    def __init__(self, form: Form, wanted: Wanted, parsers: Sequence[Plain | Parser]) -> None:
         self.form = form
         self.wanted = wanted
+        self.parsers = parsers
         count = len(wanted.asked)
-        self.texts = [""] * count
+        self.said: list[Parts] = [{} for _ in range(count)]
         self.logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
         self.offsets = [0] * count
         self.ends: list[Ended | None] = [None] * count
 
-    def add(self, number: int, event: Piece | Ended) -> dict[str, Any] | None:
-        """Note what is told of answer ``number``; a chunk's choice, None where it has nothing."""
+    def add(self, number: int, event: Piece | Ended) -> list[dict[str, Any]]:
+        """Note what is told of answer ``number``; the choices of its chunks."""
         if isinstance(event, Ended):
-            self.ends[number] = event
-            return self.form.piece(number, "", None, event.reason)
+            rest = self._said(number, self.parsers[number].end())
+            called = event.reason == "stop" and "tool_calls" in self.said[number]
+            self.ends[number] = replace(event, reason="tool_calls") if called else event
+            end = self.form.choice(number, {}, None, "tool_calls" if called else event.reason)
+            return [self.form.choice(number, rest), end] if rest else [end]
         told = None
         if self.wanted.asked[number].logprobs is not None:
             self.logprobs[number] += event.logprobs
             told = self.form.logprobs(event.logprobs, self.offsets[number])
             self.offsets[number] += sum(len(one.text) for one in event.logprobs)
-        self.texts[number] += event.text
-        if event.text or event.logprobs:
-            return self.form.piece(number, event.text, told, None)
-        return None
+        parts = self._said(number, self.parsers[number].add(event))
+        return [self.form.choice(number, parts, told)] if parts or event.logprobs else []
+
+    def _said(self, number: int, parts: Parts) -> Parts:
+        """Note ``parts`` of answer ``number``."""
+        whole = self.said[number]
+        for name, part in parts.items():
+            whole[name] = whole[name] + part if name in whole else part
+        return parts
 
     @property
     def first(self) -> list[dict[str, Any]]:
         """Choices of the chunks before all others: a chat's answers say whose they are."""
-        choices = [self.form.piece(i, "", None, None) for i in range(len(self.texts))]
-        for choice in choices:
-            choice.get("delta", {})["role"] = "assistant"
-        return choices if self.form is CHAT else []
+        first = {"role": "assistant", "content": ""}
+        return [CHAT.choice(i, first) for i in range(len(self.said))] if self.form is CHAT else []
 
     @property
     def done(self) -> bool:
@@ -147,5 +166,6 @@ class Sums:
         for number, end in enumerate(self.ended):
             asked = self.wanted.asked[number].logprobs is not None
             told = self.form.logprobs(self.logprobs[number], 0) if asked else None
-            choices.append(self.form.whole(number, self.texts[number], told, end.reason))
+            message = _message(self.said[number])
+            choices.append(self.form.choice(number, message, told, end.reason, "message"))
         return {**head, "choices": choices, "usage": self.usage, "specmm": self.own}

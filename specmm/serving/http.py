@@ -14,6 +14,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,7 +31,8 @@ from specmm.serving.drawing import Painter
 from specmm.serving.fields import Fields, Refused
 from specmm.serving.forms import CHAT, COMPLETION, Form, Sums
 from specmm.serving.measures import Measures
-from specmm.serving.requests import Busy, Ended, Engine, Piece, Ticket
+from specmm.serving.parsing import Parser, Parsing, Plain
+from specmm.serving.requests import Asked, Busy, Ended, Engine, Piece, Tell, Ticket
 
 LOGGER = logging.getLogger(__name__)
 GONE = 499  # how servers' logs call a client that hung up
@@ -76,6 +79,7 @@ class Api:
         self, engines: Sequence[Engine], settings: Settings, painters: Sequence[Painter] = ()
     ) -> None:
         self.engines = {engine.name: engine for engine in engines}
+        self.parsings = {engine.name: Parsing.of(engine.pipe, engine.ends) for engine in engines}
         self.painters = {painter.name: painter for painter in painters}
         self.settings = settings
         self.measures = Measures(engines)
@@ -174,32 +178,31 @@ class Api:
         fields = await self._fields(request)
         engine = _named(self.engines, fields, self.painters, DRAWN)
         own = self.settings.sampling.get(engine.name, {})
-        wanted = await run_in_threadpool(read, fields, self.settings, own)
-        answers = Answers(request, wanted, self.measures.timed(engine.name, start))
+        parsing = self.parsings[engine.name] if form is CHAT else None
+        wanted = await run_in_threadpool(read, fields, self.settings, own, parsing)
+        answers = Answers(request, wanted, parsing, self.measures.timed(engine.name, start))
         await answers.begin(engine)
         head = form.head(engine.name, wanted.stream)
+        sums = Sums(form, wanted, answers.parsers)
         if wanted.stream:
-            events = self._streamed(answers, form, head)
+            events = self._streamed(answers, sums, head)
             return StreamingResponse(events, media_type="text/event-stream")
-        sums = Sums(form, wanted)
         async for number, event in answers:
             self._raise_failure(event)
             sums.add(number, event)
         return Response(status_code=GONE) if answers.gone else _json(sums.whole(head))
 
     async def _streamed(
-        self, answers: Answers, form: Form, head: dict[str, Any]
+        self, answers: Answers, sums: Sums, head: dict[str, Any]
     ) -> AsyncIterator[str]:
         """The events of a stream."""
-        sums = Sums(form, answers.wanted)
         for first in sums.first:
             yield _event(head | {"choices": [first]} | sums.unknown_usage)
         try:
             async for number, event in answers:
                 self._raise_failure(event)
-                choice = sums.add(number, event)
-                if choice is not None:
-                    own = {"specmm": sums.own} if sums.done else {}
+                for choice in sums.add(number, event):
+                    own = {"specmm": sums.own} if choice["finish_reason"] and sums.done else {}
                     yield _event(head | {"choices": [choice]} | sums.unknown_usage | own)
         except Exception as error:
             yield _event(self._told(error, answers.request)[0])
@@ -270,9 +273,17 @@ class Answers:
     for them, whose rows are then free.
     """
 
-    def __init__(self, request: Request, wanted: Wanted, seen: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        wanted: Wanted,
+        parsing: Parsing | None,
+        seen: Callable[[int, Any], None],
+    ) -> None:
         self.request = request
         self.wanted = wanted
+        self.parsing = parsing
+        self.parsers: list[Plain | Parser] = []
         self.seen = seen
         self.gone = False
         self.told: asyncio.Queue[Told | None] = asyncio.Queue()
@@ -283,21 +294,29 @@ class Answers:
         """Submit all answers, or none: raises what the ``engine`` raises."""
         loop = asyncio.get_running_loop()
 
-        def tell_of(number: int) -> Callable[[Piece | Ended], None]:
-            def tell(event: Piece | Ended) -> None:
-                with suppress(RuntimeError):  # the server has ended
-                    loop.call_soon_threadsafe(self.told.put_nowait, (number, event))
-
-            return tell
+        def tell(number: int, event: Piece | Ended) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(self.told.put_nowait, (number, event))
 
         try:
             for number, asked in enumerate(self.wanted.asked):
-                ticket = await run_in_threadpool(engine.submit, asked, tell_of(number))
-                self.tickets.append(ticket)
+                await run_in_threadpool(self._submit, engine, asked, partial(tell, number))
         except BaseException:
             self.cancel()
             raise
         self.watch = asyncio.create_task(self._watched())
+
+    def _submit(self, engine: Engine, asked: Asked, tell: Tell) -> None:
+        kind = getattr(asked.options.get("grammar"), "kind", None)
+        if self.parsing is None or kind == "json_schema":
+            self.tickets.append(engine.submit(asked, tell))
+            self.parsers.append(Plain())
+            return
+        tools = asked.more.get("tools", ())
+        ticket = engine.submit(replace(asked, marks=self.parsing.marks(tools)), tell)
+        self.tickets.append(ticket)
+        begun = ticket.ids if kind != "structural_tag" else ()  # a call, whatever the prompt opens
+        self.parsers.append(self.parsing.parser(begun, tools))
 
     async def _watched(self) -> None:
         await _gone(self.request)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-from fastapi import FastAPI
+from typing import TYPE_CHECKING, Any
 
 from specmm import methods
 from specmm.core.drafter import Drafter
 from specmm.core.tree import TreeShape
 from specmm.extending.registry import unknown
+from specmm.hf.answers.running import Pipeline
 from specmm.hf.drafters.drafting import assemble, load_drafter, method_of
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.loading.adapters import base_of
@@ -23,8 +22,11 @@ from specmm.runs.run import HERE, kinds_of, open_model
 from specmm.serving.asking import Settings
 from specmm.serving.drawing import Painter
 from specmm.serving.engine import BatchEngine, Limits
-from specmm.serving.http import app_of
 from specmm.serving.requests import Engine
+from specmm.vlm.pipeline import VQAPipeline
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
 DEEP = 5  # drafts of a chain of a head that drafts one after the other
@@ -43,6 +45,8 @@ def application(
 
     Raises ``ValueError`` for models, methods and drafters that do not fit.
     """
+    from specmm.serving.http import app_of  # a conversation needs no package of servers
+
     engines, painters = opened(models, place, method, drafter, limits)
     sampling = {engine.name: own_sampling(engine.name) for engine in engines}
     return app_of(engines, replace(settings, sampling=sampling), painters)
@@ -82,15 +86,28 @@ def open_engine(
     kind = next((kind for kind in kinds_of(model) if kind != "images"), None)
     if kind is None:
         raise ValueError(f"{model} draws pictures and answers nothing")
+    pipe = open_model(kind, model, place, methods.AR.name, None)
+    own: str | None = None
+    if drafter is not None:
+        own = method if method in NETWORKS else method_of(find(drafter))
+        pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
+    return engine_of(pipe, limits, method, own)
+
+
+def engine_of(
+    pipe: Pipeline, limits: Limits, method: str = "auto", own: str | None = None
+) -> BatchEngine:
+    """The engine of an opened ``pipe``; for ``method`` see :func:`open_engine`. ``own``: the method
+    whose drafter "auto" takes, else the first that has one.
+
+    Raises ``ValueError`` for a model that cannot be served, and other methods.
+    """
     known = ("auto", "ar", "suffix", *NETWORKS)
     if method not in known:
         raise unknown("method of a server", method, known)
-    pipe = open_model(kind, model, place, methods.AR.name, None)
-    own: str | None = method if method in NETWORKS else None
-    if drafter is not None:
-        own = own or method_of(find(drafter))
-        pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
-    elif method == "auto":
+    if method in NETWORKS:
+        own = method
+    elif method == "auto" and own is None:
         own = next((one for one in NETWORKS if pipe.drafters.has(one)), None)
     made = None if own is None or method in ("ar", "suffix") else pipe.drafter(own)
 
@@ -102,7 +119,7 @@ def open_engine(
         return own, FeatureDrafter(made, target, TreeShape.chain(DEEP, target.device), False)
 
     limits = replace(limits, drafts=method != "ar")
-    return BatchEngine(pipe, limits, kind == "questions", network)
+    return BatchEngine(pipe, limits, isinstance(pipe, VQAPipeline), network)
 
 
 def own_sampling(model: str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ class Asked:
     a ``prompt`` (a text, or ids), and ``options`` of a call of the pipeline (``max_new_tokens``,
     ``temperature``, ``seed``, ``stop``, ``grammar`` …). ``more`` goes to the chat template, as
     ``tools``. ``logprobs``: how many of the likeliest tokens to tell beside each one of the answer;
-    None tells nothing of the kind. With ``goes_on`` end tokens do not end the answer.
+    None tells nothing of the kind. With ``goes_on`` end tokens do not end the answer. Special
+    tokens are left out of its text, but for ``marks``.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -26,6 +27,7 @@ class Asked:
     more: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     goes_on: bool = False
+    marks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,6 @@ class Ended:
     certificate: str = ""
     error: str = ""
 
-    @property
-    def tau(self) -> float:
-        """Tokens a round."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
 
 Tell: TypeAlias = Callable[[Piece | Ended], None]
 """Called by the engine's thread, with pieces and at last one end; it must not wait."""
@@ -83,7 +80,10 @@ class Busy(Exception):
 
 
 class Ticket(Protocol):
-    """A request that was taken."""
+    """A request that was taken; ``ids`` are its prompt's."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
 
     def cancel(self) -> None:
         """Nobody waits for it any more: its row is free before the next round. From any thread, as
@@ -92,9 +92,13 @@ class Ticket(Protocol):
 
 
 class Engine(Protocol):
-    """Answers requests of one model; its methods may be called from any thread."""
+    """Answers requests of the model of ``pipe``, whose end tokens are ``ends``; its methods may be
+    called from any thread.
+    """
 
     name: str
+    pipe: Any
+    ends: list[int]
 
     def submit(self, asked: Asked, tell: Tell) -> Ticket:
         """Take a request. What is read of it (tokens, pixels) is made here, in the caller's thread.

@@ -229,7 +229,8 @@ class TextPipeline(Pipeline):
     def _templated(self, chat: Chat) -> str:
         if not self.tokenizer.chat_template:
             raise ValueError(
-                f"{self.name} must have a chat template for chat, got none; leave chat out"
+                f"{self.name} must have a chat template for chat, got none; give a prompt that it "
+                "continues, to a server at /v1/completions"
             )
         write = partial(
             self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False

@@ -183,6 +183,29 @@ def test_long_prompts_are_read_in_pieces_and_others_go_on(coder_pipe, monkeypatc
     engine.close()
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one(coder_pipe, monkeypatch):
+    monkeypatch.setattr(Pieces, "MOST", 32)
+    engine = BatchEngine(coder_pipe, Limits(rows=4))
+    said, order = Answers(engine), []
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=300))
+    while not said.told[0]:
+        pass
+    for name, prompt in (("long", [7, 8, 9] * 250), ("short", TEXTS[1]), ("short", TEXTS[2])):
+        done = threading.Event()
+        said.ends.append(done)
+
+        def tell(one, name=name, done=done):
+            order.append(name)
+            if isinstance(one, Ended):
+                assert not one.error
+                done.set()
+
+        engine.submit(Asked(prompt=prompt, options=dict(max_new_tokens=2)), tell)
+    said.wait()
+    assert order.index("long") == order.count("short"), "they end before its first token"
+    engine.close()
+
+
 def test_whoever_cancels_frees_the_row_and_others_get_a_sentence(coder_pipe):
     engine = BatchEngine(coder_pipe, Limits(rows=1, waiting=1))
     said = Answers(engine)
@@ -279,15 +302,16 @@ def test_a_processor_that_fails_ends_its_answer_alone(coder_pipe, together):
 
 def test_an_answer_ends_when_its_time_is_over(coder_pipe):
     """Whether it has a row or waits for one."""
-    engine = BatchEngine(coder_pipe, Limits(rows=1, seconds=0.1, drafts=False))
+    engine = BatchEngine(coder_pipe, Limits(rows=1, seconds=1.0, drafts=False))
     said = Answers(engine)
     for text in TEXTS[:2]:
-        said.ask(prompt=text, options=dict(max_new_tokens=400))
+        given = dict(max_new_tokens=900, min_new_tokens=900)
+        said.ask(prompt=text, options=given)
     said.wait()
-    for i, made in enumerate((True, False)):
+    for i in range(2):
         assert said.end(i).reason == "timeout"
-        assert said.end(i).error.startswith("an answer may take 0.1 seconds here")
-        assert bool(said.tokens(i)) is made
+        assert said.end(i).error.startswith("an answer may take 1 seconds here")
+    assert said.tokens(0)
     assert engine.counts()["timeout_total"] == 2
     engine.close()
 

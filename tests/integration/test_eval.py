@@ -319,7 +319,7 @@ def test_weights_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECMM_WEIGHTS", str(tmp_path))
     text = evaluate("weights").stdout
     assert str(tmp_path) in text and "dinov2" in text and "efficientnet-lite0" in text
-    assert {r["name"] for r in as_json("weights")["weights"]} >= {"inception", "clip", "lpips-vgg"}
+    assert {r["name"] for r in as_json("weights")["weights"]} >= {"inception", "clip"}
 
 
 def test_clip_takes_a_prompt_a_picture(folder, tmp_path):
@@ -336,7 +336,7 @@ def test_reconstruction_of_pairs(tmp_path, tiny_network):
     pictures = np.random.default_rng(1).integers(0, 256, (8, 16, 16, 3), np.uint8)
     for name, images in (("a", pictures), ("b", pictures // 2)):
         np.savez(tmp_path / f"{name}.npz", images=images)
-    common = ("reconstruction", tmp_path / "b.npz", tmp_path / "a.npz", "--lpips", "none")
+    common = ("reconstruction", tmp_path / "b.npz", tmp_path / "a.npz")
     assert [m["metric"] for m in as_json(*common)["results"]] == ["psnr", "ssim", "rfid"]
     assert [m["metric"] for m in as_json(*common, "--no-rfid")["results"]] == ["psnr", "ssim"]
     assert "in pairs" in refused(*common, "--skip-bad")

@@ -199,8 +199,8 @@ def test_mistakes_of_a_load_test(tmp_path):
     words = f"bench serve http://127.0.0.1:1 --model m --prompts {lines}"
     for text, message in (
         ("", "a line at least"),
-        ("{", "line 1 of"),
-        ('{"prompt": "a"}\n[1]', "line 2 of"),
+        ("{", "line 1 must be JSON"),
+        ('{"prompt": "a"}\n[1]', "line 2 must have messages or a prompt"),
     ):
         lines.write_text(text)
         assert message in refused(words)

@@ -5,20 +5,24 @@ reads none that only it can reach.
 import base64
 import io
 import socket
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 
+import numpy as np
 import openai
 import pytest
 from PIL import Image
 
+import specmm
 from specmm.image_ar.records import read_record
 from specmm.runs.run import Place, open_model
 from specmm.serving import addresses
 from specmm.serving.drawing import Painter
+from tests.integration import test_vlm_videos
 from tests.served import address, engine_of, post, sentence, served, shown
 
 DRAW, CHAT = "/v1/images/generations", "/v1/chat/completions"
@@ -256,3 +260,87 @@ def test_a_slow_machine_is_left(site, monkeypatch):
 )
 def test_what_is_public(text, public):
     assert addresses.public(ip_address(text)) is public
+
+
+# ---- films
+
+
+@pytest.fixture(scope="module")
+def watching():
+    """A tiny Qwen2.5-VL."""
+    return specmm.VQAPipeline(test_vlm_videos.model().eval(), test_vlm_videos.processor())
+
+
+def film_of(folder, kind, side=48, count=12):
+    """A film of so many frames, in a file of a ``kind``."""
+    cv2 = pytest.importorskip("cv2")
+    file = folder / f"a.{kind}"
+    code = {"avi": "MJPG", "mp4": "mp4v"}[kind]
+    film = cv2.VideoWriter(str(file), cv2.VideoWriter_fourcc(*code), 10, (side, side))
+    for i in range(count):
+        film.write(np.full((side, side, 3), 20 * i, np.uint8))
+    film.release()
+    return file
+
+
+def gif_of(folder, size=(40, 30), count=4):
+    first, *rest = [Image.new("RGB", size, (i, 255 - i, 0)) for i in range(count)]
+    first.save(folder / "a.gif", save_all=True, append_images=rest, duration=500)
+    return folder / "a.gif"
+
+
+def watched(file, **more):
+    data = f"data:video/mp4;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    parts = [{"type": "video_url", "video_url": {"url": data}}, {"type": "text", "text": "what is"}]
+    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 6, "temperature": 0}
+    return body | more
+
+
+@pytest.mark.parametrize("kind", ["avi", "mp4", "gif"])
+def test_a_film_is_seen_as_by_the_pipeline(watching, tmp_path, kind):
+    file = gif_of(tmp_path) if kind == "gif" else film_of(tmp_path, kind)
+    with served([engine_of(watching, "qwen")]) as server:
+        status, found = post(server, CHAT, watched(file, n=2))
+        assert status == 200, found
+    wanted = watching(None, "what is", videos=file, max_new_tokens=6).answers[0]
+    assert [c["message"]["content"] for c in found["choices"]] == [wanted] * 2
+    assert wanted != watching(None, "what is", max_new_tokens=6).answers[0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (dict(max_pixels=2000), "12 frames of 2,304"),
+        (dict(max_pictures=0), "may have 0 pictures"),
+        (dict(max_bytes=300), "300 bytes"),
+    ],
+)
+def test_films_that_are_too_large(watching, tmp_path, limits, message):
+    with served([engine_of(watching, "qwen")], **limits) as server:
+        status = 413 if "max_bytes" in limits else 400
+        assert message in sentence(server, CHAT, watched(film_of(tmp_path, "avi")), status)
+
+
+def test_frames_that_are_not_shown_are_decoded_too(watching, tmp_path):
+    with served([engine_of(watching, "qwen")], max_pixels=260) as server:
+        message = sentence(server, CHAT, watched(gif_of(tmp_path, (16, 16), 110)))
+    assert "must have 26,000 pixels at most" in message and "110 frames of 256, 1 of" in message
+
+
+def test_broken_films(watching, tmp_path):
+    """The last one is a list of other files, which a reader would open."""
+    film = film_of(tmp_path, "mp4").read_bytes()
+    still = io.BytesIO()
+    RED.save(still, "GIF")
+    broken = {
+        film[:200]: "video_url must be a video, got one that cannot be read",
+        film[: len(film) // 2]: "video_url must be a video, got one that cannot be read",
+        still.getvalue(): "video_url must be a video, got a picture that does not move",
+        b"": "videos are MP4",
+        f"#EXTM3U\n#EXTINF:1,\nfile://{tmp_path}/a.mp4\n".encode(): "videos are MP4",
+    }
+    with served([engine_of(watching, "qwen")]) as server:
+        for data, message in broken.items():
+            (tmp_path / "b").write_bytes(data)
+            said = sentence(server, CHAT, watched(tmp_path / "b"))
+            assert message in said and tempfile.gettempdir() not in said

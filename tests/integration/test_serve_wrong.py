@@ -48,6 +48,7 @@ def part(**given):
 
 
 FUNCTION = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+TOOLS = [{"type": "function", "function": {"name": "times"}}]
 WRONG = [
     (chat_of(messages=None), "messages must be a list of messages"),
     (chat_of(messages=[]), "one at least"),
@@ -60,7 +61,9 @@ WRONG = [
     (chat_of(messages=[{"role": "user", "content": "a", "nam": "b"}]), r"messages\[0\].name"),
     (chat_of(messages=[FUNCTION]), r"tool_calls\[0\].function.arguments must be JSON"),
     (part(type="input_audio", input_audio={}), "got 'input_audio', which is not served"),
-    (part(type="video_url", video_url="x"), "give a film's frames"),
+    (part(type="video_url", video_url="x"), r"content\[0\].video_url must be data:image"),
+    (part(type="video_url", video_url={"url": "data:video/mp4;base64,YWJj"}), "videos are MP4"),
+    (part(type="video_url", video_url="http://example.com/a.mp4"), "--allow-http-pictures"),
     (part(type="video", video=[]), "frames"),
     (part(type="text"), "text must be a text"),
     (part(type="image_url", image_url={"url": "/etc/passwd"}), "got '/etc/passwd'"),
@@ -78,6 +81,13 @@ WRONG = [
     (chat_of(logprobs=True, top_logprobs=21), "from 0 to 20"),
     (chat_of(tools=[{"type": "function"}]), "tools must be a list of"),
     (chat_of(tool_choice="required"), "'required'"),
+    (chat_of(tools=[{"function": {}}]), "tools must be a list of"),
+    (chat_of(tools=[{"function": {"name": []}}]), "tools must be a list of"),
+    (chat_of(tools=TOOLS * 2), "each of another name"),
+    (chat_of(tools=TOOLS, tool_choice="any"), "or a function of tools, got 'any'"),
+    (chat_of(tools=TOOLS, tool_choice={}), "or a function of tools"),
+    (chat_of(tools=TOOLS, tool_choice={"function": {"name": "time"}}), "did you mean 'times'"),
+    (chat_of(tools=TOOLS, tool_choice="required"), "how this model calls tools cannot be spelled"),
     (chat_of(functions=[{}]), "give tools"),
     (chat_of(modalities=["audio"]), "answers are text"),
     (chat_of(chat_template_kwargs={"chat_template": "x"}), "chat_template"),

@@ -258,10 +258,16 @@ def test_a_dense_mask_is_seen(text_folder, monkeypatch, no_dense_masks, place):
         specmm.kernels.tree_attention.tree_attention(q, q, q, words, words[0, 0] * 0, 0, 1.0)
 
 
-def test_without_triton_models_stay_as_they_are(text_folder, monkeypatch):
+@torch.inference_mode()
+def test_without_triton_models_compute_as_they_did(text_folder, monkeypatch):
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
-    pipe = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32)
-    assert pipe.model.config._attn_implementation == "sdpa"
+    model = specmm.TextPipeline.from_pretrained(text_folder, torch_dtype=torch.float32).model
+    assert model.config._attn_implementation == "specmm_tree"
+    inputs = dict(input_ids=torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
+    inputs["attention_mask"] = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    found = model(**inputs).logits
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(found, model(**inputs).logits)
 
 
 @pytest.mark.parametrize(

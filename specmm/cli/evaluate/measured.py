@@ -64,7 +64,6 @@ TITLES = {
     "clip_score": "CLIPScore",
     "psnr": "PSNR, dB",
     "ssim": "SSIM",
-    "lpips": "LPIPS",
     "vqa": "VQA accuracy",
     "anls": "ANLS",
     "relaxed": "relaxed accuracy",

@@ -157,22 +157,19 @@ def reconstruction(
         str, typer.Argument(help="The pictures that SOURCE was made from, in the same order.")
     ],
     reader: SourceReader,
-    lpips: Annotated[str, typer.Option(help="Network of LPIPS: alex, vgg or none.")] = "alex",
     rfid: Annotated[
         bool, typer.Option("--rfid/--no-rfid", help="With the FID of SOURCE against its originals.")
     ] = True,
 ) -> "list[Measurement]":
-    """PSNR, SSIM, LPIPS and rFID of pictures that went through a tokenizer."""
+    """PSNR, SSIM and rFID of pictures that went through a tokenizer."""
     if reader.skip_bad:
         raise ValueError("pictures are compared in pairs, none may be left out: drop --skip-bad")
     made = reader.pictures(source)
     given = reader.pictures(originals)
-    from specmm.metrics.lpips import LPIPS
     from specmm.metrics.paired import reconstruction as measure
 
-    metric = None if lpips == "none" else LPIPS(lpips, device=reader.device)
     network = reader.extractor if rfid else None
-    return measure(given, made, lpips=metric, extractor=network, batch=reader.batch)
+    return measure(given, made, extractor=network, batch=reader.batch)
 
 
 def _frechet(reader: SourceReader, source: str, reference: str, seed: int | None) -> "Measurement":

@@ -100,20 +100,20 @@ def own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def use_tree_attention(model: ModelT) -> ModelT:
-    """``model``, whose language model attends to trees by the kernel where Triton runs.
+    """``model``, whose language model attends to trees by the kernel where Triton runs, and
+    elsewhere to rows of very different lengths in groups.
 
-    Elsewhere, and for models whose attention the kernel does not know (sliding windows, capped
-    scores, sinks, or another implementation than transformers' own choice), nothing changes: trees
-    are then scored with dense masks. A vision tower keeps its attention.
+    For models whose attention is of another kind (sliding windows, capped scores, sinks, or another
+    implementation than transformers' own choice) nothing changes: trees are scored with dense masks
+    of all rows. A vision tower keeps its attention.
     """
-    if backend(model.device) != "triton":
-        return model
     text = model.config.get_text_config()
     if text._attn_implementation == NAME:
         return model
     if reason := _unsuited(text):
-        kind = type(model).__name__
-        LOGGER.warning("%s: trees are scored with dense masks, because %s", kind, reason)
+        if backend(model.device) == "triton":
+            kind = type(model).__name__
+            LOGGER.warning("%s: trees are scored with dense masks, because %s", kind, reason)
         return model
     parts = [n for n in model.config.sub_configs if getattr(model.config, n, None) is text]
     model.set_attn_implementation({part: NAME for part in parts} if parts else NAME)

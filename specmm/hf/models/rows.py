@@ -116,8 +116,10 @@ class RowsTarget(VLMTarget):
         except ValueError:
             return False
 
-    def open(self, scratch: int) -> None:
-        """Without rows, with room for trees of ``scratch`` nodes."""
+    def open(self, scratch: int, rows: int = 1) -> None:
+        """Without rows, with room for trees of ``scratch`` nodes; and for so many ``rows``, where
+        room costs nothing.
+        """
         self.scratch = scratch
         self.processor.rows.clear()
         room = min(NEAR, self.family.room)
@@ -125,6 +127,8 @@ class RowsTarget(VLMTarget):
         self.history = History(self.prompt.input_ids, self.prompt.lengths, room)
         for part in (self.cache, self.history):
             part.leave(0)
+        if self.device.type == "cpu":
+            self.cache.widen(rows=rows)
         self._each_row(lambda x, dim: without(x, 0, dim))
 
     def _each_row(self, change: Callable[[Tensor, int], Tensor]) -> None:

@@ -34,7 +34,7 @@ from specmm.hf.models.mixers import StateLayer
 from specmm.hf.models.probe import check_model, way_of
 from specmm.hf.models.states import States
 from specmm.hf.prompts.prompt import VLMPrompt as VLMPrompt
-from specmm.kernels.tree_attention import Mask, TreeMask
+from specmm.kernels.tree_attention import Mask, RaggedMask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.verify.rule import VerifyResult
 
@@ -429,7 +429,7 @@ class VLMTarget:
         1, N, S] is the additive mask of full attention, or a tree's mask for models that take it.
         """
         positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
-        if isinstance(bias, TreeMask):
+        if isinstance(bias, TreeMask | RaggedMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
         else:
             masks = {"attention_mask": self._masks(bias, positions)}

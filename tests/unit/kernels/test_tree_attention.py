@@ -12,8 +12,17 @@ import pytest
 import torch
 
 from specmm.core.tree import TreeShape
-from specmm.kernels.tree_attention import TreeMask, attend, dense, naive, tree_attention
+from specmm.kernels.tree_attention import (
+    RaggedMask,
+    TreeMask,
+    attend,
+    dense,
+    interface,
+    naive,
+    tree_attention,
+)
 from specmm.kernels.tree_attention import triton as fast
+from specmm.kernels.tree_attention.masks import ragged
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -293,3 +302,34 @@ def test_shared_memory_is_what_the_gpu_says(said, found, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**said))
     assert shared_memory(torch.device("cuda")) == found
+
+
+@pytest.mark.parametrize("kv", [1, 4])
+@pytest.mark.parametrize("branches", [1, 2])
+def test_rows_of_very_different_lengths_are_attended_in_groups(kv, branches):
+    """As under the whole mask, and what lies behind a row's own tokens is not even read."""
+    generator = torch.Generator().manual_seed(kv)
+    lengths = [40, 55, 1900, 60, 2, 300, 1800]
+    rows, nodes, first, width = branches * len(lengths), 5, 1920, 64
+    bias = torch.full((rows, 1, nodes, first + nodes), float("-inf"))
+    for row in range(rows):
+        bias[row, ..., : lengths[row % 7]] = 0
+    bias[1, ..., :3] = float("-inf")  # padding
+    bias[..., first:] = torch.full((nodes, nodes), float("-inf")).triu(1)
+    q = torch.randn(rows, 4, nodes, width, generator=generator)
+    keys, values = torch.randn(2, rows, kv, first + nodes, width, generator=generator)
+    all_heads = (x.repeat_interleave(4 // kv, 1) for x in (keys, values))
+    wanted = attend(*(x.double() for x in (q, *all_heads, bias)))
+    mask = ragged(bias, lengths, first, 2**12)
+    assert isinstance(mask, RaggedMask)
+    spans = [group[:3] for group in mask.groups]
+    assert spans[:3] == [(0, 2, 55), (2, 3, first), (3, 5, 60)]
+    assert [start for start, *_ in spans[1:]] == [stop for _, stop, _ in spans[:-1]]
+    for start, stop, slots in spans:
+        keys[start:stop, :, slots:first] = values[start:stop, :, slots:first] = float("nan")
+    assert (attend(q, keys, values, mask) - wanted).abs().max() < 1e-5
+    module = SimpleNamespace(num_key_value_groups=4 // kv)
+    out, _ = interface.forward(module, q, keys, values, interface.PLACEHOLDER, tree_mask=mask)
+    assert (out.transpose(1, 2) - wanted).abs().max() < 1e-5
+    alike = bias[:2, ..., :65].clone()
+    assert ragged(alike, [40, 55], 60, 2**12) is alike

@@ -1,0 +1,62 @@
+"""A conversation: each turn reads only what the turns before have not."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from specmm.hf.answers.running import Pipeline
+from specmm.serving.engine import Limits
+from specmm.serving.opening import engine_of
+from specmm.serving.requests import Asked, Ended, Piece
+
+
+class Conversation:
+    """A chat with the model of ``pipe``, a :class:`specmm.VQAPipeline` or
+    :class:`specmm.TextPipeline`.
+
+    The ``messages`` so far are in OpenAI's form, and may be changed; ``last`` is how the last
+    answer ended: tokens read and taken over from earlier turns, method, certificate. The keys and
+    values of earlier turns are kept, 1 GiB at most. ``options`` are those of each answer
+    (``max_new_tokens``, ``temperature``, ``seed``, ``stop``, ``grammar`` …). ``method``: "ar"
+    drafts nothing, "suffix" from what was said, "auto" also with the model's drafter; whatever is
+    drafted, a seed's tokens are plain decoding's.
+
+    Raises ``ValueError`` for a model whose rows cannot join others (see ``docs/serve.md``).
+    """
+
+    def __init__(self, pipe: Pipeline, method: str = "auto", **options: Any) -> None:
+        self.engine = engine_of(pipe, Limits(rows=1), method)
+        weakref.finalize(self, self.engine.close)
+        self.options = options
+        self.messages: list[dict[str, Any]] = []
+        self.last: Ended | None = None
+
+    def ask(self, text: str, images: Sequence[Any] = ()) -> str:
+        """The answer to ``text`` and ``images``, each a picture, path or address.
+
+        Raises ``ValueError`` for a question that cannot be answered, which is then forgotten.
+        """
+        return "".join(self.stream(text, images))
+
+    def stream(self, text: str, images: Sequence[Any] = ()) -> Iterator[str]:
+        """As :meth:`ask`, as it is made; whoever stops listening ends it, and it is forgotten."""
+        said: SimpleQueue[Piece | Ended] = SimpleQueue()
+        parts = [{"type": "image", "image": image} for image in images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        asked = [*self.messages, {"role": "user", "content": content}]
+        ticket = self.engine.submit(Asked(asked, options=self.options), said.put)
+        answer = ""
+        try:
+            while isinstance(one := said.get(), Piece):
+                answer += one.text
+                if one.text:
+                    yield one.text
+        finally:
+            ticket.cancel()
+        if one.error:
+            raise ValueError(one.error)
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.last = one
