@@ -153,8 +153,8 @@ def read_spec(folder: Path) -> Spec:
     found = decided(folder)
     if not found:
         raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {JOB}")
-    given = {each.name: found[each.name] for each in fields(Spec)}
-    return Spec(**{**given, "options": tuple(given["options"])})
+    given = {each.name: found[each.name] for each in fields(Spec) if each.name in found}
+    return Spec(**{**given, "options": tuple(given.get("options", ()))})
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def status(folder: Path) -> dict[str, Any]:
     spec = read_spec(folder)
     known = Ledger(folder / JOURNALS)
     done = known.count_done()
-    items = max(decided(folder)[ITEMS], len(known))
+    items = max(decided(folder).get(ITEMS, 0), len(known))
     now = time.time()
     lately = known.since(now - LATELY)
     rate = sum(count / max(now - first, 1.0) for count, first, _ in lately)
