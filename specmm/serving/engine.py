@@ -295,7 +295,7 @@ class BatchEngine:
         short = None
         if self.read is None:
             self.read = self._admit(ALL)
-        elif short := self._admit(self._room()):
+        elif short := self._admit(min(self._room(), Pieces.MOST)):
             self._read_piece(short, ALONE)
         if self.read is not None:
             room = self._room(self.read.reading.read)
@@ -327,7 +327,13 @@ class BatchEngine:
                     pages = known
                 elif together:
                     break
-        return self._begin(together, pages) if together else None
+        if not together:
+            return None
+        try:
+            return self._begin(together, pages)
+        except Exception as error:  # without memory
+            self._failed(together, error)
+            return None
 
     def _fit(self, answers: Sequence[Answer]) -> bool:
         """Whether the prompts of ``answers`` can be read at once, and take no longer than a piece
@@ -536,4 +542,9 @@ class BatchEngine:
             log.warning("%s: memory ran out, going on with %d rows", self.name, count // 2)
             self.limits = replace(self.limits, rows=count // 2)
         self._failed(list(self.answers), error)
-        self.rows = self._empty()
+        try:
+            self.rows = self._empty()
+        except Exception as again:  # nothing can be answered any more
+            log.error("%s ends: %s", self.name, sentence_of(again), exc_info=again)
+            self.stops.rows.clear()
+            self.closing = True

@@ -316,6 +316,31 @@ def test_an_answer_ends_when_its_time_is_over(coder_pipe):
     engine.close()
 
 
+def test_no_memory_for_prompts_or_a_batch_ends_in_sentences(coder_pipe, monkeypatch):
+    engine = BatchEngine(coder_pipe, Limits(rows=2))
+    said = Answers(engine)
+
+    def none(*_):
+        raise MemoryError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_begin", none)
+        said.ask(prompt=TEXTS[0])
+        said.wait()
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=9))
+    said.wait()
+    assert said.end(1).reason == "length", "it goes on"
+    monkeypatch.setattr(engine.target, "score", none)
+    monkeypatch.setattr(engine, "_empty", none)
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=9))
+    said.wait()
+    for i in (0, 2):
+        assert (said.end(i).reason, said.end(i).error) == ("error", "MemoryError: no memory is left")
+    engine.thread.join(10)
+    with pytest.raises(Busy, match="stopping"):
+        said.ask(prompt=TEXTS[0])
+
+
 def test_logprobs_are_the_models(coder_pipe):
     engine = BatchEngine(coder_pipe, Limits(rows=2))
     said = Answers(engine)
