@@ -126,7 +126,7 @@ def test_mistakes_of_the_command(tiny, monkeypatch):
     assert "serve them apart" in refused(f"serve {tiny} pocket/var --drafter x")
     assert "choose from: ar" in refused(f"serve {tiny} --method deer")
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    for module in ("http", "opening"):
+    for module in ("http", "opening", "process"):
         monkeypatch.delitem(sys.modules, f"specmm.serving.{module}", raising=False)
     said = refused(f"serve {tiny}")
     assert "serve needs fastapi, run: pip install" in said
