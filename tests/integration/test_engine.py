@@ -335,7 +335,8 @@ def test_no_memory_for_prompts_or_a_batch_ends_in_sentences(coder_pipe, monkeypa
     said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=9))
     said.wait()
     for i in (0, 2):
-        assert (said.end(i).reason, said.end(i).error) == ("error", "MemoryError: no memory is left")
+        assert said.end(i).reason == "error"
+        assert said.end(i).error == "MemoryError: no memory is left"
     engine.thread.join(10)
     with pytest.raises(Busy, match="stopping"):
         said.ask(prompt=TEXTS[0])
