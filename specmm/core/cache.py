@@ -271,7 +271,7 @@ class Cache:
 
     def aim_at_tree(self, nodes: int) -> None:
         """The next forward writes a tree of so many ``nodes``, and attends all slots up to them."""
-        if self.near and not any_invariant():
+        if self._follows:
             longest = int(self.lengths.max())
             front = min(-(-longest // NEAR) * NEAR, self.size.capacity)
             if front != self.front:
@@ -280,7 +280,12 @@ class Cache:
 
     def _reach(self, nodes: int) -> int:
         """Slots of the scratch region that are attended by a tree of so many ``nodes``."""
-        return nodes if self.near and not any_invariant() else self.size.scratch
+        return nodes if self._follows else self.size.scratch
+
+    @property
+    def _follows(self) -> bool:
+        """Whether what is attended depends on the rows' lengths: not within batch invariance."""
+        return self.near and not any_invariant()
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask | RaggedMask:
         """What a tree in the scratch region attends: a dense bias, in groups of rows if their
@@ -288,7 +293,7 @@ class Cache:
         """
         if backend(self.lengths.device) == "torch":
             bias = self.tree_bias(shape.ancestors)
-            if not self.near or any_invariant():
+            if not self._follows:
                 return bias
             return ragged(bias, self.lengths.tolist(), self.front, self.size.width(self.dtype))
         return TreeMask(shape.ancestor_words, self.lengths, self.front, self.hidden_prefix)
