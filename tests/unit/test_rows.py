@@ -1,6 +1,7 @@
 """What joins and leaves with the rows of a batch is what each row would have by itself."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from specmm.core.processors import History, Processor
 from specmm.core.rows import RowNumbers
 from specmm.core.state import with_one, without
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.models.rows import RowProcessors
+from specmm.hf.models.rows import RowProcessors, RowsTarget
 
 V = 11
 
@@ -112,3 +113,16 @@ def test_each_row_is_processed_as_by_itself(shared):
         tree = DraftTree(tokens[some], alone)
         wanted = own.probs(logits[some], history.rows(some), tree)
         torch.testing.assert_close(found[some], wanted)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_which_rows_are_not_finite(bad):
+    """A token that is not allowed is -inf, and no fault of its row."""
+    logits = torch.zeros(4, 2, V)
+    logits[0, 1, 3] = bad
+    logits[1, 0, 4] = -float("inf")
+    logits[2, 0, 5] = bad
+    target = SimpleNamespace(logits=logits, name="a/model", processor=RowProcessors())
+    found = RowsTarget.spoilt(target)
+    assert sorted(found) == [0, 2]
+    assert "logits must be finite" in str(found[0])
