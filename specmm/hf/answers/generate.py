@@ -24,7 +24,6 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.cache_utils import DummyLayer
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
@@ -40,6 +39,7 @@ from specmm.extending.kinds import shown
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import maker_of
 from specmm.hf.answers.choosing import choose, record_of
+from specmm.hf.answers.given_cache import GivenCache
 from specmm.hf.answers.running import ending, last_of
 from specmm.hf.drafters.drafting import (
     Assembly,
@@ -95,9 +95,13 @@ def custom_generate(
     ``method`` None is the ``drafter``'s own method, and suffix decoding without a drafter; ``auto``
     chooses between that and plain decoding. Raises ``ValueError`` for settings under which
     generate does not decode token by token (beams, an assistant, contrastive search and the
-    like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, caches that
-    hold tokens, positions other than the tokens' own, pictures read in chunks, dictionaries with
-    scores, logits, attentions or hidden states, and ``stop`` without a tokenizer.
+    like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, positions
+    other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
+    attentions or hidden states, and ``stop`` without a tokenizer.
+
+    A ``cache`` (``past_key_values``) for one row is gone on from, and filled as by generate, for
+    the next turn of a chat; ``ValueError`` for one whose layers do not keep all tokens, for
+    pictures after those it holds, and for drafters that read states of the whole prompt.
     """
     if drafter is not None and of_others(drafter):
         method, drafter = with_own(methods.GENERATE, method, drafter)
@@ -124,14 +128,18 @@ def custom_generate(
             if streamer is not None and len(input_ids) == 1:
                 streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
             given = bool(caller.get("kwargs_has_position_ids"))
+            cache = GivenCache(model_kwargs)
+            if cache.tokens and not given:  # generate's own begin where the cache ends
+                model_kwargs.pop(POSITIONS, None)
             inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
             sampled = bool(generation_config.do_sample)
             processor = PathProcessor(logits_processor, input_ids, sampled)
-            target = VLMTarget(model, processor)
+            target_with = cache.target(model)
+            target = target_with(processor)
             prompt = VLMPrompt(inputs, generation_config.max_length - input_ids.shape[1])
             criteria = Criteria(StoppingCriteriaList([*stopping_criteria, *ends]), input_ids)
             parts = None
-            chosen, record = choice(model, prompt, sampled)
+            chosen, record = choice(target_with, prompt, sampled)
             processor.drafts = chosen.drafts
             if chosen.drafts:
                 parts = assemble(chosen, target, drafter_of(model), tokenizer)
@@ -142,16 +150,18 @@ def custom_generate(
             claim = run_claim(rule, end, drafts_with)
             claim = claim.under(_settings(generation_config, logits_processor))
             found.last = GenerateRun(str(chosen), end.stats, claim)
-            return _joined(input_ids, end, criteria.width, generation_config)
+            cache.keep(target, end)
+            return _joined(input_ids, end, criteria.width, generation_config, cache)
 
     def choice(
-        model: PreTrainedModel, prompt: VLMPrompt, sampled: bool
+        target_with: Callable[[Processor], VLMTarget], prompt: VLMPrompt, sampled: bool
     ) -> tuple[Method, Record | None]:
         if not kind:
             own = preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
             return own, None
-        plain = VLMTarget(model, Processor(float(sampled)))  # processors may keep state
-        parts = (Drafters(None, plain.name, model, {kind: drafter_of(model)}), plain)
+        plain = target_with(Processor(float(sampled)))  # processors may keep state
+        own_drafter = {kind: drafter_of(plain.model)}
+        parts = (Drafters(None, plain.name, plain.model, own_drafter), plain)
         record = record_of([kind], *parts, prompt, records, tokenizer)
         return choose(record, *parts, prompt, tokenizer), record
 
@@ -249,8 +259,8 @@ def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> 
     if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
         positions = inputs.pop(POSITIONS)  # of text: the target counts them itself
         mask = inputs.get("attention_mask", torch.ones_like(input_ids))
-        plain = (positions == mask.cumsum(-1) - 1) | (mask == 0)
-        if positions_given and not bool(plain.all()):
+        counted = mask.cumsum(-1) - 1
+        if positions_given and not bool(((positions == counted) | (mask == 0)).all()):
             raise ValueError(
                 f"{POSITIONS} must count the prompt's tokens from 0, got others, which trees would "
                 "not go on from; leave them out"
@@ -314,11 +324,6 @@ def _check(
             f"prefill_chunk_size must be off for prompts with {', '.join(shown)}, which are read "
             f"whole, got {config.prefill_chunk_size}; leave it out"
         )
-    if length := max(_filled(inputs.get(name)) for name in CACHES):
-        raise ValueError(
-            f"past_key_values must be empty, got a cache of {length} tokens, which rounds cannot "
-            "go on from; leave it out and give the whole prompt"
-        )
     wanted = [name for name in NOT_OUTPUTS if getattr(config, name)]
     if wanted and config.return_dict_in_generate:  # without a dictionary they are not returned
         raise ValueError(
@@ -328,15 +333,9 @@ def _check(
         )
 
 
-def _filled(cache: Any) -> int:
-    """Tokens that a caller's ``cache`` holds; 1 where its layers do not count them."""
-    kept = (x for x in getattr(cache, "layers", ()) if not isinstance(x, DummyLayer))
-    layers = [layer for layer in kept if getattr(layer, "is_initialized", False)]
-    counts = [layer.get_seq_length() if hasattr(layer, "get_seq_length") else 1 for layer in layers]
-    return max((int(count) for count in counts), default=0)
-
-
-def _joined(input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig) -> Any:
+def _joined(
+    input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig, given: GivenCache
+) -> Any:
     """Prompts and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
     width = int(end.counts.max()) if width is None else width
     column = torch.arange(width, device=input_ids.device)
@@ -345,5 +344,7 @@ def _joined(input_ids: Tensor, end: Progress, width: int | None, config: Generat
     answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
     sequences: Any = torch.cat([input_ids, answers], dim=1)
     if config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
+        made: Any = GenerateDecoderOnlyOutput(sequences=sequences)
+        made[next(name for name in CACHES if hasattr(made, name))] = given.cache
+        return made
     return sequences

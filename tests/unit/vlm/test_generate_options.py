@@ -325,21 +325,6 @@ def prompt():
     return torch.tensor([[1, 5, 6, 7, 5, 6]])
 
 
-@torch.no_grad()
-def test_a_cache_that_holds_tokens_is_refused(texts, prompt):
-    model = texts("llama")
-    for kind in (tf.DynamicCache, lambda config: tf.StaticCache(config, max_cache_len=64)):
-        cache = kind(config=model.config)
-        given = dict(past_key_values=cache, custom_generate=specmm.custom_generate())
-        wanted = sequences((model, {"input_ids": prompt}), {})
-        assert torch.equal(
-            model.generate(prompt, max_new_tokens=10, do_sample=False, **given), wanted
-        )
-        model(prompt[:, :4], past_key_values=cache)
-        with pytest.raises(ValueError, match="past_key_values must be empty, got a cache of 4 tok"):
-            model.generate(prompt, max_new_tokens=4, do_sample=False, **given)
-
-
 def test_pictures_are_not_read_in_chunks(zoo, texts, prompt):
     """Generate's own answer depends on where a chunk ends; a text's does not."""
     options, fn = dict(prefill_chunk_size=4), {"custom_generate": specmm.custom_generate()}

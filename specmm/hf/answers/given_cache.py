@@ -1,0 +1,146 @@
+"""A cache that transformers' ``generate`` is given: what it holds is not read again, and what a run
+adds is written back, as generate would.
+
+Shape letters: L prompt tokens, n tokens that a cache holds, T new tokens, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from specmm.core.decode import Progress
+from specmm.core.processors import History
+from specmm.core.target import TargetOutput
+from specmm.hf.models.families import CACHES, WAYS
+from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
+from specmm.hf.models.target import ProbsProcessor, VLMTarget
+from specmm.hf.prompts.prompt import VLMPrompt
+
+PIECE = 512  # tokens that are read at a time
+KINDS = (DynamicLayer, StaticLayer)  # of layers whose keys and values are all there
+
+
+class GivenCache:
+    """What a call's arguments ``given`` hold as a cache; see :func:`specmm.custom_generate`."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        found = next((given[name] for name in CACHES if given.get(name) is not None), None)
+        own = found is None or not getattr(found, "_is_user_defined", False)  # generate's, empty
+        self.cache: TransformersCache | None = None if own else found
+        layers: Any = getattr(self.cache, "layers", ())
+        counts = [int(x.get_seq_length()) for x in layers if hasattr(x, "get_seq_length")]
+        begun = any(getattr(x, "is_initialized", False) for x in layers)
+        self.tokens = max(counts, default=1) if begun else 0  # n
+
+    def target(self, model: PreTrainedModel) -> Callable[[ProbsProcessor], VLMTarget]:
+        """What makes targets of ``model`` that begin where the cache ends."""
+        if not self.tokens:
+            return partial(VLMTarget, model)
+        assert self.cache is not None
+        layers: Any = self.cache.layers
+        if odd := next((layer for layer in layers if type(layer) not in KINDS), None):
+            raise ValueError(
+                "a cache that holds tokens must keep all of them in each layer, as a DynamicCache "
+                f"or StaticCache of full attention does, got a {type(odd).__name__}; leave it out "
+                "and give the whole prompt"
+            )
+        pairs = [(layer.keys, layer.values) for layer in layers]
+        known = [part[:, :, : self.tokens] for pair in pairs for part in pair]
+        return partial(ResumedTarget, model, known)
+
+    def keep(self, target: VLMTarget, end: Progress) -> None:
+        """Add what a run of ``target`` read, all but the last token, where that is one row of plain
+        layers.
+        """
+        family = target.family
+        plain = None not in family.layer_sizes and not family.chains_only
+        if self.cache is None or len(end.counts) > 1 or not plain or target.way != WAYS[0]:
+            return
+        stop = target.prompt.width + int(end.counts[0]) - 1
+        for number, memory in enumerate(target.cache.layers):
+            keys, values = (x[:, self.tokens : stop] for x in (memory.keys, memory.values))
+            self.cache.update(keys.transpose(1, 2).clone(), values.transpose(1, 2).clone(), number)
+
+
+class ResumedTarget(VLMTarget):
+    """A target whose prompt's first n tokens are ``known``: keys and values [1, H, n, D], layer by
+    layer.
+
+    Raises ``ValueError`` for models whose texts cannot be gone on with, and with its prompt for a
+    prompt that is not longer, of several rows, with padding or with pictures after what is known;
+    and for drafters that read the states of a whole prompt.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, known: list[Tensor], processor: ProbsProcessor
+    ) -> None:
+        super().__init__(model, processor)
+        self.known = known
+        if why := why_no_rows(self.family, self.way):
+            raise ValueError(
+                f"a cache for {self.name} must be empty, got one with tokens: {why}; leave it "
+                "out and give the whole prompt"
+            )
+
+    @torch.inference_mode()
+    def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
+        """As :meth:`VLMTarget.prefill`, of the tokens that are not known."""
+        self.check(prompt, scratch)
+        self._check_known(prompt)
+        reading = Reading(
+            RowsTarget(self.model, self.name), prompt, [self.processor], prompt.room, PIECE
+        )
+        reading.resume(self._arrays(prompt, scratch), None)
+        while reading.left:
+            reading.go_on(PIECE)
+        self.take_row(0, reading.alone)
+        return reading.output_of(0)
+
+    def _arrays(self, prompt: VLMPrompt, scratch: int) -> list[Tensor]:
+        """What is known as the arrays [A, n, H, D] of an own cache, which is made."""
+        self.make_room(prompt, scratch)
+        room = prompt.room - prompt.width
+        self.history = History(prompt.input_ids, prompt.lengths, room)
+        found: list[list[Tensor]] = [[] for _ in self.cache.arrays]
+        places = [place for pair in self.cache.pairs for place in pair]
+        for (array, _), part in zip(places, self.known, strict=True):
+            found[array].append(part[0].transpose(0, 1).to(self.device, self.dtype))
+        return [torch.stack(parts) for parts in found]
+
+    def _check_known(self, prompt: VLMPrompt) -> None:
+        count = self.known[0].shape[2]
+        if len(prompt.lengths) > 1 or prompt.padded:
+            what = "padding" if len(prompt.lengths) == 1 else f"{len(prompt.lengths)} rows"
+            raise ValueError(
+                f"a cache that holds tokens must be of one prompt without padding, got {what}; "
+                "leave it out, or ask one at a time"
+            )
+        if count >= prompt.width:
+            raise ValueError(
+                f"the prompt must be longer than the {count} tokens that its cache holds, "
+                f"got {prompt.width}; give the whole text, of which they are the beginning"
+            )
+        shown = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device))
+        if bool(shown[:, count:].any()):
+            raise ValueError(
+                f"pictures must be among the {count} tokens that the cache holds, got some after "
+                "them; leave it out and give the whole prompt"
+            )
+        if self.family.mrope and bool(shown.any()) and not prompt.vision:
+            raise ValueError(
+                "the positions of pictures that the cache holds must be known, got no pictures; "
+                "give them, too"
+            )
+        if self.wants_context or self.aux is not None:
+            raise ValueError(
+                "a cache must be empty for a drafter that reads the model's states of the whole "
+                f"prompt, got {count} tokens; leave it out, or use method='suffix'"
+            )
