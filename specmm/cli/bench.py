@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +18,7 @@ from specmm.cli.options import (
     Dtype,
     Height,
     Json,
+    Key,
     Model,
     Seed,
     Threads,
@@ -238,6 +241,10 @@ def demo(
     text_encoder: Annotated[
         Path | None, typer.Option(help="Of the app: folder of the T5 encoder, for prompts.")
     ] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Of the app: a chat with this server, and no models here.")
+    ] = None,
+    api_key: Key = "",
     as_json: Json = False,
 ) -> None:
     """Draw a few classes by three methods, one picture at a time, and compare them; or open the
@@ -247,9 +254,13 @@ def demo(
 
     if app:
         refuse("the app, which shows what it makes", out=out, n=n, seed=seed, json=as_json)
+        if server is not None:
+            refuse("a chat with a server", model=model != DEFAULT, text_encoder=text_encoder)
+            return _chat(server, api_key, host or LOCAL, port, share)
         extra = (model,) if model != DEFAULT else ()
         return _open(extra, host or LOCAL, port, share, Place.named(device, dtype), text_encoder)
-    refuse("the page (give --app)", host=host, port=port, share=share, text_encoder=text_encoder)
+    app_only = dict(host=host, port=port, share=share, text_encoder=text_encoder, server=server)
+    refuse("the page (give --app)", **app_only)
     seed = seed or 0
     folder = writable(out or Path("out/demo"))
     place = Place.named(device, dtype)
@@ -290,9 +301,29 @@ def _open(
 
     alone = host == LOCAL and not share
     models = AppModels(extra, place, anything=alone, text_encoder=text_encoder)
-    try:
+    with _gradio():
         from specmm.app.page import build, serve
-    except ModuleNotFoundError as error:
-        raise ValueError(f"the app needs {error.name}, run: {install('app')}") from error
     say("loading the models and opening the app; Ctrl-C ends it")
     serve(build(models), host, port, share)
+
+
+def _chat(server: str, key: str, host: str, port: int | None, share: bool) -> None:
+    """Serve a chat with a ``server`` until Ctrl-C.
+
+    Raises ``ValueError`` without gradio, and for a server that lists no models.
+    """
+    with _gradio():
+        from specmm.app.page import serve
+        from specmm.app.served import Served, chat
+    page = chat(Served(server, key))
+    say(f"opening a chat with {server}; Ctrl-C ends it")
+    serve(page, host, port, share)
+
+
+@contextmanager
+def _gradio() -> Iterator[None]:
+    """Say what to install where the app's package is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the app needs {error.name}, run: {install('app')}") from error

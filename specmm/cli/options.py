@@ -44,6 +44,14 @@ Threads = Annotated[
     int | None,
     typer.Option(callback=_name_threads, help="Of a CPU's products; else the fastest, measured."),
 ]
+Key = Annotated[
+    str,
+    typer.Option(
+        envvar="SPECMM_API_KEY",
+        show_envvar=False,
+        help="The key of clients; better as SPECMM_API_KEY, which no list of processes shows.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON value on stdout, all else on stderr.")]
 Compile = Annotated[
     bool,

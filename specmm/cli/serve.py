@@ -8,19 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from specmm.cli.options import Device, Drafter, Dtype, Json, Threads, given
+from specmm.cli.options import Device, Drafter, Dtype, Json, Key, Threads, given
 from specmm.cli.output import emit, say, stdout_reserved, table
 from specmm.cli.starting import started, starting
 from specmm.loading.extras import install
-
-Key = Annotated[
-    str,
-    typer.Option(
-        envvar="SPECMM_API_KEY",
-        show_envvar=False,
-        help="The key of clients; better as SPECMM_API_KEY, which no list of processes shows.",
-    ),
-]
 
 
 def serve(

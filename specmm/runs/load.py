@@ -185,19 +185,33 @@ async def _read(lines: AsyncIterator[str], found: Served) -> None:
     server counts none.
     """
     async for line in lines:
-        if not line.startswith("data:") or line.endswith("[DONE]"):
-            continue
-        event = json.loads(line.removeprefix("data:"))
-        if event.get("error"):
-            raise ValueError(f"in the stream: {event['error']}")
+        event = event_of(line)
         for choice in event.get("choices") or ():
-            said = {**choice, **(choice.get("delta") or {})}
-            if any(said.get(name) for name in PARTS):
+            if any({**choice, **(choice.get("delta") or {})}.get(name) for name in PARTS):
                 found.pieces.append(time.perf_counter())
-                found.text += said.get("text") or said.get("content") or ""
+                found.text += said_in(choice)
         if usage := event.get("usage"):
             found.tokens, found.prompt = usage["completion_tokens"], usage["prompt_tokens"]
     found.tokens = found.tokens or len(found.pieces)
+
+
+def event_of(line: str) -> dict[str, Any]:
+    """The event in a ``line`` of a stream, empty if there is none.
+
+    Raises ``ValueError`` for one that is no JSON, or tells an error.
+    """
+    if not line.startswith("data:") or line.endswith("[DONE]"):
+        return {}
+    event: dict[str, Any] = json.loads(line.removeprefix("data:"))
+    if error := event.get("error"):
+        said = error.get("message", error) if isinstance(error, dict) else error
+        raise ValueError(f"in the stream: {said}")
+    return event
+
+
+def said_in(choice: Mapping[str, Any]) -> str:
+    """The text of a ``choice`` of an event: a completion's, or a chat's."""
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
 def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
