@@ -193,7 +193,7 @@ class TreeBiases:
         return found
 
 
-NEAR = 64  # slots by which the front moves: masks are kept as long as it stays
+NEAR = 16  # slots by which the front moves: masks are kept as long as it stays
 
 
 class Cache:

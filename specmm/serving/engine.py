@@ -24,7 +24,7 @@ from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
 from specmm.core.rows import Rows
 from specmm.core.stats import Clock
-from specmm.core.turns import turns_of
+from specmm.core.turns import Turns, turns_of
 from specmm.hf.answers.running import Pipeline, finish_reason
 from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.models.target import Context
@@ -257,16 +257,28 @@ class BatchEngine:
         call = object()
         while True:
             with self.changed:
-                while not (self.waiting or self.read or self.answers or self.closing):
+                while not (self._busy or self.closing):
                     call = object()  # the model is looked at anew
                     self.changed.wait()
             if self.closing and self._stopped():
                 return
             with turns.take(call), torch.inference_mode():
-                try:
-                    self._step()
-                except Exception as error:  # of poisoned weights, or without memory
-                    self._begin_anew(error)
+                self._steps(turns)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether anybody is to be answered."""
+        return bool(self.waiting or self.read or self.answers)
+
+    def _steps(self, turns: Turns) -> None:
+        """Steps of one turn, which takes a while to begin, until another thread waits for it."""
+        while True:
+            try:
+                self._step()
+            except Exception as error:  # of poisoned weights, or without memory
+                self._begin_anew(error)
+            if turns.waiting or self.closing or not self._busy:
+                return
 
     def _stopped(self) -> bool:
         """Whether all is answered, or there is no time left for it."""
@@ -435,8 +447,9 @@ class BatchEngine:
             answer.generator, lambda row: self.target.take(row, reading, number), answer.limit
         )
         answer.heard(reading.alone.logits[number], self.rows.progress.row(row)[:1].tolist())
-        self._told(row, 0)
-        self._end_if_done(row)
+        self._told(row, 0, 1)
+        if row in self.rows.progress.ended():
+            self._finish(row)
 
     def _round(self) -> None:
         """Play a round, tell what it gave, end the rows that are done."""
@@ -461,12 +474,13 @@ class BatchEngine:
                 continue
             if answer.asked.logprobs is not None:
                 self._heard(row, gained[row])
-            self._told(row, before[row])
+            self._told(row, before[row], before[row] + gained[row])
+        ended = progress.ended()
         for row in reversed(range(self.rows.count)):
             if row in spoilt:
                 self._drop(row, spoilt[row])
-            else:
-                self._end_if_done(row)
+            elif row in ended:
+                self._finish(row)
 
     def _spoilt(self) -> dict[int, Exception]:
         """The rows for which something went wrong in the last round, and what.
@@ -487,16 +501,15 @@ class BatchEngine:
         tokens = self.rows.progress.row(row)[-gained:].tolist() if gained else []
         self.answers[row].heard(self.target.logits[row, path], tokens)
 
-    def _told(self, row: int, before: int) -> None:
-        tokens = self.rows.progress.row(row)[before:].tolist()
+    def _told(self, row: int, before: int, after: int) -> None:
+        """Tell the tokens of a ``row`` from ``before`` on."""
+        tokens = self.rows.progress.tokens[row, before:after].tolist()
         self.drafts.extend(row, tokens)
         self.made["tokens"] += len(tokens)
         self.answers[row].grow(tokens)
 
-    def _end_if_done(self, row: int) -> None:
-        progress = self.rows.progress
-        if progress.counts[row] < progress.limits[row]:
-            return
+    def _finish(self, row: int) -> None:
+        """End the answer of a ``row`` that is done."""
         answer = self.answers[row]
         ends = () if answer.asked.goes_on else self.ends
         text = answer.text
