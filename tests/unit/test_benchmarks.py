@@ -17,11 +17,10 @@ from benchmarks.common import (
     read_results,
     write_results,
 )
-from benchmarks.contenders import QUALITY, SPEED
 from benchmarks.report import write_report
 from benchmarks.run import main, read_arguments
 from benchmarks.samples import SampleSet
-from benchmarks.settings import Options
+from benchmarks.settings import CONTENDERS, Options
 from benchmarks.single import single_position
 from benchmarks.speed import measure_speed
 from recipes.emoji import EmojiSet
@@ -97,7 +96,8 @@ def test_ideal_and_realised():
 
 
 def test_methods_as_text():
-    for method in (*SPEED, *QUALITY, methods.Speculative(tree=(3, 2, 1))):
+    contenders = [method for own in CONTENDERS.values() for method in own]
+    for method in (*contenders, methods.Speculative(tree=(3, 2, 1))):
         assert parse(label(method)) == method
     with pytest.raises(ValueError, match="read name"):
         parse("lantern++(lambda_=")
@@ -205,10 +205,9 @@ def test_spines():
 
 
 def test_command_line(tmp_path, capsys):
-    part, found = read_arguments(
-        ["quality", "--samples", "64", "--methods", "ar", "lantern++(k=5)", "--dtype", "fp32"]
-    )
-    assert part == "quality" and found.samples == 64 and found.dtype == torch.float32
+    asked = ["quality", "--samples", "64", "--dtype", "float32"]
+    found = read_arguments([*asked, "--methods", "ar", "--methods", "lantern++(k=5)"])
+    assert found.part == "quality" and found.samples == 64 and found.dtype == torch.float32
     assert found.methods[1].k == 5
     assert main(["report", "--out", str(tmp_path)]) == 0
     assert main(["speed", "--model", "pocket/nothing", "--out", str(tmp_path)]) == 2
