@@ -31,7 +31,7 @@ from benchmarks.common import (
     Row,
     Threads,
     label,
-    read_results,
+    merged,
     write_results,
 )
 from benchmarks.dflash_assistant import alone, as_assistant
@@ -44,6 +44,7 @@ from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 
 NAME = "assisted"  # of the results
+KEYS = ("drafter", "model", "temperature", "batch")  # of a part of them
 BATCHES = (4, 8)
 ASSISTED = "transformers assisted"  # how the names of theirs begin
 TOKENS = (1, 3)  # drafts of a round that transformers is tried with, beside its defaults
@@ -282,18 +283,8 @@ def main(
             contest = KINDS[kind].contest(model, named_dtype(dtype))
             parts = [(kind, 0.0, 1), (kind, 1.0, 1), *((kind, 0.0, n) for n in BATCHES)]
             for part in begun(parts, repeats, budget):
-                write_results(out, NAME, merged(out, measure(contest, model, *part)), facts)
-
-
-def merged(out: Any, rows: Sequence[Row]) -> list[Row]:
-    """The results in ``out`` with ``rows`` in place of those of the same part."""
-
-    def part(one: Row) -> tuple[Any, ...]:
-        return tuple(one[name] for name in ("drafter", "model", "temperature", "batch"))
-
-    before = (read_results(out, NAME) or {}).get("rows", [])
-    new = {part(one) for one in rows}
-    return [one for one in before if part(one) not in new] + list(rows)
+                rows = merged(out, NAME, measure(contest, model, *part), KEYS)
+                write_results(out, NAME, rows, facts)
 
 
 if __name__ == "__main__":

@@ -219,3 +219,10 @@ def read_results(out: Path, name: str) -> dict[str, Any] | None:
     """What ``write_results`` wrote, or None."""
     file = out / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else None
+
+
+def merged(out: Path, name: str, rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """The results ``name`` in ``out``, with ``rows`` in place of those of the same ``keys``."""
+    before = (read_results(out, name) or {"rows": []})["rows"]
+    new = [[row[key] for key in keys] for row in rows]
+    return [row for row in before if [row[key] for key in keys] not in new] + list(rows)

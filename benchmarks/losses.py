@@ -9,7 +9,6 @@ rate. Then they draft chains of five (of the picture's: four) for what was held 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.common import EMOJI, RESULTS, Out, Row, environment, write_results
+from benchmarks.common import EMOJI, RESULTS, Out, Row, environment, merged, write_results
 from benchmarks.training import ANSWER, HELD, LENGTH, PROMPT, Data, drafted
 from recipes.data import emoji_pictures, scene_conversations
 from specmm.core.decode import decode
@@ -136,8 +135,6 @@ def main(
     out: Out = RESULTS,
 ) -> None:
     """Train with each loss, and draft; rows of others stay."""
-    file = out / "losses.json"
-    before = json.loads(file.read_text())["rows"] if file.exists() else []
     found: list[Row] = []
     for model in models.split(","):
         kind, train = MODELS[model]
@@ -149,9 +146,8 @@ def main(
                 row: Row = {"model": model, "training": kind, "loss": name, "steps": steps}
                 found.append(row | taus | depths(drawn))
                 print(found[-1], flush=True)
-    anew = {(row["model"], row["loss"]): row for row in found}
-    rows = [anew.pop((row["model"], row["loss"]), row) for row in before]
-    write_results(out, "losses", [*rows, *anew.values()], environment())
+    rows = merged(out, "losses", found, ("model", "loss"))
+    write_results(out, "losses", rows, environment())
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from benchmarks.common import (
     load_pipeline,
     write_results,
 )
+from benchmarks.samples import Setting
 from benchmarks.settings import Options
-from benchmarks.sweep import Setting
 from specmm import methods
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import Prompt, log_likelihood
