@@ -4,7 +4,7 @@ import pytest
 import transformers as tf
 
 from benchmarks import assisted
-from benchmarks.vlm_speed import Runner
+from benchmarks.language_speed import Runner
 
 
 def runner(name, seconds):
