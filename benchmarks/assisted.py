@@ -31,24 +31,38 @@ from benchmarks.common import (
     Row,
     Threads,
     label,
-    read_results,
+    merged,
     write_results,
 )
 from benchmarks.dflash_assistant import alone, as_assistant
-from benchmarks.text_speed import Questions, ours, places, theirs
-from benchmarks.vlm_speed import Answer, Answered, Minutes, Repeats, Runner, begin, begun, race, row
+from benchmarks.language_speed import (
+    Answer,
+    Answered,
+    Asked,
+    Minutes,
+    Repeats,
+    Runner,
+    begin,
+    begun,
+    held_out,
+    ours,
+    places,
+    race,
+    row,
+    theirs,
+)
 from specmm import methods
 from specmm.hf.loading.pretrained import find, load_tokenizer
 from specmm.loading.hardware import named_dtype
-from specmm.recipes.training.texts import read_files
 from specmm.text.pipeline import TextPipeline
 
 NAME = "assisted"  # of the results
+KEYS = ("drafter", "model", "temperature", "batch")  # of a part of them
 BATCHES = (4, 8)
 ASSISTED = "transformers assisted"  # how the names of theirs begin
 TOKENS = (1, 3)  # drafts of a round that transformers is tried with, beside its defaults
 
-Ask = Callable[[int, int], Questions]
+Ask = Callable[[int, int], Asked]
 """A batch of so many prompts by its seed."""
 
 
@@ -186,7 +200,7 @@ def coder_tokenizer() -> PreTrainedTokenizerBase:
 
 def code(pipe: TextPipeline) -> Ask:
     """Beginnings of held-out code, which pocket/coder was trained on the like of."""
-    texts = [text for text in read_files(True).values() if text.count("\n") > 30]
+    texts = held_out()
     return lambda batch, seed: places(pipe, texts, batch, seed)
 
 
@@ -197,7 +211,7 @@ def assisted(pipe: TextPipeline, temperature: float, setting: Assisted) -> Answe
     """Transformers' generate with a drafter."""
     generate = theirs(pipe, temperature, **setting.options)
 
-    def answer(asked: Questions) -> Answered:
+    def answer(asked: Asked) -> Answered:
         with drafting(setting.assistant or pipe.model, setting.drafting):
             found: Answered = generate(asked)
             return found
@@ -282,18 +296,8 @@ def main(
             contest = KINDS[kind].contest(model, named_dtype(dtype))
             parts = [(kind, 0.0, 1), (kind, 1.0, 1), *((kind, 0.0, n) for n in BATCHES)]
             for part in begun(parts, repeats, budget):
-                write_results(out, NAME, merged(out, measure(contest, model, *part)), facts)
-
-
-def merged(out: Any, rows: Sequence[Row]) -> list[Row]:
-    """The results in ``out`` with ``rows`` in place of those of the same part."""
-
-    def part(one: Row) -> tuple[Any, ...]:
-        return tuple(one[name] for name in ("drafter", "model", "temperature", "batch"))
-
-    before = (read_results(out, NAME) or {}).get("rows", [])
-    new = {part(one) for one in rows}
-    return [one for one in before if part(one) not in new] + list(rows)
+                rows = merged(out, NAME, measure(contest, model, *part), KEYS)
+                write_results(out, NAME, rows, facts)
 
 
 if __name__ == "__main__":

@@ -193,11 +193,10 @@ def write_results(out: Path, name: str, rows: Sequence[Row], facts: Mapping[str,
     out.mkdir(parents=True, exist_ok=True)
     whole = {"environment": dict(facts), "rows": list(rows)}
     (out / f"{name}.json").write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
-    columns = [k for k in dict.fromkeys(k for row in rows for k in row) if not _nested(rows, k)]
     with (out / f"{name}.csv").open("w", newline="") as file:
         for key, value in facts.items():
             file.write(f"# {key}: {value}\n")
-        table = csv.DictWriter(file, columns, extrasaction="ignore")
+        table = csv.DictWriter(file, columns_of(rows), extrasaction="ignore")
         table.writeheader()
         table.writerows(rows)
 
@@ -210,11 +209,20 @@ def show(found: Any, out: Path | None) -> None:
         out.write_text(text + "\n")
 
 
-def _nested(rows: Sequence[Row], key: str) -> bool:
-    return any(isinstance(row.get(key), list | dict) for row in rows)
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """What a table of ``rows`` shows: all but lists and objects."""
+    nested = {key for row in rows for key, value in row.items() if isinstance(value, list | dict)}
+    return [key for key in dict.fromkeys(key for row in rows for key in row) if key not in nested]
 
 
 def read_results(out: Path, name: str) -> dict[str, Any] | None:
     """What ``write_results`` wrote, or None."""
     file = out / f"{name}.json"
     return json.loads(file.read_text()) if file.exists() else None
+
+
+def merged(out: Path, name: str, rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    """The results ``name`` in ``out``, with ``rows`` in place of those of the same ``keys``."""
+    before = (read_results(out, name) or {"rows": []})["rows"]
+    new = [[row[key] for key in keys] for row in rows]
+    return [row for row in before if [row[key] for key in keys] not in new] + list(rows)

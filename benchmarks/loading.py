@@ -30,7 +30,7 @@ import typer
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 
-from benchmarks.common import CACHE, RESULTS, Out, Row, environment, read_results, write_results
+from benchmarks.common import CACHE, RESULTS, Out, Row, environment, merged, write_results
 from benchmarks.gpu.published import llava
 from specmm.hf.loading.placing import Placing
 from specmm.image_ar.autoencoder import VQConfig, VQModel
@@ -278,8 +278,7 @@ def main(
 ) -> None:
     """Measure and write ``loading.csv`` and ``loading.json``, which keep what is not measured."""
     for name in only.split(","):
-        known = (read_results(out, "loading") or {"rows": []})["rows"]
-        rows = [row for row in known if row["model"] != name] + rows_of(name)
+        rows = merged(out, "loading", rows_of(name), ("model",))
         write_results(out, "loading", rows, environment())
 
 

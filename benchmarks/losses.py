@@ -3,13 +3,12 @@
     OMP_NUM_THREADS=1 python -m benchmarks.losses
 
 An EAGLE-3 head of pocket/coder, an MSD head of pocket/llava and a block drafter of pocket/llamagen
-learn by each loss that their training knows: short trainings, the same first weights, rows and
-rate. Then they draft chains of five (of the picture's: four) for what was held out.
+learn by each loss: short trainings, the same first weights, rows and rate. Then they draft chains
+of five (of the picture's: four) for what was held out.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.common import EMOJI, RESULTS, Out, Row, environment, write_results
+from benchmarks.common import EMOJI, RESULTS, Out, Row, environment, merged, write_results
 from benchmarks.training import ANSWER, HELD, LENGTH, PROMPT, Data, drafted
 from recipes.data import emoji_pictures, scene_conversations
 from specmm.core.decode import decode
@@ -37,7 +36,7 @@ from specmm.recipes.conversations import Opening
 from specmm.recipes.drafter import picture_tokens, train_block
 from specmm.recipes.features import CLIP, RolledEagle3, build_eagle3, head_rate, rollout_loss
 from specmm.recipes.loop import Losses, Run
-from specmm.recipes.losses import LOSSES, ONE_PASS
+from specmm.recipes.losses import LOSSES
 from specmm.recipes.msd import build_msd, train_msd
 from specmm.recipes.recipe import Places
 from specmm.recipes.settings import load_frozen
@@ -136,22 +135,18 @@ def main(
     out: Out = RESULTS,
 ) -> None:
     """Train with each loss, and draft; rows of others stay."""
-    file = out / "losses.json"
-    before = json.loads(file.read_text())["rows"] if file.exists() else []
     found: list[Row] = []
     for model in models.split(","):
         kind, train = MODELS[model]
-        names = [name for name in losses.split(",") if kind != "drafter" or name in ONE_PASS]
         with TemporaryDirectory() as folder:
-            for name, used in train(Path(folder), steps, names):
+            for name, used in train(Path(folder), steps, losses.split(",")):
                 greedy, drawn = used(0.0), used(1.0)
                 taus = {"τ greedy": round(greedy.tau, 3), "τ at T = 1": round(drawn.tau, 3)}
                 row: Row = {"model": model, "training": kind, "loss": name, "steps": steps}
                 found.append(row | taus | depths(drawn))
                 print(found[-1], flush=True)
-    anew = {(row["model"], row["loss"]): row for row in found}
-    rows = [anew.pop((row["model"], row["loss"]), row) for row in before]
-    write_results(out, "losses", [*rows, *anew.values()], environment())
+    rows = merged(out, "losses", found, ("model", "loss"))
+    write_results(out, "losses", rows, environment())
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from benchmarks.common import (
 )
 from benchmarks.quality import Real
 from benchmarks.settings import Options
-from benchmarks.sweep import Setting, draw_samples, on_front, plot, quality, time_settings, timing
+from benchmarks.sweep import Setting, draw_all, on_front, plot, quality, time_settings, timing
 from specmm import methods, zoo
 from specmm.image_ar.continuous.pipeline import MARPipeline
 
@@ -129,7 +129,7 @@ def main(
     if compiled:
         return
     real = Real(Options(data=data, cache=cache))
-    found = draw_samples(settings, cache / "mar", folder, real, samples, batch, Budget(minutes))
+    found = draw_all(settings, cache / "mar", folder, real, samples, batch, Budget(minutes))
     for r in rows:
         r |= quality(found[r["method"]], found["ar"], real) if r["method"] in found else {}
     scored = [r for r in rows if "fid" in r]

@@ -30,11 +30,9 @@ from benchmarks.common import (
     load_pipeline,
     write_results,
 )
-from benchmarks.samples import SampleSet
+from benchmarks.samples import SampleSet, Setting, draw_samples
 from benchmarks.settings import Options
 from recipes import emoji
-from specmm import methods
-from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.metrics.features import FeatureSet
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
 from specmm.metrics.kernel import KernelResult, kernel_distance
@@ -61,7 +59,10 @@ def measure_quality(options: Options, network: Network | None = None) -> list[Ro
         label(m): SampleSet.of(options.cache, pipe, options.model, m, options.batch)
         for m in contenders
     }
-    make_samples(pipe, contenders, sets, real.labels, options)
+    count = -(-options.samples // options.batch) * options.batch  # whole, so that more can follow
+    labels = balanced_labels(real.labels, count)
+    pairs = [(Setting(label(m), pipe, {"method": m}), sets[label(m)]) for m in contenders]
+    draw_samples(pairs, labels, options.batch, Budget(options.minutes), pipe.target())
     facts = environment(
         model=str(options.model),
         dtype=dtype_name(pipe),
@@ -78,30 +79,6 @@ def measure_quality(options: Options, network: Network | None = None) -> list[Ro
             floor = _floor_row(real, rows)
             write_results(options.out, "quality", [*rows, floor], facts)
     return rows
-
-
-def make_samples(
-    pipe: LlamaGenPipeline,
-    contenders: Sequence[methods.Method],
-    sets: dict[str, SampleSet],
-    real_labels: np.ndarray,
-    options: Options,
-) -> None:
-    """Batch by batch, methods in turn: an early stop leaves all with equally many samples."""
-    count = (
-        -(-options.samples // options.batch) * options.batch
-    )  # whole batches, so that more can follow
-    labels = balanced_labels(real_labels, count)
-    budget = Budget(options.minutes)
-    with tqdm(total=len(contenders) * count, desc="samples", unit="picture") as bar:
-        for first in range(0, count, options.batch):
-            part = labels[first : first + options.batch]
-            for method in contenders:
-                if budget.spent:
-                    return
-                bar.set_postfix_str(label(method), refresh=False)
-                sets[label(method)].make(pipe, method, part, first)
-                bar.update(len(part))
 
 
 class Real:

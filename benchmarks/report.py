@@ -18,12 +18,11 @@ from benchmarks.bars import (
     server_bars,
     var_bars,
 )
-from benchmarks.columns import AUTO, LANGUAGE, MAR, QUALITY, SPEED, TEXT, VAR
-from benchmarks.common import Row, read_results
+from benchmarks.common import Row, columns_of, read_results
 from benchmarks.drafter_bars import drafter_bars
 from benchmarks.language_bars import answer_bars, text_bars, vlm_bars
 from benchmarks.plots import best_by_budget, draw_plots
-from specmm.metrics.report import cell, table
+from specmm.metrics.report import table
 
 NAMES = (
     *("speed", "speed_compiled", "quality", "acceptance", "single_position", "auto"),
@@ -32,42 +31,53 @@ NAMES = (
     *("text_speed_coder_compiled", "text_speed_smollm2", "jobs", "assisted"),
     *("draft_free_speed", "loading", "serving_coder", "serving_llava"),
 )
+SPEED = (
+    "Batch 1, medians; the same seeds and classes for all, methods in turn in one process. The "
+    "baseline is the fastest plain decoding here. Seconds and speed-up are whole calls, pixels "
+    "included; host overhead, ideal (τ · plain step / (draft + verify)), and what is realised of "
+    "it are of the token loop. The log likelihood is the target's own, under guidance."
+)
 COMPILED = (
-    " A round is one compiled program here, all of it under verify; host is what is left outside. "
-    "The first calls, which compile, are not timed."
+    "As above. A round is one compiled program here, all of it under verify; host is what is left "
+    "outside. The first calls, which compile, are not timed."
 )
 ONE_POSITION = (
     "The chance that one of k drafts is kept at one position, on distributions recorded from "
     "real generations (first level of the block drafter). The bound is that of optimal "
     "transport for k independent drafts."
 )
-ABOUT_AUTO = (
+AUTO = (
     "Calls one after another; over the fixed method that is best in the median. `first` is the "
     "first call on a machine over plain decoding's; `later` is of processes after it."
 )
 REAL = "CIFAR-10's test pictures against training ones, by the offline Inception in float32."
-ABOUT_MAR = (
+MAR = (
     "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, "
     "whose distribution is not verified."
 )
-ABOUT_VAR = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
-QUALITIES = (
+VAR = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
+QUALITY = (
     "FID and KID (whole-set unbiased estimate) against the training pictures, Inception in "
     "bfloat16 for all; the ratios to plain decoding are at equal counts. The last row is the "
     "floor: random disjoint halves of the training pictures against one another. Emoji are far "
     "from what Inception knows: compare rows, not papers. Distances to the nearest training "
-    "picture are root mean squares of pixel differences in [0, 1]"
+    "picture are root mean squares of pixel differences in [0, 1]."
 )
-LANGUAGES: tuple[tuple[str, str, dict[str, str] | None], ...] = (
-    ("vlm_speed_llava", "Questions about pictures: pocket/llava", LANGUAGE),
-    ("vqa_accuracy_llava", "Answers that are right, pocket/llava", None),
-    ("vlm_speed_smollava", "Questions about pictures: pocket/smollava", LANGUAGE),
-    ("vqa_accuracy_smollava", "Answers that are right, pocket/smollava", None),
-    ("verdict", "Speculative Verdict, pocket/llava and its experts", None),
-    ("text_speed_coder", "Continued text: pocket/coder", TEXT),
-    ("text_speed_coder_compiled", "Continued text: pocket/coder, compiled", TEXT),
-    ("text_speed_smollm2", "Continued text: SmolLM2-135M", TEXT),
-)
+SECTIONS = {  # after that of acceptance: titles, and what their tables show
+    "single_position": ("One position", ONE_POSITION),
+    "auto": ("Method auto", AUTO),
+    "cifar_fid": ("Real against real", REAL),
+    "mar": ("Continuous tokens: pocket/mar", MAR),
+    "var": ("Next scales: pocket/var", VAR),
+    "vlm_speed_llava": ("Questions about pictures: pocket/llava", ""),
+    "vqa_accuracy_llava": ("Answers that are right, pocket/llava", ""),
+    "vlm_speed_smollava": ("Questions about pictures: pocket/smollava", ""),
+    "vqa_accuracy_smollava": ("Answers that are right, pocket/smollava", ""),
+    "verdict": ("Speculative Verdict, pocket/llava and its experts", ""),
+    "text_speed_coder": ("Continued text: pocket/coder", ""),
+    "text_speed_coder_compiled": ("Continued text: pocket/coder, compiled", ""),
+    "text_speed_smollm2": ("Continued text: SmolLM2-135M", ""),
+}
 KINDS = ("prose", "tasks")  # of prompts of SmolLM2
 TITLES = {
     "mar.png": "MAR: FID against speed-up",
@@ -137,50 +147,21 @@ def render(results: dict[str, dict[str, Any] | None], plots: Sequence[str] = ())
     return "\n\n".join(p for p in parts if p) + "\n"
 
 
-def _section(
-    title: str, text: str, rows: list[Row], columns: dict[str, str] | None = None
-) -> list[str]:
+def _section(title: str, text: str, rows: list[Row], columns: Sequence[str] = ()) -> list[str]:
     """A heading, what the table shows, and the table, where there are rows."""
-    return [f"## {title}", text, table(rows, columns)] if rows else []
-
-
-def _speed(rows: list[Row], title: str, note: str = "") -> list[str]:
-    plain = next((r for r in rows if r["baseline"]), {"pictures": 0, "method": "", "dtype": ""})
-    text = (
-        f"Batch 1, medians of {plain['pictures']} pictures a method, the same seeds and classes "
-        "for all, methods in turn in one process. The baseline is the fastest plain decoding here: "
-        f"{plain['method']} in {plain['dtype']}. Seconds and speed-up are whole calls, pixels "
-        "included; host share, ideal (τ · plain step / (draft + verify)), and realised / ideal are "
-        f"of the token loop. log p is the target's own, under guidance.{note}"
-    )
-    return _section(title, text, rows, SPEED)
+    shown = columns or columns_of(rows)
+    return [f"## {title}", text, table(rows, {k: k for k in shown})] if rows else []
 
 
 def _sections(rows: dict[str, list[Row]]) -> list[str]:
     """All tables but that of bars."""
     return [
-        *_speed(rows["speed"], "Speed"),
-        *_speed(rows["speed_compiled"], "Speed, compiled", COMPILED),
-        *_quality(rows["quality"]),
+        *_section("Speed", SPEED, rows["speed"]),
+        *_section("Speed, compiled", COMPILED, rows["speed_compiled"]),
+        *_section("Quality", QUALITY, rows["quality"]),
         *_acceptance(rows["acceptance"], rows["quality"]),
-        *_section("One position", ONE_POSITION, rows["single_position"]),
-        *_section("Method auto", ABOUT_AUTO, rows["auto"], AUTO),
-        *_section("Real against real", REAL, rows["cifar_fid"]),
-        *_section("Continuous tokens: pocket/mar", ABOUT_MAR, rows["mar"], MAR),
-        *_section("Next scales: pocket/var", ABOUT_VAR, rows["var"], VAR),
-        *(
-            part
-            for name, title, columns in LANGUAGES
-            for part in _section(title, "", rows[name], columns)
-        ),
+        *(part for name, about in SECTIONS.items() for part in _section(*about, rows[name])),
     ]
-
-
-def _quality(rows: list[Row]) -> list[str]:
-    test = next((r["nearest_train_of_test"] for r in rows if "nearest_train_of_test" in r), None)
-    text = QUALITIES
-    text += f"; the held-out pictures' median is {cell(test)}." if test is not None else "."
-    return _section("Quality", text, rows, QUALITY)
 
 
 def _acceptance(rows: list[Row], quality: list[Row]) -> list[str]:
@@ -192,12 +173,10 @@ def _acceptance(rows: list[Row], quality: list[Row]) -> list[str]:
     for row in best:
         row["fid"] = fids.get(row.get("method"))
     levels = sorted({k for r in best for k in r if k.startswith("level_")})
-    columns = {k: k for k in ("nodes", "rule", "drafts", "exact", "form", "depth")}
-    columns |= {"tau": "τ", "tv": "TV / token", "fid": "FID"}
-    columns |= {k: k.replace("_", " ") for k in levels}
+    columns = ("nodes", "rule", "drafts", "exact", "form", "depth", "tau", "tv", "fid", *levels)
     text = (
         f"Block efficiency at equal node budgets, {best[0]['pictures']} pictures; each rule with "
-        "the better of its shapes (all are in acceptance.csv). `level d`: of the rounds that kept "
+        "the better of its shapes (all are in acceptance.csv). `level_d`: of the rounds that kept "
         "level d - 1, the share that kept one of the next. FID is the quality benchmark's: plain "
         "decoding's for exact rules, which have its distribution, and for relaxed ones that of the "
         "model's own tree."

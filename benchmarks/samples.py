@@ -11,19 +11,56 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
-from benchmarks.common import dtype_name, generators, label
+from benchmarks.common import Budget, dtype_name, generators, label
 from specmm import methods, zoo
+from specmm.core.stats import Certificate, Stats, total
+from specmm.image_ar.shared import ImageOutput
 from specmm.image_ar.tokens.assemble import DEFAULT_TREE
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
-from specmm.image_ar.tokens.target import Prompt, log_likelihood
+from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt, log_likelihood
+
+
+@dataclass
+class Setting:
+    """A line of a table: ``pipe`` called with the options ``call``, and its timed runs so far."""
+
+    name: str
+    pipe: Any
+    call: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)  # a picture
+    stats: list[Stats] = field(default_factory=list)
+    tokens: list[Tensor] = field(default_factory=list)
+    certificates: list[Certificate] = field(default_factory=list)
+
+    def draw(self, classes: Sequence[int], seeds: Sequence[int]) -> ImageOutput:
+        """Pictures of ``classes``, all in one batch."""
+        options: dict[str, Any] = dict(batch_size=len(classes), output_type="uint8")
+        return self.pipe(classes=list(classes), generator=generators(seeds), **options, **self.call)
+
+    def once(self, classes: Sequence[int], seeds: Sequence[int]) -> None:
+        """Draw a batch and record its seconds."""
+        start = time.perf_counter()
+        out = self.draw(classes, seeds)
+        self.seconds.append((time.perf_counter() - start) / len(classes))
+        self.stats.append(out.stats)
+        self.tokens.append(out.tokens)
+        self.certificates.append(out.certificate)
+
+    @property
+    def total(self) -> Any:
+        """The counts of all timed runs, of the family's own kind."""
+        return total(self.stats)
+
 
 SAMPLING = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
 
@@ -113,31 +150,44 @@ class SampleSet:
         return total | {"certificate": runs[-1]["certificate"]}
 
     def make(
-        self, pipe: LlamaGenPipeline, method: methods.Method, labels: np.ndarray, first: int
+        self, setting: Setting, labels: np.ndarray, first: int, judge: LlamaGenTarget | None = None
     ) -> bool:
-        """Make the batch of ``labels`` [B], seeds from ``first`` on, unless it is there."""
+        """Make the batch of ``labels`` [B], seeds from ``first`` on, unless it is there; a
+        ``judge`` tells how likely its tokens are.
+        """
         file = self.file(first)
         if file.exists():
             return False
-        start = time.perf_counter()
-        out = pipe(
-            classes=[int(c) for c in labels],
-            generator=generators(range(first, first + len(labels))),
-            method=method,
-            batch_size=len(labels),
-            output_type="uint8",
-        )
+        out = setting.draw([int(c) for c in labels], range(first, first + len(labels)))
         run = asdict(out.stats) | {"tv": out.certificate.tv, "certificate": out.certificate.kind}
-        found = log_likelihood(pipe.target(), Prompt(torch.from_numpy(labels)), out.tokens)
-        save(
-            file,
-            tokens=out.tokens.to(torch.int32).numpy(),
-            images=out.images,
-            labels=labels,
-            log_likelihood=found.numpy(),
-            run=np.array(json.dumps(run | {"wall": time.perf_counter() - start})),
-        )
+        found = {"images": out.images, "labels": labels, "run": np.array(json.dumps(run))}
+        if judge is not None:
+            likely = log_likelihood(judge, Prompt(torch.from_numpy(labels)), out.tokens)
+            found |= {"tokens": out.tokens.to(torch.int32).numpy()}
+            found |= {"log_likelihood": likely.numpy()}
+        save(file, **found)
         return True
+
+
+def draw_samples(
+    made: Sequence[tuple[Setting, SampleSet]],
+    labels: np.ndarray,
+    batch: int,
+    budget: Budget,
+    judge: LlamaGenTarget | None = None,
+) -> None:
+    """Samples of ``labels`` by every setting, batch by batch and in turn: an early stop leaves all
+    with equally many.
+    """
+    with tqdm(total=len(made) * len(labels), desc="samples", unit="picture") as bar:
+        for first in range(0, len(labels), batch):
+            part = labels[first : first + batch]
+            for setting, found in made:
+                if budget.spent:
+                    return
+                bar.set_postfix_str(setting.name, refresh=False)
+                found.make(setting, part, first, judge)
+                bar.update(len(part))
 
 
 def save(file: Path, **arrays: Any) -> None:

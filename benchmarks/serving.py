@@ -34,8 +34,8 @@ import typer
 from PIL import Image
 
 from benchmarks.common import EMOJI, RESULTS, DataFolder, Out, Row, read_results, write_results
+from benchmarks.language_speed import begin
 from benchmarks.processes import Process, ours, running, theirs
-from benchmarks.vlm_speed import begin
 from recipes.scenes.facts import fact
 from recipes.scenes.sprites import load_sprites
 from recipes.scenes.stream import World

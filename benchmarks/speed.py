@@ -22,8 +22,8 @@ from benchmarks.common import (
     load_pipeline,
     write_results,
 )
+from benchmarks.samples import Setting
 from benchmarks.settings import Options
-from benchmarks.sweep import Setting
 from specmm import methods
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.image_ar.tokens.target import Prompt, log_likelihood
@@ -35,7 +35,7 @@ def measure_speed(options: Options, name: str = "speed") -> list[Row]:
     torch.set_num_threads(options.threads)
     pipe = load_pipeline(options.model, options.dtype)
     both = [load_pipeline(options.model, d) for d in (torch.float32, torch.bfloat16)]
-    runners = contenders(pipe, both, options)
+    runners = contenders(pipe, both, options, name)
     budget = Budget(options.minutes)
     rows = []
     facts = environment(
@@ -57,7 +57,7 @@ def measure_speed(options: Options, name: str = "speed") -> list[Row]:
 
 
 def contenders(
-    pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options
+    pipe: LlamaGenPipeline, plain: list[LlamaGenPipeline], options: Options, name: str
 ) -> list[Setting]:
     """Plain decoding by each of ``plain``, then the others by ``pipe``; all compiled on request.
 
@@ -67,7 +67,7 @@ def contenders(
     runners = [
         Setting("ar", p, {"method": methods.AR(), "compiled": way}) for way in ways for p in plain
     ]
-    others = [m for m in options.contenders(pipe, "speed") if not isinstance(m, methods.AR)]
+    others = [m for m in options.contenders(pipe, name) if not isinstance(m, methods.AR)]
     if options.compile:
         print(
             "not compiled, left out:",

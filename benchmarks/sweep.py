@@ -6,59 +6,19 @@ same classes and seeds, one after another, so that drift affects all alike.
 
 from __future__ import annotations
 
-import json
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.arithmetic import quartiles, speedup
-from benchmarks.common import Budget, Row, balanced_labels, generators
+from benchmarks.common import Budget, Row, balanced_labels
 from benchmarks.quality import Real
-from benchmarks.samples import SampleSet, save, weights_key
-from specmm.core.stats import Certificate, Stats, total
-from specmm.image_ar.shared import ImageOutput
+from benchmarks.samples import SampleSet, Setting, draw_samples, weights_key
 from specmm.metrics.report import draw_trade
 from specmm.runs.race import in_turn
-
-
-@dataclass
-class Setting:
-    """A line of a table: ``pipe`` called with the options ``call``, and its timed runs so far."""
-
-    name: str
-    pipe: Any
-    call: dict[str, Any] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)  # a picture
-    stats: list[Stats] = field(default_factory=list)
-    tokens: list[Tensor] = field(default_factory=list)
-    certificates: list[Certificate] = field(default_factory=list)
-
-    def draw(self, classes: Sequence[int], seeds: Sequence[int]) -> ImageOutput:
-        """Pictures of ``classes``, all in one batch."""
-        options: dict[str, Any] = dict(batch_size=len(classes), output_type="uint8")
-        return self.pipe(classes=list(classes), generator=generators(seeds), **options, **self.call)
-
-    def once(self, classes: Sequence[int], seeds: Sequence[int]) -> None:
-        """Draw a batch and record its seconds."""
-        start = time.perf_counter()
-        out = self.draw(classes, seeds)
-        self.seconds.append((time.perf_counter() - start) / len(classes))
-        self.stats.append(out.stats)
-        self.tokens.append(out.tokens)
-        self.certificates.append(out.certificate)
-
-    @property
-    def total(self) -> Any:
-        """The counts of all timed runs, of the family's own kind."""
-        return total(self.stats)
 
 
 def time_settings(
@@ -91,7 +51,7 @@ def timing(setting: Setting, plain: Setting) -> Row:
     }
 
 
-def draw_samples(
+def draw_all(
     settings: Sequence[Setting],
     folder: Path,
     model: Path,
@@ -100,27 +60,14 @@ def draw_samples(
     batch: int,
     budget: Budget,
 ) -> dict[str, SampleSet]:
-    """``count`` samples of every setting below ``folder``, in turn; existing ones are kept."""
+    """``count`` samples of every setting below ``folder``, by name; existing ones are kept."""
     made = {}
     for s in settings:
         facts = [s.name, batch, {k: str(v) for k, v in vars(s.pipe.settings).items()}]
         made[s.name] = SampleSet(folder / weights_key(model.rglob("*.safetensors"), facts))
-    labels = balanced_labels(real.labels, count)
-    with tqdm(total=len(settings) * count, desc="samples", unit="picture") as bar:
-        for first in range(0, count, batch):
-            for setting in settings:
-                if not budget.spent:
-                    _batch(setting, made[setting.name], labels[first : first + batch], first)
-                bar.update(len(labels[first : first + batch]))
+    pairs = [(s, made[s.name]) for s in settings]
+    draw_samples(pairs, balanced_labels(real.labels, count), batch, budget)
     return made
-
-
-def _batch(setting: Setting, found: SampleSet, labels: np.ndarray, first: int) -> None:
-    if found.file(first).exists():
-        return
-    out = setting.draw([int(c) for c in labels], range(first, first + len(labels)))
-    run = json.dumps(asdict(out.stats) | {"certificate": out.certificate.kind})
-    save(found.file(first), images=out.images, labels=labels, run=np.array(run))
 
 
 def quality(found: SampleSet, plain: SampleSet, real: Real) -> Row:

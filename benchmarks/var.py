@@ -32,7 +32,7 @@ from benchmarks.common import (
 from benchmarks.memory import measured_peak
 from benchmarks.quality import Real
 from benchmarks.settings import Options
-from benchmarks.sweep import Setting, draw_samples, plot, quality, time_settings, timing
+from benchmarks.sweep import Setting, draw_all, plot, quality, time_settings, timing
 from specmm import methods, zoo
 from specmm.image_ar.scales.pipeline import VARPipeline
 from specmm.image_ar.scales.var import VARConfig
@@ -163,9 +163,7 @@ def main(
         rows += [row(s, settings[0], batch) for s in settings]
         write_results(out, "var", rows, facts)
     real = Real(Options(data=data, cache=cache))
-    found = draw_samples(
-        settings, cache / "var", zoo.find(model), real, samples, 50, Budget(minutes)
-    )
+    found = draw_all(settings, cache / "var", zoo.find(model), real, samples, 50, Budget(minutes))
     known = {name: quality(made, found["ar"], real) for name, made in found.items()}
     rows = [r | known.get(r["method"], {}) for r in rows]
     write_results(out, "var", rows, facts)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import JanusProcessor
 
 from benchmarks.common import RESULTS, Dtype, Out, Row, Threads, label, load_pipeline, write_results
-from benchmarks.vlm_speed import Answer, Answered, Repeats, Runner, begin, race, row, sampling
+from benchmarks.language_speed import Answer, Answered, Repeats, Runner, begin, race, row, sampling
 from specmm import methods
 from specmm.hf.loading.pretrained import find
 from specmm.loading.hardware import named_dtype

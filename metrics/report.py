@@ -3,20 +3,15 @@
 Result files are what ``specmm bench --json`` and ``specmm eval … --json`` print and what the
 benchmarks write (rows in .csv or .json). A row has ``method``; ``speedup`` and ``certificate`` from
 a speed measurement; ``fid`` (or another metric) and ``samples`` from a quality one.
-
-Shapes: boxes are matplotlib's, in pixels.
 """
 
 from __future__ import annotations
 
 import csv
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from specmm.loading.extras import install
 from specmm.loading.files import text_lines
@@ -25,10 +20,8 @@ from specmm.metrics.measurement import Measurement, difference, parse_measuremen
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
 
 Row = dict[str, Any]
-Point = tuple[float, float]
 PLAIN = "ar"  # the baseline's name
 COLUMNS = {
     "method": "method",
@@ -43,8 +36,6 @@ COLUMNS = {
     "kid": "KID",
     "log_likelihood": "log p / token",
 }
-REACH = (9, 18, 30, 45, 65, 90, 120, 160)  # points between a mark and its name, tried in turn
-TURNS = (0, 45, -45, 90, -90, 180, 135, -135, 20, -20, 160, -160)  # degrees, to the right first
 
 
 def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
@@ -156,63 +147,27 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
     figure, axes = _axes(rows)
     for row in rows:
         exact = str(row.get("certificate")).startswith("exact")
-        shape, color = ("o", "C0") if exact else ("^", "C1")
         reach = None
         if row.get("fid_low") is not None and row.get("fid_high") is not None:
             reach = [[max(row["fid"] - row["fid_low"], 0)], [max(row["fid_high"] - row["fid"], 0)]]
+        marker, name = "o" if exact else "^", _name(row, rows)
         at = row["speedup"], row["fid"]
-        axes.errorbar(*at, reach, marker=shape, color=color, elinewidth=1, capsize=3)
+        axes.errorbar(*at, reach, marker=marker, label=name, ls="", elinewidth=1, capsize=3)
     plain = next((r["fid"] for r in rows if r["method"] == PLAIN), None)
     if plain is not None:
-        axes.axhline(plain, color="C0", linewidth=0.8, label="plain decoding")
+        axes.axhline(plain, color="black", linewidth=0.8, label="plain decoding")
         tenth = "plain decoding + 10%"
-        axes.axhline(1.1 * plain, color="C3", linestyle="--", linewidth=0.8, label=tenth)
+        axes.axhline(1.1 * plain, color="black", linestyle="--", linewidth=0.8, label=tenth)
     if floor is not None:
         axes.axhline(floor, color="gray", linestyle=":", label="real against real (halves)")
-    axes.margins(x=0.2, y=0.2)
-    if axes.get_legend_handles_labels()[0]:
-        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    place_names(figure, axes, rows)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path, dpi=figure.dpi)
-    figure.clear()
     return path
-
-
-def place_names(figure: Figure, axes: Axes, rows: Sequence[Row]) -> list[Bbox]:
-    """Write every row's name beside its mark, inside ``axes`` and clear of all else: the boxes."""
-    figure.canvas.draw()
-    figure.set_layout_engine("none")  # nothing moves from here on
-    scale = figure.dpi / 72
-    frame = axes.get_window_extent()
-    marks = [tuple(axes.transData.transform((r["speedup"], r["fid"])).tolist()) for r in rows]
-    taken = [_box(x, y, 12 * scale, 12 * scale) for x, y in marks]
-    lines = (line for line in axes.get_lines() if not str(line.get_label() or "_").startswith("_"))
-    heights = (float(np.asarray(line.get_ydata())[0]) for line in lines)
-    levels = (axes.transData.transform((0, height))[1] for height in heights)
-    taken += [_box(frame.x0 + frame.width / 2, y, frame.width, 2) for y in levels]
-    names = []
-    for row, (x, y) in zip(rows, marks, strict=True):
-        at = (row["speedup"], row["fid"])
-        text = axes.annotate(_name(row, rows), at, (0, 0), textcoords="offset points", fontsize=8)
-        text.set(ha="center", va="center")
-        size = text.get_window_extent()
-        tried = [_shifted(x, y, size, r * scale, t) for r, t in itertools.product(REACH, TURNS)]
-        best = min(  # of equal ones the first, which is the nearest
-            tried, key=lambda box: _overlap(box, taken, frame) + _ambiguity(box, marks, (x, y))
-        )
-        centre = ((best.x0 + best.x1) / 2, (best.y0 + best.y1) / 2)
-        text.set_position(((centre[0] - x) / scale, (centre[1] - y) / scale))
-        taken.append(best)
-        names.append(best)
-        edge = _nearest_point(best, (x, y))
-        if math.dist(edge, (x, y)) > 20 * scale:  # a thin line to a name that is far off
-            ends = axes.transData.inverted().transform([(x, y), edge])
-            axes.plot(*ends.T, color="gray", linewidth=0.6, scalex=False, scaley=False)
-    return names
 
 
 def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
     try:
+        from matplotlib import color_sequences
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
@@ -220,6 +175,7 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")  # no pyplot: no global state
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    axes.set_prop_cycle(color=color_sequences["tab20"])
     each = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
     axes.set(title=f"Quality against speed: circles exact, triangles relaxed{each}")
     axes.set(xlabel="speed-up over plain decoding", ylabel="FID (lower is better)")
@@ -229,46 +185,8 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
 
 def _name(row: Row, rows: Sequence[Row]) -> str:
     counted = row.get("samples") and not _same_count(rows)
-    return f"{row['method']}\nn = {row['samples']}" if counted else str(row["method"])
+    return f"{row['method']}, n = {row['samples']}" if counted else str(row["method"])
 
 
 def _same_count(rows: Sequence[Row]) -> bool:
     return len({row.get("samples") for row in rows}) == 1 and bool(rows[0].get("samples"))
-
-
-def _box(x: float, y: float, width: float, height: float) -> Bbox:
-    from matplotlib.transforms import Bbox
-
-    return Bbox.from_bounds(x - width / 2, y - height / 2, width, height)
-
-
-def _shifted(x: float, y: float, size: Bbox, reach: float, turn: float) -> Bbox:
-    """A box of ``size`` with its edge ``reach`` pixels from (x, y), ``turn`` degrees from right."""
-    across = math.cos(math.radians(turn)) * (reach + size.width / 2)
-    up = math.sin(math.radians(turn)) * (reach + size.height / 2)
-    return _box(x + across, y + up, size.width, size.height)
-
-
-def _overlap(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
-    """Square pixels of ``box`` on other boxes, and ten times those outside of ``frame``."""
-    area = box.width * box.height
-    outside = area - _shared(box, frame)
-    shared = sum(_shared(box.padded(2), other) for other in taken)
-    return shared + (10 * outside if outside > 1e-6 * area else 0)
-
-
-def _ambiguity(box: Bbox, marks: Sequence[Point], own: Point) -> float:
-    """Square pixels of ``box`` if it is nearer to another of the ``marks`` than its own, else 0."""
-    reach = math.dist(_nearest_point(box, own), own) * (1 - 1e-9)
-    nearer = any(math.dist(_nearest_point(box, m), m) < reach for m in marks)
-    return float(nearer * box.width * box.height)
-
-
-def _nearest_point(box: Bbox, mark: Point) -> Point:
-    return min(max(mark[0], box.x0), box.x1), min(max(mark[1], box.y0), box.y1)
-
-
-def _shared(one: Bbox, two: Bbox) -> float:
-    width = min(one.x1, two.x1) - max(one.x0, two.x0)
-    height = min(one.y1, two.y1) - max(one.y0, two.y0)
-    return max(width, 0) * max(height, 0)

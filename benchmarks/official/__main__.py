@@ -18,16 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.common import (
-    RESULTS,
-    Budget,
-    Out,
-    Row,
-    Threads,
-    environment,
-    read_results,
-    write_results,
-)
+from benchmarks.common import RESULTS, Budget, Out, Row, Threads, environment, merged, write_results
 from benchmarks.official.contests import SOURCES, Contest, contests
 from benchmarks.official.duel import Duel
 
@@ -60,13 +51,6 @@ def measured() -> Row:
     """Where and when a row is measured: rows of one file may be of several runs."""
     facts = environment()
     return {name: facts[name] for name in STAMP}
-
-
-def merged(out: Path, rows: list[Row]) -> list[Row]:
-    """``rows`` and those of earlier runs that they do not replace."""
-    before = (read_results(out, NAME) or {"rows": []})["rows"]
-    new = [[row[key] for key in KEYS] for row in rows]
-    return [row for row in before if [row[key] for key in KEYS] not in new] + rows
 
 
 def duel_of(contest: Contest, batch: int) -> Duel:
@@ -118,7 +102,8 @@ def main(
                 duel = duel_of(contest, batch)
                 facts = {"release": contest.release, "model": name, "threads": threads}
                 rows.append(facts | compare(duel, repeats, Budget(minutes), memory) | measured())
-                write_results(out, NAME, merged(out, rows), environment(dtype="torch.float32"))
+                whole = merged(out, NAME, rows, KEYS)
+                write_results(out, NAME, whole, environment(dtype="torch.float32"))
 
 
 if __name__ == "__main__":

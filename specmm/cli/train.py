@@ -28,7 +28,7 @@ Data = Annotated[
     typer.Option("--data", metavar="FILE", help="What it learns from; more of them may follow."),
 ]
 Loss = Annotated[
-    str | None, typer.Option(help="What it minimises: kl, tv, lk-alpha, lk-lambda, hass, griffin.")
+    str | None, typer.Option(help="What it minimises: kl, tv, lk-alpha, lk-lambda, hass.")
 ]
 OutFolder = Annotated[
     Path | None,

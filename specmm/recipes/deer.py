@@ -25,7 +25,6 @@ from specmm.diffusion_drafters.models.deer import DEERModel, save_deer, share
 from specmm.hf.drafters.files import QWEN_SIZES
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses
-from specmm.recipes.losses import ONE_PASS, check_loss
 from specmm.recipes.recipe import Count, Found, Recipe, Share, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
@@ -52,7 +51,6 @@ def deer(
     """Train a DEER drafter: its own layers between the target's embedding and head; the result is
     drafters/deer.
     """
-    check_loss(training.loss, ONE_PASS)
     begun = training.begun(model, "deer", recipe)
     target, end = begun.target, begun.tokenizer.eos_token_id
     drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)

@@ -33,7 +33,7 @@ from specmm.hf.models.target import VLMTarget
 from specmm.loading.checkpoints import embeddings_of, read_json
 from specmm.recipes.features import layer_sizes, spread
 from specmm.recipes.loop import Losses
-from specmm.recipes.losses import ONE_PASS, Head, check_loss
+from specmm.recipes.losses import Head
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
@@ -68,7 +68,6 @@ def dflash(
     With ``start`` it begins with another drafter's weights, sizes and tokens; ``recurrent`` then
     adds a memory.
     """
-    check_loss(training.loss, ONE_PASS)
     begun = training.begun(model, "block", recipe)
     target = begun.target
     if start is not None:

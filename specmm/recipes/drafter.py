@@ -39,7 +39,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.loading.files import writable
 from specmm.recipes.loop import Losses, Run, batch_rows, check_same, fit, one_first, share
-from specmm.recipes.losses import ONE_PASS, Head, check_loss, compared
+from specmm.recipes.losses import Head, check_loss, compared
 from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
 from specmm.recipes.settings import facts_of
 from specmm.recipes.source import key_of
@@ -81,7 +81,7 @@ def drafter(
     """Train a drafter for a model; the result is MODEL/drafters/KIND."""
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
-    check_loss(loss, ONE_PASS)
+    check_loss(loss)
     place, result = drafter_folders(model, kind, replace)
     folder = writable(out or Path("runs") / kind)
     facts = facts_of(recipe)

@@ -30,7 +30,7 @@ from specmm.hf.loading.pretrained import load_config
 from specmm.hf.models.families import cache_name
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses
-from specmm.recipes.losses import GRIFFIN, Head, Places, of_drafts
+from specmm.recipes.losses import Head, of_drafts
 from specmm.recipes.recipe import Count, Found, Recipe, Size
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
@@ -54,7 +54,6 @@ def eagle3(
     recipe: Recipe,
 ) -> Found:
     """Train an EAGLE-3 head; the result is MODEL/drafters/eagle3."""
-    _check_slots(training.loss, slots)
     begun = training.begun(model, "eagle3", recipe)
     lessons = source.lessons(begun)
     target = begun.target
@@ -79,7 +78,6 @@ def mtp(
     *, model: str, source: Source, training: Targeted, rollout: Count, slots: Size, recipe: Recipe
 ) -> Found:
     """Fine-tune the MTP layers of a model's checkpoint; the result is MODEL/drafters/mtp."""
-    _check_slots(training.loss, slots)
     begun = training.begun(model, "mtp", recipe)
     told_layers(load_config(begun.folder), begun.folder)  # or the target would answer first
     lessons = source.lessons(begun)
@@ -89,12 +87,6 @@ def mtp(
     loss = _loss(rolled, target.family.logits, rollout, slots, training.loss)
     save = partial(save_layers, layers, begun.place, target.model)
     return begun.learn(lessons, layers, loss, save, network=rolled.network, clip=CLIP)
-
-
-def _check_slots(loss: str, slots: int) -> None:
-    """Raise ``ValueError`` for a ``loss`` that needs the drafts of all places."""
-    if slots and loss == GRIFFIN:
-        raise ValueError(f"slots must be 0 with loss {loss}, which follows drafts, got {slots}")
 
 
 def _loss(
@@ -117,11 +109,6 @@ class RolledEagle3:
     """An EAGLE-3 ``head`` as it is trained."""
 
     head: Eagle3Head
-
-    @property
-    def ids(self) -> Tensor | None:
-        """Those of the target's that are its tokens [v]; None for all."""
-        return self.head.ids
 
     def begin(self, seen: Seen) -> Tensor:
         """The states [B, L, C] that the first step reads of what was ``seen``."""
@@ -151,8 +138,6 @@ class RolledMtp:
     ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers that attend a
     window.
     """
-
-    ids = None
 
     def __init__(self, layers: MtpLayers, target: VLMTarget, rollout: int) -> None:
         if 1 < layers.count < rollout:
@@ -271,10 +256,8 @@ def rollout_loss(
         states = rolled.advance(k, seen.embeddings, hidden, past)
         drafted.append(states[seen.mask])
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
-    places = Places(seen.mask, seen.tokens.roll(-2, 1), rolled.ids)
     wanted = seen.hidden.roll(-1, 1)[seen.mask]
-    found = of_drafts(loss, output, rolled.logits, wanted, torch.stack(drafted, 1), places)
-    losses, overlaps = found
+    losses, overlaps = of_drafts(loss, output, rolled.logits, wanted, torch.stack(drafted, 1))
     weights = decay ** torch.arange(rollout, device=losses.device)
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
     mean = (losses * weights).sum() / weights.sum()  # a product of matrices would be in bfloat16

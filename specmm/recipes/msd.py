@@ -23,7 +23,7 @@ from torch import Tensor
 from specmm.core.randomness import seeded
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Losses, Run, fit, one_first, share
-from specmm.recipes.losses import Head, Places, of_drafts
+from specmm.recipes.losses import Head, of_drafts
 from specmm.recipes.recipe import Amount, Count, Found, Recipe
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Data, lessons_of
@@ -247,9 +247,8 @@ def msd_loss(
         before = F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden)
         hidden = torch.where(own[..., None], before, hidden)
     wanted = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
-    places = Places(slots.mask, slots.tokens.roll(-2, 1), fresh=~own)
     states = torch.stack(drafted, 1)  # [M, passes, C]
-    losses, overlaps = of_drafts(loss, output, output, wanted, states, places)
+    losses, overlaps = of_drafts(loss, output, output, wanted, states)
     regression = F.smooth_l1_loss(states, wanted[:, None].expand_as(states))
     total = regression + probs_weight * losses.mean()
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}

@@ -15,7 +15,6 @@ from specmm.hf.drafters.eagle3_files import load_eagle3
 from specmm.hf.drafters.files import read_acceptance
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.features import RolledEagle3, build_eagle3, head_rate, rollout_loss, some_of
-from specmm.recipes.losses import compared
 from specmm.recipes.recipe import train
 from specmm.recipes.training.seen import Seen
 from tests.tiny.chats import picture_chats, undrafted
@@ -85,23 +84,6 @@ def test_the_loss_is_least_where_drafts_are_the_targets(head):
     with torch.no_grad():
         worse = rollout_loss(RolledEagle3(head), lambda x: head.logits(x).flip(-1), wanted, 1)
     assert worse["loss"] > found["loss"] and worse["overlap"] < 1
-
-
-def test_griffin_learns_on_paths_that_drafting_takes(head):
-    """With tokens that the head cannot draft, first steps alone; with those it drafts, all."""
-    given, options = seen(head), dict(loss="griffin", decay=0.5)
-    first = rollout_loss(RolledEagle3(head), head.logits, given, 1, **options)["loss"]
-    whole = rollout_loss(RolledEagle3(head), head.logits, given, 2, **options)["loss"]
-    torch.testing.assert_close(whole, first / 1.5)
-    states = rolled(head, given, 2)
-    drafted = head.ids[head.logits(states[0]).argmax(-1)]  # slot p's is token p + 2
-    followed = replace(given, tokens=drafted.roll(2, 1))
-    whole = rollout_loss(RolledEagle3(head), head.logits, followed, 2, **options)["loss"]
-    later = replace(given, mask=given.mask & (torch.arange(LENGTH) > 0))
-    target = head.logits(given.hidden.roll(-1, 1)[later.mask])
-    second = compared("griffin", target, head.logits(states[1][later.mask]))[0].mean()
-    share = later.mask.sum() / given.mask.sum()
-    torch.testing.assert_close(whole, (first + 0.5 * share * second) / 1.5)
 
 
 def test_places_that_count_are_drawn():

@@ -4,8 +4,7 @@ import pytest
 import transformers as tf
 
 from benchmarks import assisted
-from benchmarks.common import write_results
-from benchmarks.vlm_speed import Runner
+from benchmarks.language_speed import Runner
 
 
 def runner(name, seconds):
@@ -38,13 +37,3 @@ def test_settings_of_drafting_are_put_back():
         assert model.generation_config.num_assistant_tokens == 3
         raise RuntimeError
     assert model.generation_config.num_assistant_tokens == before
-
-
-def test_rows_of_other_parts_stay(tmp_path):
-    def row(drafter, batch, ms):
-        return {"drafter": drafter, "model": "m", "temperature": 0.0, "batch": batch, "ms": ms}
-
-    write_results(tmp_path, assisted.NAME, [row("mtp", 1, 5), row("dflash", 1, 5)], {})
-    found = assisted.merged(tmp_path, [row("dflash", 1, 7), row("dflash", 4, 8)])
-    wanted = [("mtp", 1, 5), ("dflash", 1, 7), ("dflash", 4, 8)]
-    assert [(one["drafter"], one["batch"], one["ms"]) for one in found] == wanted

@@ -13,15 +13,15 @@ from benchmarks.common import (
     balanced_labels,
     label,
     load_pipeline,
+    merged,
     parse,
     read_results,
     write_results,
 )
-from benchmarks.contenders import QUALITY, SPEED
 from benchmarks.report import write_report
 from benchmarks.run import main, read_arguments
-from benchmarks.samples import SampleSet
-from benchmarks.settings import Options
+from benchmarks.samples import SampleSet, Setting
+from benchmarks.settings import CONTENDERS, Options
 from benchmarks.single import single_position
 from benchmarks.speed import measure_speed
 from recipes.emoji import EmojiSet
@@ -97,7 +97,8 @@ def test_ideal_and_realised():
 
 
 def test_methods_as_text():
-    for method in (*SPEED, *QUALITY, methods.Speculative(tree=(3, 2, 1))):
+    contenders = [method for own in CONTENDERS.values() for method in own]
+    for method in (*contenders, methods.Speculative(tree=(3, 2, 1))):
         assert parse(label(method)) == method
     with pytest.raises(ValueError, match="read name"):
         parse("lantern++(lambda_=")
@@ -121,17 +122,19 @@ def test_samples_resume_and_are_the_same_whoever_made_them(model, tmp_path):
     labels = np.array([0, 1, 2, 0])
     method = methods.Speculative()
     found = SampleSet.of(tmp_path, pipe, model, method, 2)
-    assert found.make(pipe, method, labels[:2], 0) and found.make(pipe, method, labels[2:], 2)
+    parts = ((labels[:2], 0), (labels[2:], 2))
+    setting = Setting("speculative", pipe, {"method": method})
+    assert all(found.make(setting, *part, pipe.target()) for part in parts)
     assert found.count() == 4 and found.counts()["certificate"] == "exact"
     tokens, loglik = found.arrays("tokens", "log_likelihood")
     again = log_likelihood(
         pipe.target(), Prompt(torch.from_numpy(labels)), torch.from_numpy(tokens).long()
     )
     assert torch.allclose(again, torch.from_numpy(loglik), atol=1e-5)
-    assert not found.make(pipe, method, labels[:2], 0)
+    assert not found.make(setting, *parts[0])
     found.file(0).unlink()
     assert found.count() == 0  # a gap: what lies after it waits
-    found.make(pipe, method, labels[:2], 0)
+    found.make(setting, *parts[0], pipe.target())
     assert (found.arrays("tokens")[0] == tokens).all()
     other = SampleSet.of(tmp_path, pipe, model, methods.Speculative(rule="recursive"), 2)
     assert other.folder != found.folder
@@ -205,10 +208,9 @@ def test_spines():
 
 
 def test_command_line(tmp_path, capsys):
-    part, found = read_arguments(
-        ["quality", "--samples", "64", "--methods", "ar", "lantern++(k=5)", "--dtype", "fp32"]
-    )
-    assert part == "quality" and found.samples == 64 and found.dtype == torch.float32
+    asked = ["quality", "--samples", "64", "--dtype", "float32"]
+    found = read_arguments([*asked, "--methods", "ar", "--methods", "lantern++(k=5)"])
+    assert found.part == "quality" and found.samples == 64 and found.dtype == torch.float32
     assert found.methods[1].k == 5
     assert main(["report", "--out", str(tmp_path)]) == 0
     assert main(["speed", "--model", "pocket/nothing", "--out", str(tmp_path)]) == 2
@@ -220,6 +222,16 @@ def test_results_read_back(tmp_path):
     assert read_results(tmp_path, "x")["rows"][1] == {"a": 2, "c": "y"}
     assert (tmp_path / "x.csv").read_text().splitlines() == ["# machine: m", "a,c", "1,", "2,y"]
     assert read_results(tmp_path, "y") is None
+
+
+def test_rows_of_other_parts_stay(tmp_path):
+    def row(drafter, batch, ms):
+        return {"drafter": drafter, "batch": batch, "ms": ms}
+
+    new = [row("dflash", 1, 7), row("dflash", 4, 8)]
+    assert merged(tmp_path, "x", new, ("drafter", "batch")) == new
+    write_results(tmp_path, "x", [row("mtp", 1, 5), row("dflash", 1, 5)], {})
+    assert merged(tmp_path, "x", new, ("drafter", "batch")) == [row("mtp", 1, 5), *new]
 
 
 def test_bars_of_a_server_hold_it_against_the_faster_of_two():

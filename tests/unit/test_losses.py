@@ -1,5 +1,5 @@
-"""Losses by name: each against its formula in float64, safe where numbers are extreme, in parts as
-at once, and what GRIFFIN leaves out.
+"""Losses by name: each against its formula in float64, safe where numbers are extreme, and in parts
+as at once.
 """
 
 import math
@@ -9,7 +9,7 @@ import torch
 
 from specmm.core.randomness import seeded
 from specmm.recipes import losses
-from specmm.recipes.losses import LOSSES, Places, compared, of_drafts
+from specmm.recipes.losses import LOSSES, compared, of_drafts
 from specmm.recipes.recipe import train
 
 M, V = 6, 23
@@ -35,7 +35,6 @@ def plain(name, p, q):
         "lk-alpha": -alpha.log(),
         "lk-lambda": weight * kl + (1 - weight) * (1 - alpha),
         "hass": 0.1 * kl + top,
-        "griffin": 0.1 * kl + 0.5 * top,
     }[name]
 
 
@@ -90,10 +89,7 @@ def drafts(loss, room, monkeypatch):
     with seeded(1):
         head = torch.nn.Linear(8, V)
         wanted, states = torch.randn(M, 8), torch.randn(M, 3, 8, requires_grad=True)
-        tokens = torch.randint(V, (1, M + 1))
-    mask = torch.ones(1, M + 1, dtype=torch.bool)
-    mask[:, -1] = False
-    found, overlaps = of_drafts(loss, head, head, wanted, states, Places(mask, tokens))
+    found, overlaps = of_drafts(loss, head, head, wanted, states)
     found.sum().backward()
     return found, overlaps, states.grad, head.weight.grad
 
@@ -120,30 +116,7 @@ def test_parts_keep_no_logits(monkeypatch):
         assert (max(kept) >= M * 3 * V) is waits and (max(kept) < M * 3 * 9) is not waits
 
 
-def test_griffin_counts_what_drafting_reaches():
-    """A place counts in a step where the tokens of its path so far were among the three best."""
-    mask = torch.tensor([[False, True, True, True, True, True, False]])
-    tokens = torch.tensor([[0, 5, 6, 7, 8, 9, 0]])
-    hits = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 0, 1], [1, 1, 1, 1, 1]]).T.bool()
-    best = torch.where(hits[..., None], tokens[mask][:, None, None], 99).expand(-1, -1, 3)
-    counted = Places(mask, tokens).counted(best)
-    assert counted.T.int().tolist() == [[1, 1, 1, 1, 1], [0, 1, 1, 0, 1], [0, 0, 1, 1, 0]]
-    ids = torch.arange(100, 200)  # of a drafter with other numbers for its tokens
-    other = Places(mask, tokens + 100, ids).counted(best)
-    assert torch.equal(counted, other)
-    fresh = torch.zeros_like(mask)
-    fresh[0, 1] = True
-    first = Places(mask, tokens, fresh=fresh).counted(best)
-    assert first.T.int().tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 1], [1, 1, 1, 1, 0]]
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "msd", "dflash", "deer", "drafter"])
 def test_a_loss_that_does_not_exist_ends_a_training_at_once(kind):
     with pytest.raises(ValueError, match=r"^unknown loss 'mse'; choose from: [^.]*tv$"):
         train(kind, model="nowhere", loss="mse")
-    if kind in ("dflash", "deer", "drafter"):
-        with pytest.raises(ValueError, match=r"^unknown loss 'griffin'; choose from: hass, kl"):
-            train(kind, model="nowhere", loss="griffin")
-    if kind == "eagle3":
-        with pytest.raises(ValueError, match=r"^slots must be 0 with loss griffin.* got 9$"):
-            train(kind, model="nowhere", loss="griffin", slots=9)

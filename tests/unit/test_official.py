@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.common import Budget, git_sha, read_results, write_results
+from benchmarks.common import Budget, git_sha, merged, read_results, write_results
 from benchmarks.official import lantern, scales
-from benchmarks.official.__main__ import NAME, compare, main, measured, merged
+from benchmarks.official.__main__ import KEYS, NAME, compare, main, measured
 from benchmarks.official.contests import Contest, open_model
 from benchmarks.official.duel import Duel, Program
 from specmm import methods
@@ -117,21 +117,12 @@ def test_a_row_is_measured_where_it_is_wanted_and_both_can_draw_as_many(tmp_path
     assert ran[2:] == [("ar", 1)]
 
 
-def test_rows_of_earlier_runs_stay_unless_measured_again(tmp_path):
-    def row(batch, seconds):
-        names = {"release": "VAR", "model": "m", "method": "ar"}
-        return names | {"batch": batch, "threads": 2, "ours": seconds}
-
-    write_results(tmp_path, NAME, [row(1, 5.0), row(16, 6.0)], {})
-    assert merged(tmp_path, [row(1, 4.0)]) == [row(16, 6.0), row(1, 4.0)]
-
-
 def test_a_row_keeps_its_own_commit_and_date(tmp_path):
     names = {"release": "VAR", "model": "m", "method": "ar", "threads": 2}
     earlier = names | {"batch": 1} | measured() | {"git": "earlier"}
     write_results(tmp_path, NAME, [earlier], {})
     now = names | {"batch": 16} | measured()
-    assert [row["git"] for row in merged(tmp_path, [now])] == ["earlier", git_sha()]
+    assert [row["git"] for row in merged(tmp_path, NAME, [now], KEYS)] == ["earlier", git_sha()]
     assert all(now[name] for name in ("machine", "torch", "date"))
     table = Path(__file__).parents[2] / "benchmarks" / "results"
     assert all(row["git"] and row["date"] for row in read_results(table, NAME)["rows"])

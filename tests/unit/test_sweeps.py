@@ -84,7 +84,7 @@ def test_samples_are_made_once(scales, tmp_path):
     settings = var.settings_of(scales, [])[:2]
 
     def draw():
-        return sweep.draw_samples(settings, tmp_path, tmp_path / "model", real, 5, 3, Budget())
+        return sweep.draw_all(settings, tmp_path, tmp_path / "model", real, 5, 3, Budget())
 
     found = draw()
     first = {f: f.stat().st_mtime_ns for made in found.values() for f in made.folder.iterdir()}

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 
 from specmm.metrics.measurement import Interval, Measurement, compare_results, read_measurements
-from specmm.metrics.report import (
-    COLUMNS,
-    _axes,
-    _shared,
-    draw_trade,
-    joined,
-    place_names,
-    read_files,
-    table,
-)
+from specmm.metrics.report import COLUMNS, draw_trade, joined, read_files, table
 
 BENCH = [
     {"method": label.partition("(")[0], "label": label, "speedup": x, "certificate": {"kind": kind}}
@@ -115,16 +106,23 @@ ROWS = [
 ]
 
 
-def test_no_name_lies_on_another_or_leaves_the_picture(tmp_path: Path) -> None:
+def test_no_name_lies_on_the_plot_or_leaves_the_picture(tmp_path, monkeypatch) -> None:
     pytest.importorskip("matplotlib")
-    figure, axes = _axes(ROWS)
-    for row in ROWS:
-        axes.scatter(row["speedup"], row["fid"])
-    boxes = place_names(figure, axes, ROWS)
-    frame = axes.get_window_extent()
-    for i, box in enumerate(boxes):
-        assert all(_shared(box, other) == 0 for other in boxes[:i])
-        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0
-        assert box.y1 <= frame.y1
+    from matplotlib.figure import Figure
+
+    drawn, save = [], Figure.savefig
+
+    def kept(figure, *given, **options):
+        save(figure, *given, **options)
+        drawn.append(figure)
+
+    monkeypatch.setattr(Figure, "savefig", kept)
     rows = [{**r, "fid_low": r["fid"] - 1, "fid_high": r["fid"] + 1} for r in ROWS]
     assert draw_trade(rows, tmp_path / "x.png", floor=18).stat().st_size > 10_000
+    [figure], [axes], [names] = drawn, drawn[0].axes, drawn[0].legends
+    told = [text.get_text() for text in names.get_texts()]
+    assert told[:3] == ["plain decoding", "plain decoding + 10%", "real against real (halves)"]
+    methods = [r["method"] for r in ROWS]
+    assert told[3:] == [f"{methods[0]}, n = 2000", *methods[1:]]
+    box, whole, plot = names.get_window_extent(), figure.bbox, axes.get_tightbbox()
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= plot.y0

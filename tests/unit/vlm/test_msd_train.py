@@ -13,7 +13,6 @@ from recipes.scenes.packing import Sample, collate
 from specmm.core.processors import Processor
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.loop import Run
-from specmm.recipes.losses import compared
 from specmm.recipes.msd import (
     build_msd,
     msd_config,
@@ -201,36 +200,6 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
     with pytest.raises(ValueError, match="exists, give --set replace=true"):
         recipe.train("msd", **options)
-
-
-def test_griffin_leaves_out_what_follows_no_draft(target):
-    """From the second pass on, but for first tokens of answers, which follow the prompt."""
-    target.wants_context = True
-    slots = read_slots(target, [source(0, True), source(1, False)], collate)
-    wanted = slots.hidden.roll(-1, 1)
-    first = slots.mask & ~torch.nn.functional.pad(slots.mask[:, :-1], (1, 0))
-
-    class Wrong:
-        def prompt_slots(self, embeddings, hidden, image):
-            return hidden
-
-        def __call__(self, x):
-            return -wanted
-
-    options = dict(probs_weight=1.0, passes=2, loss="griffin")
-    best = target.head(-wanted).argmax(-1)
-    worst = target.head(-wanted).argmin(-1)
-    found = {
-        name: msd_loss(Wrong(), target.head, replace(slots, tokens=tokens.roll(2, 1)), **options)[
-            "griffin"
-        ]
-        for name, tokens in (("best", best), ("worst", worst))
-    }
-    logits = target.head(wanted), target.head(-wanted)
-    each = compared("griffin", *logits)[0]
-    torch.testing.assert_close(found["best"], each[slots.mask].mean())
-    later = each[first].sum() / slots.mask.sum()
-    torch.testing.assert_close(found["worst"], (each[slots.mask].mean() + later) / 2)
 
 
 def test_later_passes_read_the_head_s_own_states_on_answers(target):

@@ -1,12 +1,12 @@
-"""Arithmetic of the vision-language benchmark: cut answers, the right baseline, equal tokens."""
+"""Arithmetic of the benchmark of answers and texts: cut answers, the right baseline, equal ones."""
 
 import pytest
 import torch
 
-from benchmarks.vlm_speed import Answered, Batch, Runner, cut, row
+from benchmarks.language_speed import Answered, Asked, Runner, cut, row
 from specmm.core.stats import Stats
 
-ASKED = Batch([None], ["?"], 0)
+ASKED = Asked(([None], ["?"]), 0, {})
 
 
 def runner(name, ids, seconds, stats=None):
