@@ -132,6 +132,11 @@ class BatchEngine:
             self.changed.notify()
         return answer
 
+    @property
+    def ended(self) -> bool:
+        """See :class:`specmm.serving.requests.Engine`."""
+        return self.closing
+
     def counts(self) -> Mapping[str, float]:
         """See :class:`specmm.serving.requests.Engine`."""
         now = {

@@ -257,9 +257,12 @@ class Api:
         return {"id": name, "object": "model", "created": self.started, "owned_by": "specmm"}
 
     async def health(self, _: Request) -> Response:
-        """``/health``: 200, and 503 while the server ends."""
+        """``/health``: 200, and 503 while the server ends or one of its models cannot go on."""
         if self.draining:
             raise Refused("the server is about to end", status=503)
+        if ended := [name for name, engine in self.engines.items() if engine.ended]:
+            why = f"{ended[0]} is not answered any more; the log says why, start the server again"
+            raise Refused(why, status=503)
         return _json({"status": "ok"})
 
     async def metrics(self, _: Request) -> Response:

@@ -106,6 +106,10 @@ class Engine(Protocol):
         Raises ``ValueError`` for one that cannot be answered, and :class:`Busy`.
         """
 
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no requests any more: it is closed, or cannot go on."""
+
     def counts(self) -> Mapping[str, float]:
         """Numbers since the start, by name: those of Prometheus' counters and gauges."""
 

@@ -193,6 +193,16 @@ def test_a_key(coder_pipe):
             wrong.models.list()
 
 
+def test_a_model_that_cannot_go_on_is_seen(coder_pipe):
+    engines = [engine_of(coder_pipe, name) for name in ("text", "other")]
+    with served(engines) as server:
+        engines[1].close()  # as where there is no memory for an empty batch
+        answer = httpx.get(server.address + "/health")
+        assert answer.status_code == 503
+        assert "other is not answered any more" in answer.json()["error"]["message"]
+        assert post(server, TEXT, GOOD[TEXT] | {"model": "text"})[0] == 200
+
+
 def test_busy(coder_pipe):
     with served([engine_of(coder_pipe, "text", waiting=0)]) as server:
         answer = httpx.post(server.address + TEXT, json=GOOD[TEXT])
