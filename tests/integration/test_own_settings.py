@@ -93,6 +93,21 @@ def test_settings_that_change_scores_apply_as_in_generate(text_folder, settings,
         assert set(settings) - {"stop_strings"} <= set(out.certificate.settings)
 
 
+@pytest.mark.parametrize("method", ["ar", "prompt-lookup", "block"])
+def test_tokens_that_a_function_allows_are_those_of_generate(text_pipe, method):
+    """By the row and its text so far."""
+
+    def allowed(row, ids):
+        return [5 + row, 9 + int(ids[-1]) % 7, 20 + len(ids) % 5]
+
+    given = dict(max_new_tokens=LONGEST, prefix_allowed_tokens_fn=allowed)
+    out = text_pipe(PROMPTS, method=method, **given)
+    inputs = text_pipe.tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    said = text_pipe.model.generate(**inputs, do_sample=False, **given)
+    for found, wanted in zip(out.tokens, said[:, inputs["input_ids"].shape[1] :], strict=True):
+        assert found.tolist() == wanted[: len(found)].tolist()
+
+
 def test_what_is_sampled_by_them_is_what_generate_samples(text_pipe):
     """The distributions after three prompts, by what either draws 3,000 times."""
     for options in (dict(min_p=0.2), dict(typical_p=0.4), dict(epsilon_cutoff=0.05)):
