@@ -30,7 +30,6 @@ from specmm.kernels.tree_attention import TreeMask
 from specmm.kernels.tree_attention.triton import tree_attention
 
 KIB = 1024
-FILTERS = None, [0.0, 0.0, 1.0, 0.0], [0.7, 100.0, 0.9, 0.0], [0.7, 0.0, 0.9, 1.0]
 TARGETS = {  # and the shared memory of a program
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * KIB),
     "sm_86": (GPUTarget("cuda", 86, 32), 99 * KIB),
@@ -45,36 +44,28 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def attention() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Tree attention of each precision, with and without hidden slots, over split prefixes and by
-    position.
-    """
+    """Tree attention of each precision, with and without hidden slots, over split prefixes."""
     lengths = empty(2, dtype=torch.int64)
     dtypes, widths = (torch.float16, torch.bfloat16, torch.float32), (24, 80, 128, 256)
-    for dtype, width, nodes, invariant in product(dtypes, widths, (1, 65), (False, True)):
+    for dtype, width, nodes in product(dtypes, widths, (1, 65)):
         q, keys = empty(2, 8, nodes, width, dtype=dtype), empty(2, 2, 4096, width, dtype=dtype)
         words = empty(1, nodes, -(-nodes // 64), dtype=torch.int64)
         hidden = empty(2, 300, dtype=torch.bool) if width == 80 else None
-        mask = TreeMask(words, lengths, 4000, hidden, invariant)
+        mask = TreeMask(words, lengths, 4000, hidden)
         given = q, keys, keys, mask, width**-0.5, 4
-        yield (
-            f"attention {dtype} D={width} T={nodes} invariant={invariant}",
-            lambda g=given: tree_attention(*g),
-        )
+        yield f"attention {dtype} D={width} T={nodes}", lambda g=given: tree_attention(*g)
 
 
 def acceptance() -> Iterator[tuple[str, Callable[[], object]]]:
-    """Fused acceptance of drawn and chosen drafts from distributions and from logits, from either
-    end.
-    """
+    """Fused acceptance of drawn and chosen drafts from either end, and of the likeliest."""
     tokens = empty(2, 26, dtype=torch.int64)
     probs = empty(2, 26, 4096)
     tree = probs, tokens, tokens[:1], empty(2, 27), 26
     for drafts, leaves_first in product((None, probs), (False, True)):
-        for processing in FILTERS:
-            given = (*tree, drafts, processing, leaves_first)
-            drawn = drafts is not None
-            name = f"acceptance {drawn=} {leaves_first=} {processing=}"
-            yield name, lambda g=given: accept(*g)
+        given = (*tree, drafts, leaves_first, False)
+        name = f"acceptance drawn={drafts is not None} {leaves_first=}"
+        yield name, lambda g=given: accept(*g)
+    yield "acceptance greedy", lambda: accept(*tree, None, False, True)
 
 
 def commits() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -1,11 +1,8 @@
-"""MAR-L: a picture's transformer passes, and head calls by the steps that a call speculates.
+"""MAR-L: a picture's transformer passes, and the steps of its head.
 
-As graphs (``compiled=True``); without them plain sampling alone is measured, last, since it takes a
-minute a picture.
-A round is a call of the diffusion head for the tokens of an iteration: over one step in plain
-sampling, over a window of steps in exact CSpD, of which a token keeps tau on the average. All times
-come from whole pictures; what is not the head, the transformer's passes, is the same for all
-(``fixed_ms``).
+As graphs (``compiled=True``); without them it is measured last, since it takes a minute a picture.
+A round is a call of the diffusion head for the tokens of an iteration. All times come from whole
+pictures; what is not the head, the transformer's passes, is ``fixed_ms``.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from specmm.image_ar.continuous.mar import MAR, MARConfig
 from specmm.image_ar.continuous.orders import MARSettings
 from specmm.image_ar.continuous.pipeline import MARPipeline
 
-WINDOWS = (4, 8, 16, 32)
 ITERATIONS = (64, 256)
 TINY = dict(img_size=64, encoder_embed_dim=32, encoder_depth=1, encoder_num_heads=2) | dict(
     decoder_embed_dim=32, decoder_depth=1, decoder_num_heads=2, diffloss_d=1, diffloss_w=32
@@ -96,41 +92,15 @@ def plain_row(bench: Bench, pipe: MARPipeline, what: Pictures) -> Row:
     }
 
 
-def round_row(bench: Bench, pipe: MARPipeline, what: Pictures, window: int, plain: Row) -> Row:
-    """A call of the head over ``window`` steps; what is not the head takes what it took
-    ``plain``.
-    """
-    method = methods.CSpD(window=window)
-    with bench.memory() as memory:
-        steps = TINY_STEPS if bench.tiny else STEPS
-        seconds, calls = seconds_of(bench, pipe, method, what, steps)
-    return {
-        "method": f"cspd(window={window})",
-        "nodes": window,
-        "depth": window - 1,
-        "round_ms": (1000 * seconds - plain["fixed_ms"]) / calls,
-        "fixed_ms": plain["fixed_ms"],
-        "rounds": calls,
-        "seconds": seconds,
-        **memory,
-    }
-
-
 def cases(bench: Bench) -> Iterator[Case]:
-    """Plain sampling and windows, with few and with all iterations, then without graphs."""
+    """Plain sampling with few and with all iterations, then without graphs."""
     made = cache(lambda: pipeline(bench))
-    plain = cache(lambda what: plain_row(bench, made(), what))
 
-    def measure(what: Pictures, window: int) -> list[Row]:
+    def measure(what: Pictures) -> list[Row]:
         facts = {"model": f"MAR-L, {what.iterations} iterations", "batch": 1, "mode": what.mode}
-        found = plain(what)
-        if window > 1:
-            found = round_row(bench, made(), what, window, found)
-        return [facts | found]
+        return [facts | plain_row(bench, made(), what)]
 
-    for iterations in (4,) if bench.tiny else ITERATIONS:
-        for window in (1, *(WINDOWS[:1] if bench.tiny else WINDOWS)):
-            given = Pictures(iterations, "graph"), window
-            yield Case(f"{iterations} iterations, window {window}", lambda g=given: measure(*g))
-    alone = Pictures(4 if bench.tiny else ITERATIONS[0], "eager"), 1
-    yield Case(f"{alone[0].iterations} iterations, eager", lambda: measure(*alone))
+    counts = (4,) if bench.tiny else ITERATIONS
+    for what in (*(Pictures(count, "graph") for count in counts), Pictures(counts[0], "eager")):
+        name = f"{what.iterations} iterations, {what.mode}"
+        yield Case(name, lambda given=what: measure(given))

@@ -139,7 +139,7 @@ PARTS = {
         Part("qwen-vl", "Qwen2.5-VL-7B with MSD", f"{HERE}.language:qwen_vl"),
         Part("text", "Qwen3-8B with DFlash", f"{HERE}.language:text"),
         Part("training", "an EAGLE-3 head learns from 7B and 8B", f"{HERE}.training:training"),
-        Part("mar", "MAR-L, plain and CSpD", f"{HERE}.continuous:cases"),
+        Part("mar", "MAR-L", f"{HERE}.continuous:cases"),
         Part("var", "VAR-d30 and d16, plain and CoDe", f"{HERE}.var:published_pair"),
         Part("pocket-llamagen", "pocket/llamagen, real", f"{HERE}.llamagen:cases"),
         Part("pocket-var", "pocket/var, real", f"{HERE}.var:pocket"),

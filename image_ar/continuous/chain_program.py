@@ -79,26 +79,24 @@ class ChainProgram:
         self.each = len(bound) // pictures
         self.batch = pictures
         self.steps = tables.steps
-        self.device = bound.head.device
         numbers = torch.tensor([float(bound.scale), temperature, 2 * math.log(temperature)])
         windows = torch.from_numpy(tables.rows)
         assert bound.table is not None, "iterations of few tokens have one"
-        there = windows.to(self.device), numbers.to(self.device)
-        self.fixed = (bound.head.weights, bound.table, *there)
+        self.fixed = (bound.head.weights, bound.table, windows, numbers)
 
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
-        """Put in the place of ``rows``, tensors of ``ChainRows`` on the host, what as many rounds
-        as it can play make of them.
+        """Put in the place of ``rows``, tensors of ``ChainRows``, what as many rounds as it can
+        play make of them.
         """
         left = (rows[0] < self.steps).view(self.batch, -1).any(1)
         there = left.nonzero().flatten().tolist()
-        moved = [x.to(self.device) for x in rows]
+        moved = rows
         goes_on = True
         while goes_on:
             numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
-            held = torch.tensor([each for _, each in numbers], device=self.device).T.contiguous()
+            held = torch.tensor([each for _, each in numbers]).T.contiguous()
             fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], held)
-            none = torch.zeros(held.shape, dtype=held.dtype, device=self.device)
+            none = torch.zeros(held.shape, dtype=held.dtype)  # not of its strides
             state = none, none.clone(), moved[0] < self.steps, *moved
             drawn, short, _, *moved = self.run(fixed, state)
             goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, held.tolist())
@@ -110,7 +108,7 @@ class ChainProgram:
     ) -> tuple[Tensor, list[int]]:
         """The next numbers of ``pictures`` [B, n · ``each``], and how many there are of each."""
         most = self.each * each
-        numbers = torch.zeros(self.batch, most, device=self.device)
+        numbers = torch.zeros(self.batch, most)
         held = [0] * self.batch
         for b in pictures:
             ahead = stream.ahead(b, most)

@@ -25,8 +25,9 @@ and K proposals of a coupling.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -45,16 +46,10 @@ from specmm.image_ar.continuous.chain_windows import Array, Columns, WindowTable
 from specmm.image_ar.continuous.diffusion_head import BoundHead, ChainHead, HeadCondition, finite
 from specmm.image_ar.continuous.orders import PictureStreams, Stream
 
-
-class RoundPrograms(Protocol):
-    """Compiled programs that run many rounds at once."""
-
-    def speculation(
-        self, bound: BoundHead, tables: WindowTables, temperature: float, pictures: int
-    ) -> ChainProgram | None:
-        """The program for the tokens of ``bound``, equally many of each of so many ``pictures``;
-        None if rounds must run one by one.
-        """
+Programs: TypeAlias = Callable[[BoundHead, WindowTables, float, int], ChainProgram | None]
+"""The program that runs many rounds at once of the tokens of a head bound to them, equally many of
+each of so many pictures, at a temperature; None if rounds must run one by one.
+"""
 
 
 @dataclass
@@ -74,7 +69,7 @@ def speculate(
     normal: PictureStreams,
     log_uniform: PictureStreams,
     temperature: float = 1.0,
-    programs: RoundPrograms | None = None,
+    programs: Programs | None = None,
 ) -> Speculated:
     """Tokens [R, C] with the distribution of ``ancestral``, in fewer sequential head calls.
 
@@ -89,7 +84,7 @@ def speculate(
     run = ChainRun(bound, tables, rows, (normal, log_uniform), temperature)
     program: ChainProgram | None = None
     if programs is not None and len(set(rows)) == 1:
-        program = programs.speculation(bound, tables, temperature, len(rows))
+        program = programs(bound, tables, temperature, len(rows))
     while len(left := run.left()):
         if program is not None:
             program(run.rows, run.streams)
@@ -222,7 +217,7 @@ class ChainSpeculation:
     log_uniform: PictureStreams
     window: int = 16
     temperature: float = 1.0
-    programs: RoundPrograms | None = None
+    programs: Programs | None = None
     tables: WindowTables = field(init=False)
 
     def __post_init__(self) -> None:

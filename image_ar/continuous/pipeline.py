@@ -247,7 +247,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         if isinstance(batch.method, methods.CSpD) and settings.temperature > 0:
             numbers = (normal, log_uniforms(batch.generators))
             window, warmth = batch.method.window or HEAD_STEPS, settings.temperature
-            sampler, claim = ChainSpeculation(head, *numbers, window, warmth, quick), EXACT
+            programs = None if quick is None else quick.speculation
+            sampler, claim = ChainSpeculation(head, *numbers, window, warmth, programs), EXACT
         elif settings.solver == "ddim":
             sampler, claim = Deterministic(head, normal), DDIM
         else:

@@ -16,7 +16,7 @@ from torch import Tensor
 from specmm.core.processors import check_finite, extremes
 from specmm.image_ar.scales.sampling import Sampling, ScaleTokens
 from specmm.image_ar.scales.scale_schedule import scale_bias
-from specmm.image_ar.scales.var import VAR
+from specmm.image_ar.scales.var import VAR, ScaleCache
 from specmm.image_ar.scales.vqvae import MultiScaleQuantizer
 
 # rows times positions up to which a program is ahead of single operators (pocket/var, two cores)
@@ -77,30 +77,6 @@ class FeatureMap:
     def _at(self, first: int, last: int) -> Tensor:
         starts = self.schedule.starts
         return self._inputs[:, starts[first] - starts[1] : starts[last + 1] - starts[1]]
-
-
-class ScaleCache:
-    """One layer's ``keys`` and ``values`` [R, S, H, D]; queries attend to the first ``filled``.
-
-    Without ``keep``, new keys and values (of the last scale) are attended to once and not written.
-    """
-
-    state: ClassVar[tuple[str, ...]] = ("keys", "values")
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys = keys
-        self.values = values
-        self.filled = 0
-        self.keep = True
-
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.keep:
-            keys, values = self.keys[:, : self.filled], self.values[:, : self.filled]
-            return torch.cat([keys, k], 1), torch.cat([values, v], 1)
-        stop = self.filled + k.shape[1]
-        self.keys[:, self.filled : stop] = k
-        self.values[:, self.filled : stop] = v
-        return self.keys[:, :stop], self.values[:, :stop]
 
 
 class Session:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -103,11 +103,29 @@ class ClassCondition(NamedTuple):
     head: tuple[Tensor, Tensor]
 
 
-class KVStore(Protocol):
-    """Cache of a layer's keys and values [R, T, H, D]."""
+class ScaleCache:
+    """One layer's ``keys`` and ``values`` [R, S, H, D]; queries attend to the first ``filled``.
+
+    Without ``keep``, new keys and values (of the last scale) are attended to once and not written.
+    """
+
+    state: ClassVar[tuple[str, ...]] = ("keys", "values")
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self.keys = keys
+        self.values = values
+        self.filled = 0
+        self.keep = True
 
     def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``k`` and ``v``; return all keys and values to attend [R, S, H, D]."""
+        """Add ``k`` and ``v`` [R, T, H, D]; all keys and values to attend [R, S, H, D]."""
+        if not self.keep:
+            keys, values = self.keys[:, : self.filled], self.values[:, : self.filled]
+            return torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        stop = self.filled + k.shape[1]
+        self.keys[:, self.filled : stop] = k
+        self.values[:, self.filled : stop] = v
+        return self.keys[:, :stop], self.values[:, :stop]
 
 
 def modulate(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
@@ -147,7 +165,7 @@ class VARAttention(nn.Module):
         x: Tensor,
         given: BlockCondition,
         bias: Tensor | None,
-        store: KVStore | None,
+        store: ScaleCache | None,
         tail: int,
     ) -> Tensor:
         """The last ``tail`` rows of ``x`` [R, T, C] attend to all of it and to the ``store``."""
@@ -214,7 +232,7 @@ class VARBlock(nn.Module):
         x: Tensor,
         given: BlockCondition,
         bias: Tensor | None,
-        store: KVStore | None,
+        store: ScaleCache | None,
         tail: int,
     ) -> Tensor:
         """[R, T, C] -> its last ``tail`` rows; the others only serve as keys and values."""
@@ -301,7 +319,7 @@ class VAR(nn.Module):
         x: Tensor,
         given: ClassCondition,
         bias: Tensor | None = None,
-        stores: Sequence[KVStore | None] | None = None,
+        stores: Sequence[ScaleCache | None] | None = None,
         tail: int | None = None,
     ) -> Tensor:
         """The blocks over embeddings [R, T, C] of one scale, or of several under ``bias``.

@@ -11,7 +11,6 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from specmm.core.processors import Processor
 from specmm.core.randomness import UniformSource
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.registry import maker_of
@@ -19,8 +18,6 @@ from specmm.kernels.backend import backend
 from specmm.verify.bottom_up import Block, Traversal
 from specmm.verify.exact import GreedyMatch, PointMass, Recursive
 from specmm.verify.rule import Rule, VerifyResult, draw_uniforms, sample_result
-
-GREEDY = [0.0, 0.0, 1.0, 0.0]  # processing that leaves the argmax
 
 
 @torch.library.custom_op("specmm::accept", mutates_args=())
@@ -31,28 +28,29 @@ def accept(
     uniforms: Tensor,
     depth: int,
     drafts: Tensor | None = None,
-    processing: list[float] | None = None,
     leaves_first: bool = False,
+    greedy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as
     ``specmm.verify.rule.sample_result`` has them.
 
-    ``probs`` [B, N, V] (float32 or float64) are the target's processed distributions or, with
-    ``processing`` = [temperature, top_k, top_p, top_p_first (0 or 1)], its float32 logits.
-    ``tokens`` [B, N] and ``parents`` [1 or B, N] are the tree's, D = ``depth`` its deepest level,
-    ``drafts`` [B, N, V] the distributions the nodes were drawn from (None: point masses),
-    ``uniforms`` [B, N + 1] uniforms in [0, 1): one for each node, the last for the next token.
+    ``probs`` [B, N, V] (float32 or float64) are the target's distributions, ``tokens`` [B, N] and
+    ``parents`` [1 or B, N] the tree's, D = ``depth`` its deepest level, ``drafts`` [B, N, V] the
+    distributions the nodes were drawn from (None: point masses), ``uniforms`` [B, N + 1] uniforms
+    in [0, 1): one for each node, the last for the next token.
 
     Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+)
     (``specmm.verify.exact.Recursive``). With ``leaves_first`` nodes are tested in post-order
-    instead (``specmm.verify.bottom_up.Traversal``; on a chain that is block verification). Raises
-    ``ValueError`` on sizes and types that do not fit together.
+    instead (``specmm.verify.bottom_up.Traversal``; on a chain that is block verification). If
+    ``greedy``, a draft is kept where it is the target's likeliest token, and nothing is drawn
+    (``specmm.verify.exact.GreedyMatch``). Raises ``ValueError`` on sizes and types that do not fit
+    together.
     """
-    _check(probs, tokens, parents, uniforms, drafts, processing)
+    _check(probs, tokens, parents, uniforms, drafts)
     run = by_rule
     if backend(probs.device) == "triton":
         from specmm.kernels.acceptance.triton import accept as run
-    return run(probs, tokens, parents, uniforms, depth, drafts, processing, leaves_first)
+    return run(probs, tokens, parents, uniforms, depth, drafts, leaves_first, greedy)
 
 
 @accept.register_fake
@@ -70,12 +68,7 @@ def _(
 
 
 def _check(
-    probs: Tensor,
-    tokens: Tensor,
-    parents: Tensor,
-    uniforms: Tensor,
-    drafts: Tensor | None,
-    processing: list[float] | None,
+    probs: Tensor, tokens: Tensor, parents: Tensor, uniforms: Tensor, drafts: Tensor | None
 ) -> None:
     batch, nodes = tokens.shape
     if probs.shape[:2] != tokens.shape or parents.shape not in ((1, nodes), (batch, nodes)):
@@ -89,16 +82,8 @@ def _check(
             f"{list(probs.shape)}, got {list(uniforms.shape)} and "
             f"{None if drafts is None else list(drafts.shape)}"
         )
-    if probs.dtype not in (torch.float32, torch.float64) or (
-        processing is not None and probs.dtype != torch.float32
-    ):
-        raise ValueError(
-            f"probs must be float32 or float64, and logits float32, got {probs.dtype}; convert them"
-        )
-    if processing is not None and len(processing) != 4:
-        raise ValueError(
-            f"processing must be [temperature, top_k, top_p, top_p_first], got {processing}"
-        )
+    if probs.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"probs must be float32 or float64, got {probs.dtype}; convert them")
 
 
 def by_rule(
@@ -108,14 +93,11 @@ def by_rule(
     uniforms: Tensor,
     depth: int,
     drafts: Tensor | None,
-    processing: list[float] | None,
     leaves_first: bool,
+    greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``accept`` by the core's own rules and PyTorch's operators, where Triton does not run."""
-    if processing is not None:
-        temperature, top_k, top_p, top_p_first = processing
-        probs = Processor(temperature, int(top_k), top_p, bool(top_p_first))(probs)
-    rule: Rule = Traversal() if leaves_first else Recursive()
+    rule: Rule = GreedyMatch() if greedy else Traversal() if leaves_first else Recursive()
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
     result = sample_result(rule.decisions(tree, probs), tree.shape, uniforms)
     return result.path, result.kept, result.next_token
@@ -125,8 +107,8 @@ class FusedOptions(TypedDict, total=False):
     """The arguments of ``accept`` that depend on the rule."""
 
     drafts: Tensor | None
-    processing: list[float]
     leaves_first: bool
+    greedy: bool
 
 
 def decide_fused(
@@ -140,10 +122,9 @@ def decide_fused(
     options = fused_options(rule, tree)
     if options is None:
         return None
-    probs = p.float() if "processing" in options else p
     numbers = draw_uniforms(tree.shape, uniforms)
     path, kept, following = accept(
-        probs, tree.tokens, tree.shape.parents, numbers, tree.shape.depth, **options
+        p, tree.tokens, tree.shape.parents, numbers, tree.shape.depth, **options
     )
     return VerifyResult(path, kept, following)
 
@@ -156,7 +137,7 @@ def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
         return None
     match rule:
         case GreedyMatch():
-            return {"processing": GREEDY}
+            return {"greedy": True}
         case PointMass():
             return {}
         case Recursive():

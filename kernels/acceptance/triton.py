@@ -1,9 +1,9 @@
-"""Fused acceptance in Triton, one program a row: from a round's distributions (or logits) and
-uniforms to the result.
+"""Fused acceptance in Triton, one program a row: from a round's distributions and uniforms to the
+result.
 
 ``walk`` goes from the root down: recursive, point mass. ``climb`` goes from the leaves up: block
-and traversal verification. Nodes are numbered after their parents and siblings by rank. Only the
-distributions of nodes on the path are processed.
+and traversal verification. ``follow`` takes the likeliest tokens. Nodes are numbered after their
+parents and siblings by rank.
 
 Shape letters: B batch, N nodes, V vocabulary, D deepest level.
 """
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmm.kernels.acceptance.distributions import LEAST, draw, process
+from specmm.kernels.acceptance.distributions import LEAST, argmax, draw
 
 BLOCK = 2048  # tokens read at a time
 WARPS = 8
-SCRATCH = tl.constexpr(3)  # distributions a row of ``walk``: a processed one, two residuals in turn
+SCRATCH = tl.constexpr(2)  # distributions a row of ``walk``: residuals, in turn
 
 
 def accept(
@@ -32,8 +32,8 @@ def accept(
     uniforms: Tensor,
     depth: int,
     drafts: Tensor | None,
-    processing: list[float] | None,
     leaves_first: bool,
+    greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Path, kept and next token; for the arguments see ``specmm.kernels.acceptance.accept``."""
     batch, nodes, vocabulary = probs.shape
@@ -42,25 +42,43 @@ def accept(
     given = [x.contiguous() for x in (probs, tokens, parents)]
     sizes = nodes, len(parents), depth + 1, vocabulary
     block = dict(BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS)
-    temperature, top_k, top_p, top_p_first = processing or (1.0, 0, 1.0, False)
-    filters = max(temperature, 1e-5), float(top_k), top_p
+    if greedy:
+        follow[(batch,)](*given, *found, *sizes, **block)
+        return found
     given += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
-    options = dict(
-        LOGITS=processing is not None,
-        GREEDY=temperature == 0,
-        TOP_P=top_p < 1,
-        TOP_P_FIRST=bool(top_p_first),
-        DRAWN=drafts is not None,
-        **block,
-    )
+    drawn = dict(DRAWN=drafts is not None, **block)
     if leaves_first:
         scratch = probs.new_empty(batch, depth + 1, vocabulary)
         every = triton.next_power_of_2(nodes)
-        climb[(batch,)](*given, scratch, *found, *sizes, *filters, NODES=every, **options)
+        climb[(batch,)](*given, scratch, *found, *sizes, NODES=every, **drawn)
         return found
     scratch = probs.new_empty(batch, SCRATCH.value, vocabulary)
-    walk[(batch,)](*given, scratch, *found, *sizes, *filters, **options)
+    walk[(batch,)](*given, scratch, *found, *sizes, **drawn)
     return found
+
+
+@triton.jit
+def follow(
+    probs_ptr, tokens_ptr, parents_ptr, path_ptr, kept_ptr, next_ptr,
+    nodes, shapes, levels, V, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's path, kept and next token by the likeliest token of each node that is reached."""
+    row = tl.program_id(0).to(tl.int64)
+    parents = parents_ptr + row % shapes * nodes
+    tokens = tokens_ptr + row * nodes
+    probs = probs_ptr + row * nodes * V
+    node = tl.full([], 0, tl.int32)
+    kept = tl.full([], 1, tl.int32)
+    likeliest = argmax(probs, V, BLOCK)
+    tl.store(path_ptr + row * levels, 0)
+    for n in range(1, nodes):
+        if (tl.load(parents + n).to(tl.int32) == node) & (tl.load(tokens + n) == likeliest):
+            tl.store(path_ptr + row * levels + kept, n)
+            node = tl.full([], 0, tl.int32) + n
+            kept = kept + 1
+            likeliest = argmax(probs + n * V, V, BLOCK)
+    tl.store(kept_ptr + row, kept)
+    tl.store(next_ptr + row, likeliest)
 
 
 @triton.jit
@@ -94,8 +112,7 @@ def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def walk(
     probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, scratch_ptr,
-    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V, temperature, top_k, top_p,
-    LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
+    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V,
     DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's path, kept and next token: siblings are tested in turn from the root down.
@@ -112,9 +129,6 @@ def walk(
     scratch = scratch_ptr + row * SCRATCH * V
     now = probs
     scale = tl.full([], 1.0, probs_ptr.dtype.element_ty)
-    if LOGITS:
-        process(probs, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
-        now = scratch
     node = tl.full([], 0, tl.int32)
     kept = tl.full([], 1, tl.int32)
     turn = tl.full([], 0, tl.int32)
@@ -132,16 +146,10 @@ def walk(
                 kept = kept + 1
                 now = probs + n * V
                 scale = tl.full([], 1.0, probs_ptr.dtype.element_ty)
-                if LOGITS:
-                    process(
-                        now, scratch, V, temperature, top_k, top_p,
-                        GREEDY, TOP_P, TOP_P_FIRST, BLOCK,
-                    )  # fmt: skip
-                    now = scratch
             else:
-                out = scratch + (1 + turn) * V
+                out = scratch + turn * V
                 total = _reject(now, out, scale, token, draft, V, DRAWN, BLOCK)
-                if total > 0:  # else the target does not change, and keeps its processed support
+                if total > 0:  # else the target does not change
                     now = out
                     scale = 1 / total
                     turn = 1 - turn
@@ -188,10 +196,8 @@ def _chance(now, scale, r, token, draft, DRAWN: tl.constexpr):
 @triton.jit
 def climb(
     probs_ptr, tokens_ptr, parents_ptr, uniforms_ptr, drafts_ptr, scratch_ptr,
-    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V, temperature, top_k, top_p,
-    NODES: tl.constexpr,
-    LOGITS: tl.constexpr, GREEDY: tl.constexpr, TOP_P: tl.constexpr, TOP_P_FIRST: tl.constexpr,
-    DRAWN: tl.constexpr, BLOCK: tl.constexpr,
+    path_ptr, kept_ptr, next_ptr, nodes, shapes, levels, V,
+    NODES: tl.constexpr, DRAWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's path, kept and next token: nodes are tested in post-order.
 
@@ -216,9 +222,6 @@ def climb(
     after = tl.full([], 0, tl.int32)
     depth = tl.full([], 0, tl.int32)
     walking = tl.full([], 1, tl.int32)
-    if LOGITS:
-        process(probs, scratch, V, temperature, top_k, top_p, GREEDY, TOP_P, TOP_P_FIRST, BLOCK)
-        moved = tl.where(place == 0, 1, moved)
     while walking > 0:
         r = _at(reach, place, node)
         child = tl.min(tl.where((parent == node) & (place > after), place, NODES), 0)
@@ -230,12 +233,6 @@ def climb(
             node = child
             after = child
             depth = depth + 1
-            if LOGITS:
-                process(
-                    probs + node * V, scratch + depth * V, V, temperature, top_k, top_p,
-                    GREEDY, TOP_P, TOP_P_FIRST, BLOCK,
-                )  # fmt: skip
-                moved = tl.where(place == node, 1, moved)
         else:
             kept = (node == 0) | (tl.load(uniforms + node) < r)
             walking = tl.where(kept, 0, 1)
@@ -247,7 +244,7 @@ def climb(
                 share = _at(scale, place, up) * before
                 token = tl.load(tokens + node)
                 total = _lower(now, out, share, token, drafts + node * V, V, DRAWN, BLOCK)
-                if total > 0:  # else it does not change, and keeps its processed support
+                if total > 0:  # else it does not change
                     scale = tl.where(place == up, 1 / total, scale)
                     moved = tl.where(place == up, 1, moved)
                 raised = tl.where(before < 1, total / (total + 1 - before), 1.0)

@@ -34,7 +34,6 @@ def tree_attention(
     first: int,
     scale: float,
     hidden: Tensor | None = None,
-    row_invariant: bool = False,
     splits: int = 0,
 ) -> Tensor:
     """Attention [R, T, H, D] of a tree's queries ``q`` [R, H, T, D] over ``keys`` and ``values``
@@ -42,12 +41,11 @@ def tree_attention(
 
     Keys and values may have any strides but the last (caches of [R, S, K, D] come transposed); H is
     a multiple of K. See :class:`TreeMask` for ``words``, ``lengths``, ``first`` and ``hidden``.
-    ``scale`` multiplies the scores. ``row_invariant``: a query's result has the same bits whichever
-    part of its past is committed, and alone or in a tree (Triton only; slower). ``splits``: parts
-    the prefix is cut into, 0 for as many as the GPU has use for. A query that may attend nothing
-    gives zeros. Raises ``ValueError`` on sizes that do not fit together.
+    ``scale`` multiplies the scores. ``splits``: parts the prefix is cut into, 0 for as many as the
+    GPU has use for. A query that may attend nothing gives zeros. Raises ``ValueError`` on sizes
+    that do not fit together.
     """
-    mask = TreeMask(words, lengths, first, hidden, row_invariant)
+    mask = TreeMask(words, lengths, first, hidden)
     _check(q, keys, values, mask)
     if backend(q.device) == "triton":
         from specmm.kernels.tree_attention.triton import tree_attention as run
@@ -71,7 +69,6 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool 
         out: Tensor = tree_attention(
             *(q, keys, values, mask.words, mask.lengths, mask.first, q.shape[-1] ** -0.5),
             mask.hidden,
-            mask.row_invariant,
         )
         return out.transpose(1, 2)
     if isinstance(mask, RaggedMask):

@@ -48,7 +48,6 @@ def forward(
     out = tree_attention(
         *(query, key, value, tree_mask.words, tree_mask.lengths, tree_mask.first, scale),
         tree_mask.hidden,
-        tree_mask.row_invariant,
     )
     return out, None
 

@@ -19,14 +19,13 @@ class TreeMask:
 
     ``words`` [1 or B, T, W] int64 is :attr:`specmm.core.tree.TreeShape.ancestor_words`; ``lengths``
     [B] int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden``
-    [R, up to S] bool hides committed ones. ``row_invariant`` is the operator's.
+    [R, up to S] bool hides committed ones.
     """
 
     words: Tensor
     lengths: Tensor
     first: int
     hidden: Tensor | None = None
-    row_invariant: bool = False
 
 
 class RowGroup(NamedTuple):

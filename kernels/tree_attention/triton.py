@@ -6,11 +6,6 @@ packed) and one split of the prefix; the last split also takes the tree. The mas
 words, 64 ancestors each. Softmax is online, in fp32 and base 2. Splits are merged by a second
 kernel, in order.
 
-``row_invariant``: tiles are cut by *position* (committed tokens, then a node's ancestors by depth),
-splits have a fixed number of positions and tiles one size, so that every query meets the same keys
-in the same columns whatever part of its past is committed and whatever else is in the tree. Tiles
-that are wholly committed are shared by all queries; in the others each node gathers its own path.
-
 Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, G = H / K, T tree nodes,
 M = G T packed queries, S slots, D head width, W words, C splits.
 """
@@ -28,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specmm.kernels.tree_attention.masks import TreeMask, unpacked
+from specmm.kernels.tree_attention.masks import TreeMask
 
-INVARIANT_SPLIT = 1024  # positions a split of the row-invariant mode
 WAVES = 2  # programs wanted for each multiprocessor before the prefix is split no further
 LEAST_SPLIT = 256  # slots below which a split costs more than it saves
 MOST_SPLIT = 8192  # slots of a split: the last ones, if longer, leave most of the GPU idle
@@ -160,80 +154,6 @@ def _attend(
     _finish(acc, top, total, out_ptr, lse_ptr, at, d, live, D)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _attend_by_position(
-    q_ptr, k_ptr, v_ptr, paths_ptr, depths_ptr, lengths_ptr, hidden_ptr, out_ptr, lse_ptr,
-    scale, first, batch, word_rows, nodes, splits, hidden_width,
-    q_row, q_head, q_node, k_row, k_head, k_slot, v_row, v_head, v_slot,
-    KV: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HIDDEN: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    row, head, node, query, q = _begin(
-        q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
-    )
-    split = tl.program_id(2)
-    d = tl.arange(0, BLOCK_D)
-    column = tl.arange(0, BLOCK_N)
-    live = node < nodes
-    wide = d < D
-    k_base = k_ptr + row * k_row + head * k_head
-    v_base = v_ptr + row * v_row + head * v_head
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    length = tl.load(lengths_ptr + row % batch).to(tl.int32)
-    tree = (row % word_rows) * nodes
-    deepest = tl.max(tl.load(depths_ptr + tree + node, mask=live, other=0))
-    first_node = tl.program_id(1) * BLOCK_M // GROUP
-    past_node = (tl.program_id(1) * BLOCK_M + BLOCK_M - 1) // GROUP + 1
-    end = tl.minimum(length + deepest + 1, (split + 1) * SPLIT)
-    for start in range(split * SPLIT, end, BLOCK_N):
-        position = start + column
-        s = tl.full([BLOCK_M, BLOCK_N], float("-inf"), tl.float32)
-        shared = start + BLOCK_N <= length  # then the first node's keys are everybody's
-        stop = tl.where(shared, first_node + 1, tl.minimum(past_node, nodes))
-        for n in range(first_node, stop):
-            slot, seen = _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes)
-            seen = _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN)
-            mask = seen[:, None] & wide[None]
-            k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
-            mine = (shared | (node == n))[:, None] & seen[None]
-            s = tl.where(mine, _scores(q, k, scale, UPCAST), s)
-        p, past, top, total = _weigh(s, top, total)
-        acc = acc * past[:, None]
-        for n in range(first_node, stop):
-            slot, seen = _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes)
-            seen = _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN)
-            mask = seen[:, None] & wide[None]
-            v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=mask, other=0.0)
-            mine = (shared | (node == n))[:, None]
-            acc = _blend(acc, tl.where(mine, p, 0.0), v, UPCAST)
-    at = ((row * nodes + node) * (KV * GROUP) + query) * splits + split
-    _finish(acc, top, total, out_ptr, lse_ptr, at, d, live, D)
-
-
-@triton.jit
-def _place(position, n, length, first, paths_ptr, depths_ptr, tree, nodes):
-    """Slots [N] of the ``position`` s on node ``n``'s path, and whether they are on it."""
-    depth = tl.load(depths_ptr + tree + n)
-    step = position - length
-    on_path = (step >= 0) & (step <= depth)
-    ancestor = tl.load(paths_ptr + (tree + n) * nodes + step, mask=on_path, other=0)
-    return tl.where(step < 0, position, first + ancestor).to(tl.int64), step <= depth
-
-
-@triton.jit
-def _open(seen, position, length, row, hidden_ptr, hidden_width, HIDDEN: tl.constexpr):
-    """``seen`` [N] without the committed slots that are hidden."""
-    if HIDDEN:
-        known = (position < length) & (position < hidden_width)
-        shut = tl.load(hidden_ptr + row * hidden_width + position, mask=known, other=0)
-        return seen & (shut == 0)
-    return seen
-
-
 @triton.jit(do_not_specialize=["splits"])
 def _merge(part_ptr, lse_ptr, out_ptr, splits, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """One query's splits, added in order: a split without weight adds exactly nothing."""
@@ -261,11 +181,8 @@ def tree_attention(
     rows, heads, nodes, width = q.shape
     kv, slots = keys.shape[1:3]
     group = heads // kv
-    shared = shared_memory(q.device)
-    tile = _tile(group * nodes, width, q.element_size(), shared, mask.row_invariant)
+    tile = _tile(group * nodes, width, q.element_size(), shared_memory(q.device))
     tiles = triton.cdiv(group * nodes, tile["BLOCK_M"])
-    if mask.row_invariant:
-        splits = triton.cdiv(slots, INVARIANT_SPLIT)
     splits = splits or _splits(rows * kv * tiles, slots, q.device)
     out = q.new_empty(rows, nodes, heads, width)
     parts = out
@@ -290,26 +207,21 @@ def tree_attention(
     )
     grid = (rows * kv, tiles, splits)
     rest = (mask.lengths, shut, parts, lse, *sizes)
-    if mask.row_invariant:
-        _attend_by_position[grid](
-            q, keys, values, *_paths(words, nodes), *rest, SPLIT=INVARIANT_SPLIT, **options
-        )
-    else:
-        _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **options)
+    _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **options)
     if splits > 1:
         block_d = tile["BLOCK_D"]
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)
     return out
 
 
-def _tile(queries: int, width: int, size: int, shared: int, row_invariant: bool) -> dict[str, int]:
+def _tile(queries: int, width: int, size: int, shared: int) -> dict[str, int]:
     """The tiles of a program for ``queries`` of ``width`` numbers of ``size`` bytes, and how many
     of keys it loads ahead.
     """
     block_d = max(16, triton.next_power_of_2(width))
-    block_m = 16 if row_invariant else _queries(queries, block_d * size, shared)
+    block_m = _queries(queries, block_d * size, shared)
     # measured on an H200: 32 keys of 128 numbers, but 64 for 32 queries, which take 1.4x with 32
-    room = 16384 if row_invariant or block_m == 32 else 8192  # bytes
+    room = 16384 if block_m == 32 else 8192  # bytes
     return dict(
         BLOCK_M=block_m,
         BLOCK_N=min(64, max(16, room // (block_d * size))),
@@ -343,15 +255,3 @@ def _splits(programs: int, slots: int, device: torch.device) -> int:
     )
     longest = triton.cdiv(slots, MOST_SPLIT)
     return max(1, longest, min(wanted, slots // LEAST_SPLIT))
-
-
-def _paths(words: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """The node at each depth of a node's path [1 or B, T, T] int32 (0 past its end), and its depth
-    [1 or B, T].
-    """
-    bits = unpacked(words, nodes)  # [1 or B, T, T]
-    rank = bits.cumsum(-1)
-    paths = rank.new_zeros(*bits.shape[:2], nodes + 1, dtype=torch.int32)
-    node = torch.arange(nodes, dtype=torch.int32, device=words.device).expand_as(bits)
-    paths.scatter_(-1, torch.where(bits, rank - 1, nodes), node.contiguous())
-    return paths[..., :nodes].contiguous(), (rank[..., -1] - 1).int()

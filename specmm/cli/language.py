@@ -1,18 +1,15 @@
 """``specmm ask`` and ``specmm complete``: questions about pictures answered, texts continued."""
 
-from __future__ import annotations
+# typer reads the annotations of these functions when this module is imported: they are evaluated
 
-import dataclasses
-import functools
-import inspect
 import json
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,6 +25,7 @@ from specmm.cli.options import (
     Seed,
     Threads,
     compiled_as,
+    with_fields,
 )
 from specmm.cli.output import emit, say, stdout_reserved
 from specmm.cli.starting import started, starting
@@ -76,6 +74,9 @@ class Settings:
     threads: Threads = None
     seed: Seed = None
     as_json: Json = False
+
+    def __post_init__(self) -> None:
+        starting()
 
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
         """The options of a call by ``method``, with its ``own``; says which one changes nothing."""
@@ -136,27 +137,7 @@ class Settings:
         return out, record
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` with options for all :class:`Settings`, which it gets as ``settings``."""
-    hints = get_type_hints(Settings, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
-
-    @functools.wraps(command)
-    def called(*args: Any, **given: Any) -> None:
-        starting()
-        settings = Settings(**{name: given.pop(name) for name in fields.keys() & given.keys()})
-        command(*args, settings=settings, **given)
-
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    shared = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[name]
-        )
-        for name, field in fields.items()
-    ]
-    kept = [parameter for parameter in own if parameter.name != "settings"]
-    called.__signature__ = inspect.Signature([*kept, *shared])  # type: ignore[attr-defined]
-    return called
+with_settings = with_fields(Settings, "settings")
 
 
 @with_settings
@@ -364,12 +345,12 @@ class Echo:
     It writes to a terminal only.
     """
 
-    def __init__(self, stops: StopStrings) -> None:
+    def __init__(self, stops: "StopStrings") -> None:
         self.stops = stops
         self.ids: list[int] = []
         self.written = ""
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: "torch.Tensor") -> None:
         """Write what these ids add."""
         self.ids += value.flatten().tolist()
         self._write(self.stops.sure(self.ids))

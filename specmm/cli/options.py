@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -81,6 +85,41 @@ def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
     if always and text != "true":
         raise ValueError(f"--compile is --compiled true, got --compiled {text}; leave one out")
     return found[text]
+
+
+def with_fields(
+    kind: type[Any], name: str, **defaults: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a command of a function that takes an object ``name`` of a dataclass ``kind``: its
+    fields, annotated as options, take its place, with other ``defaults`` where they are given.
+
+    The function's own annotations must be evaluated, not text: typer reads them.
+    """
+    hints = get_type_hints(kind, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    fields = {
+        field.name: inspect.Parameter(
+            *(field.name, keyword),
+            default=defaults.get(field.name, field.default),
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(kind)
+    }
+
+    def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def called(*args: Any, **given: Any) -> Any:
+            own = kind(**{field: given.pop(field) for field in fields if field in given})
+            return command(*args, **{name: own}, **given)
+
+        others = inspect.signature(command).parameters.values()
+        whole = [*(each for each in others if each.name != name), *fields.values()]
+        found: Any = called
+        found.__signature__ = inspect.Signature(whole)
+        found.__annotations__ = {each.name: each.annotation for each in whole}
+        return called
+
+    return wrap
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -63,22 +63,6 @@ def held(file: Path, mode: int, rivals: str = "") -> Iterator[None]:
         _release(own, head)
 
 
-def _flocked(handle: int, mode: int, journals: Path) -> bool:
-    """Lock an open file; the system unlocks it when the process ends, in whatever way.
-
-    False where its file system has no locks.
-    """
-    try:
-        fcntl.flock(handle, mode)
-    except BlockingIOError:
-        raise _occupied(journals, "another process") from None
-    except OSError as error:
-        if error.errno not in LACKING:
-            raise
-        return False
-    return True
-
-
 def _occupied(journals: Path, who: str, more: str = "") -> ValueError:
     return ValueError(
         f"{journals.parent} is being written by {who}, wait for it or choose another --out{more}"

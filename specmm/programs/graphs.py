@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -233,19 +232,14 @@ class GraphRound:
 class Graph:
     """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
 
-    Where nothing is captured it is just called. Results are copies, but for state that it is given
-    and writes in place: that is the graph's memory, and not copied where it is given again.
-    ``pool`` is another's memory. The first ``fixed`` tensors are not written to by anybody: the
-    same ones are copied once.
+    Where nothing is captured it is just called. Results are copies. ``pool`` is another's memory.
     """
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None, fixed: int = 0
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
     ) -> None:
         self.function = function
         self.pool = pool
-        self.fixed = fixed
-        self.given: list[weakref.ref[Tensor]] = []  # those that were copied
         self.inputs: list[Tensor] = []
         self.replay: Callable[[], None] | None = None
 
@@ -261,19 +255,11 @@ class Graph:
         if self.replay is None:
             self.inputs = [x.clone() for x in inputs]
             self.function(*self.inputs)  # what is made once is made
-        there = [given() for given in self.given]
-        new = [
-            i
-            for i, x in enumerate(inputs)
-            if x is not self.inputs[i] and not (i < len(there) and there[i] is x)
-        ]
-        copy_all([self.inputs[i] for i in new], [inputs[i] for i in new])
-        self.given = [weakref.ref(x) for x in inputs[: self.fixed]]
-        if self.replay is None:
             self.replay = record_on_gpu(self._run, self.pool)
+        else:
+            copy_all(self.inputs, list(inputs))
         self.replay()
-        own = {id(x) for x in self.inputs}
-        return tuple(x if id(x) in own else x.clone() for x in self.outputs)
+        return tuple(x.clone() for x in self.outputs)
 
     def _run(self) -> None:
         self.outputs = self.function(*self.inputs)
@@ -283,9 +269,9 @@ class Graphs:
     """``function`` of tensors alone, as a :class:`Graph` for each form of them."""
 
     def __init__(
-        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None, fixed: int = 0
+        self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
     ) -> None:
-        self.make = functools.partial(Graph, function, pool, fixed)
+        self.make = functools.partial(Graph, function, pool)
         self.by_form: dict[tuple[Any, ...], Graph] = {}
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from specmm import methods
+from specmm.choose.threads import settled
 from specmm.extending.outside import of_others
 from specmm.image_ar.pipeline import family_of
-from specmm.runs.race import Quickest, measure, measure_language, usual
+from specmm.runs.race import Quickest, batches, facts_of, measure, raced, summary, usual, with_plain
 from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model, parse_methods
 
 
@@ -65,10 +66,14 @@ class Bench:
             return pipe(*given, method=method, compiled=compiled, **options)
 
         call = Quickest(answer) if self.compiled else answer
-        given = (self.batch, self.runs, self.seed)
-        rows = measure_language(pipe, self.model, call, chosen, asked, *given)
-        how = {"kind": kind, "max_new_tokens": max_new_tokens, "temperature": temperature}
-        return [{**row, **how} for row in rows]
+        contenders = with_plain(chosen)
+        pipe.graphs.most = max(pipe.graphs.most, len(contenders))  # in turn: none is recorded anew
+        with settled(pipe.model):
+            lanes = raced(call, contenders, batches(asked, self.batch, self.runs), self.seed)
+            facts = facts_of(self.model, self.seed, pipe.model)
+        facts |= {"kind": kind, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        facts["quality"] = {"log_likelihood": None}
+        return [{**summary(lane, lanes[0], self.batch), **facts} for lane in lanes]
 
     def _own(self) -> bool:
         """Whether the drafter is a third-party one, which is measured with a method of its own.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,9 +26,6 @@ from specmm.runs.run import Kind, Place, open_model, place_of, planning_bar, tre
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
 from specmm.verify import Recursive
-
-if TYPE_CHECKING:
-    pass
 
 LEVELS = 6  # of the spine on which a drafter's acceptance is measured
 SIZES = (2, 3, 4, 6, 8, 12)  # nodes of the trees that are compared, with the root

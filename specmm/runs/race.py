@@ -233,10 +233,10 @@ def measure(
     for name in wanted.keys() - set(pipe.call_options):
         raise ValueError(f"--{name} does not serve models such as {model}; leave it out")
     asked: Sequence[str | int] = prompts or range(pipe.transformer.config.num_classes)
-    rounds = _batches(asked, batch, runs)
+    rounds = batches(asked, batch, runs)
     with settled(pipe.transformer):
-        lanes = race(pipe, _with_plain(contenders), rounds, seed, compiled, **wanted)
-        facts = _facts(model, seed, pipe.transformer) | wanted
+        lanes = race(pipe, with_plain(contenders), rounds, seed, compiled, **wanted)
+        facts = facts_of(model, seed, pipe.transformer) | wanted
     return [{**row, **facts} for row in summaries(pipe, lanes, rounds, batch)]
 
 
@@ -250,37 +250,17 @@ def usual(pipe: Pipeline) -> list[Any]:
     return [methods.make(pipe.registry, name) for name in found]
 
 
-def measure_language(
-    pipe: Pipeline,
-    model: str,
-    call: Call,
-    contenders: Sequence[Any],
-    asked: Sequence[Any],
-    batch: int,
-    runs: int,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """As :func:`measure`, of what is ``asked`` of a model of texts or answers, by ``call``."""
-    contenders = _with_plain(contenders)
-    pipe.graphs.most = max(pipe.graphs.most, len(contenders))  # in turn: none is recorded anew
-    with settled(pipe.model):
-        lanes = raced(call, contenders, _batches(asked, batch, runs), seed)
-        facts = _facts(model, seed, pipe.model)
-    return [
-        {**summary(lane, lanes[0], batch), "quality": {"log_likelihood": None}, **facts}
-        for lane in lanes
-    ]
-
-
-def _with_plain(contenders: Sequence[Any]) -> list[Any]:
+def with_plain(contenders: Sequence[Any]) -> list[Any]:
+    """Plain decoding, then the other ``contenders``."""
     plain = methods.AR()
     return [plain, *(method for method in contenders if method != plain)]
 
 
-def _batches(asked: Sequence[T], batch: int, runs: int) -> list[list[T]]:
+def batches(asked: Sequence[T], batch: int, runs: int) -> list[list[T]]:
     """Batches of ``asked``, which begins again where it ends."""
     return [[asked[(i * batch + j) % len(asked)] for j in range(batch)] for i in range(runs)]
 
 
-def _facts(model: str, seed: int, network: torch.nn.Module) -> dict[str, Any]:
+def facts_of(model: str, seed: int, network: torch.nn.Module) -> dict[str, Any]:
+    """What rows of a bench of ``model`` have in common."""
     return {"model": model, "seed": seed, **place_of(network), "outputs": []}

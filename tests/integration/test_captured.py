@@ -16,7 +16,6 @@ from specmm.hf.answers import shared_rounds
 from specmm.image_ar.tokens.assemble import assemble as assemble_pictures
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.image_ar.tokens.target import Prompt, StaticTarget
-from specmm.programs import graphs
 from specmm.programs.graphs import round_program
 from specmm.text.pipeline import TextPipeline
 from specmm.vlm.pipeline import VQAPipeline
@@ -340,32 +339,6 @@ def test_calls_share_a_graph(name, taped, strict):
         for way in (False, True)
     )
     assert torch.equal(one.tokens, other.tokens)
-
-
-def test_what_is_fixed_is_copied_once(taped, monkeypatch):
-    copied = []
-    copy_all = graphs.copy_all
-    monkeypatch.setattr(graphs, "copy_all", lambda a, b: (copied.append(b), copy_all(a, b)))
-    made = graphs.Graphs(lambda a, b: (a * b,), fixed=1)
-    table, state = torch.tensor([2.0]), torch.tensor([3.0])
-    for other in (table, table, torch.tensor([5.0]), table):
-        (state,) = made(other, state)
-    assert state == 3 * 2 * 2 * 5 * 2
-    assert [len(some) for some in copied] == [2, 1, 2, 2]
-    made(table.mul_(1), state.zero_())
-    assert len(copied[-1]) == 1 and copied[-1][0] is state
-
-
-def test_state_that_is_written_in_place_is_handed_on(taped):
-    """And not copied; another run's is."""
-    made = graphs.Graphs(lambda step, state: (state.add_(step), state * 2))
-    step = torch.tensor([3.0])
-    for begin in (1.0, 10.0):
-        given = torch.tensor([begin])
-        state, twice = made(step, given)
-        again, more = made(step, state)
-        assert again is state == begin + 6 and (twice, more) == (2 * begin + 6, 2 * begin + 12)
-        assert given == begin
 
 
 def test_the_second_round_of_a_later_run_is_replayed(taped, strict):

@@ -88,20 +88,6 @@ def test_drawn_tokens_are_those_of_eager_rounds(pipe_of, traced):
     same(pipe_of("janus"), "janus", "sjd", BATCHES, temperature=1.0, top_k=5, cfg=1.5)
 
 
-def test_methods_whose_rounds_differ_are_refused(pipe_of):
-    with pytest.raises(ValueError, match=r"^compiled=True needs ar, sjd or a method with a"):
-        pipe_of("janus")(PROMPTS, method=methods.PromptLookup(), compiled=True)
-
-
-def test_no_compiler_is_one_line(pipe_of, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with (
-        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
-        pytest.raises(ValueError, match=r"need a C\+\+ compiler, no-such-compiler is none"),
-    ):
-        pipe_of("janus")(PROMPTS, method="ar", compiled=True)
-
-
 def test_a_model_whose_layers_attend_a_part_of_the_text_is_refused(pipe_of):
     pipe = pipe_of("janus")
     target = pipe.target(cfg=1.0)

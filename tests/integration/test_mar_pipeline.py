@@ -156,11 +156,6 @@ def test_a_chain_without_noise_is_run_plainly(pipe):
             pipe(["heart"], temperature=0.0, method=methods.CSpD(variant=variant))
 
 
-def test_more_iterations_than_tokens(pipe):
-    out = pipe(["heart"], generator=seeds(1), num_iter=50, output_type="latent")
-    assert out.stats.batch_rounds == 36 and out.tokens.isfinite().all()
-
-
 def test_the_command_line_draws(folder, tmp_path):
     for i, options in enumerate(([], ["variant=paper", "window=4"], ["window=5"])):
         place = tmp_path / str(i)

@@ -24,7 +24,8 @@ from specmm.image_ar.continuous.chain_speculation import ChainRun
 from specmm.image_ar.continuous.masked_decode import MARProgress
 from specmm.image_ar.continuous.orders import PictureStreams
 from specmm.image_ar.pipeline import ImagePipeline
-from specmm.image_ar.scales.next_scale import FeatureMap, ScaleCache, Session
+from specmm.image_ar.scales.next_scale import FeatureMap, Session
+from specmm.image_ar.scales.var import ScaleCache
 from specmm.image_ar.tokens.drafters.jacobi import JacobiDrafter
 from specmm.verify.rule import VerifyResult
 from specmm.vlm.pipeline import VQAPipeline

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specmm.cli.evaluate.sources import SourceReader, name_of
-from specmm.cli.options import Device, Json
+from specmm.cli.options import Json, with_fields
 from specmm.cli.output import counted, emit, stdout_reserved
 
 if TYPE_CHECKING:
@@ -34,26 +33,6 @@ Name = Annotated[
     str | None,
     typer.Option("--name", help="Of the method, for the report (default: SOURCE's own)."),
 ]
-READER = {  # the options of a ``SourceReader``, with their defaults but for the network's
-    "network": Annotated[
-        str,
-        typer.Option(
-            "--features", help="Network that sees the pictures (see: specmm eval weights)."
-        ),
-    ],
-    "weights": Annotated[
-        Path | None, typer.Option(help="Its weights, where they are not found by themselves.")
-    ],
-    "skip_bad": Annotated[
-        bool,
-        typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and list them."),
-    ],
-    "workers": Annotated[
-        int | None, typer.Option(min=0, help="Processes that read pictures (default: one a core).")
-    ],
-    "batch": Annotated[int, typer.Option(min=1, help="Pictures at a time.")],
-    "device": Device,
-}
 TITLES = {
     "fid": "FID",
     "fd": "Fréchet distance",
@@ -79,19 +58,15 @@ def reading(network: str) -> Callable[[Command], Command]:
 
     ``network`` is the default of ``--features``.
     """
+    return with_fields(SourceReader, "reader", network=network)
 
-    def wrap(function: Command) -> Command:
-        @functools.wraps(function)
-        def command(**given: Any) -> Any:
-            reader = SourceReader(**{name: given.pop(name) for name in READER})
-            return function(reader=reader, **given)
 
-        own = [p for p in _parameters(function) if p.name != "reader"]
-        defaults = {**vars(SourceReader), "network": network}
-        options = [_parameter(name, READER[name], defaults[name]) for name in READER]
-        return _with_parameters(command, [*own, *options])
+@dataclass
+class Printing:
+    """How measurements are printed."""
 
-    return wrap
+    name: Name = None
+    as_json: Json = False
 
 
 def measured(network: str) -> Callable[[Command], Command]:
@@ -99,34 +74,16 @@ def measured(network: str) -> Callable[[Command], Command]:
 
     def wrap(function: Command) -> Command:
         @functools.wraps(function)
-        def command(as_json: bool, name: str | None, reader: SourceReader, **given: Any) -> None:
+        def command(reader: SourceReader, printing: Printing, **given: Any) -> None:
             with stdout_reserved():
                 found = function(reader=reader, **given)
             several = found if isinstance(found, Sequence) else [found]
             noted = [reader.noted(m) for m in several]
-            show(noted, as_json, name or name_of(given["source"]))
+            show(noted, printing.as_json, printing.name or name_of(given["source"]))
 
-        printing = [_parameter("name", Name, None), _parameter("as_json", Json, False)]
-        return reading(network)(_with_parameters(command, [*_parameters(function), *printing]))
+        return reading(network)(with_fields(Printing, "printing")(command))
 
     return wrap
-
-
-def _parameters(function: Command) -> list[inspect.Parameter]:
-    return list(inspect.signature(function).parameters.values())
-
-
-def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-def _with_parameters(command: Command, parameters: Sequence[inspect.Parameter]) -> Command:
-    """``command`` with the signature that typer is to see."""
-    changed: Any = command
-    changed.__signature__ = inspect.Signature(parameters)
-    changed.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command
 
 
 def show(found: Sequence[Measurement], as_json: bool, name: str) -> None:

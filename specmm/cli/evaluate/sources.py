@@ -6,11 +6,14 @@ import json
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import typer
+
+from specmm.cli.options import Device
 from specmm.cli.output import counted, say
 
 if TYPE_CHECKING:
@@ -33,13 +36,27 @@ REFERENCE_NAMES = {"mu", "sigma"}
 class SourceReader:
     """Reads sources; the network is loaded once, and only if one of them holds pictures."""
 
-    network: str = "inception"
-    weights: Path | None = None
-    skip_bad: bool = False
-    workers: int | None = None
-    batch: int = 32
-    device: str = "auto"
-    opened: dict[str, PictureSource] = field(default_factory=dict)  # sources of pictures
+    network: Annotated[
+        str,
+        typer.Option(
+            "--features", help="Network that sees the pictures (see: specmm eval weights)."
+        ),
+    ] = "inception"
+    weights: Annotated[
+        Path | None, typer.Option(help="Its weights, where they are not found by themselves.")
+    ] = None
+    skip_bad: Annotated[
+        bool,
+        typer.Option("--skip-bad", help="Leave out pictures that cannot be read, and list them."),
+    ] = False
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that read pictures (default: one a core).")
+    ] = None
+    batch: Annotated[int, typer.Option(min=1, help="Pictures at a time.")] = 32
+    device: Device = "auto"
+
+    def __post_init__(self) -> None:
+        self.opened: dict[str, PictureSource] = {}  # of pictures
 
     @cached_property
     def extractor(self) -> Extractor:

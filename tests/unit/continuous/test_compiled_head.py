@@ -74,7 +74,7 @@ SEVERAL = {
 @pytest.mark.slow
 def test_rounds_are_those_of_single_operators(bind, traced):
     rows, options = KINDS["three, guided"]
-    same(bind, rows, HeadPrograms(CPU), **options)
+    same(bind, rows, HeadPrograms(CPU).speculation, **options)
 
 
 class Plainly:
@@ -88,7 +88,7 @@ class Plainly:
         self.played += int((made[4] - given[1][4]).sum())
         return made
 
-    def speculation(self, *given):
+    def __call__(self, *given):
         return ChainProgram(self.rounds, *given)
 
 
@@ -124,7 +124,7 @@ def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
     programs = HeadPrograms(CPU)
     monkeypatch.setattr(programs, "chain", None)
     monkeypatch.setattr(programs, "rounds", None)
-    same(bind, 3, programs)
+    same(bind, 3, programs.speculation)
     bound, noise = bind(3, spec="8"), torch.zeros(9, 3, 4)
     assert programs.chains(Ancestral(bound.head, None))(bound, noise).isfinite().all()
 
@@ -141,7 +141,7 @@ def test_real_programs_keep_the_distribution(bind, frozen, monkeypatch):
     counters.clear()
     for _ in range(2):
         given = bind(rows, 1.0, "ddim10"), WindowTables(schedule, 8), [1] * rows
-        made.append(speculate(*given, *numbers, programs=programs).tokens)
+        made.append(speculate(*given, *numbers, programs=programs.speculation).tokens)
     assert counters["stats"]["unique_graphs"] == 1, "one program serves both"
     wanted = plain(bind(2 * rows, 1.0, "ddim10"), schedule, 2 * rows, 3)
     assert min(pvalues(torch.cat(made), wanted)) > 1e-3

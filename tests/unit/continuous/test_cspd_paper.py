@@ -12,7 +12,6 @@ from specmm.image_ar.continuous.cspd import (
     StreamNumbers,
     decode_paper,
 )
-from specmm.image_ar.continuous.diffusion_head import ChainHead
 from specmm.image_ar.continuous.masked_decode import head_conditions
 from specmm.image_ar.continuous.orders import MARSettings, log_uniforms, normals
 
@@ -132,8 +131,3 @@ def test_pictures_of_a_batch_are_those_alone(tiny_mar, cfg):
 def test_windows_that_make_no_sense(size, prefill):
     with pytest.raises(ValueError, match="window must be at least 1"):
         DraftWindow(size, prefill)
-
-
-def test_heads_share_one_schedule(tiny_mar):
-    target, _ = sides(tiny_mar, plan())
-    assert isinstance(target.head, ChainHead) and len(target.steps.keep) == 8

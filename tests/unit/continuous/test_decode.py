@@ -119,19 +119,6 @@ def test_every_token_is_made_once(count, made):
     assert all(a.first == b.last for a, b in pairwise(parts))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(num_iter=0), "num_iter must be at least 1"),
-        (dict(cfg=-2), "cfg must be finite and at least 0"),
-        (dict(temperature=-1), "temperature must be finite and at least 0"),
-    ],
-)
-def test_plans_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        MARSettings(**options)
-
-
 def test_counts_add_up():
     total = ChainStats()
     total.add(ChainStats(4, 2, head_calls=40, drafted=3, accepted=1))

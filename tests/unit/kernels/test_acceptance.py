@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from specmm.core.decode import decide
-from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.kernels.acceptance import accept, decide_fused, naive
@@ -144,56 +143,6 @@ def test_fused_equals_plain_python(drawn, random_shape, device, on_triton):
         assert path1[b, : int(kept1[b])].tolist() == nodes and int(following1[b]) == token
 
 
-PROCESSED = [((1.3, 30, 0.6), True), ((0.0, 0, 1.0), False)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("options", "first"), PROCESSED)
-@pytest.mark.parametrize("leaves_first", [False, True], ids=["from the root", "from the leaves"])
-def test_logits_are_processed_on_the_way(
-    options, first, leaves_first, random_shape, device, monkeypatch
-):
-    shape = random_shape(1, 6, torch.Generator().manual_seed(2))
-    generator = torch.Generator().manual_seed(6)
-    tree, _ = draft_tree(shape, True, device, 5, dtype=torch.float32)
-    # with ties
-    logits = torch.randn(5, 6, V, generator=generator).mul(2).round(decimals=1).to(device)
-    uniforms = torch.rand(5, 7, generator=generator).to(device)
-    given = tree.tokens, shape.parents, uniforms, shape.depth, tree.probs
-    probs = Processor(*options, top_p_first=first)(logits)
-    found = {}
-    for name in ("triton", "torch"):
-        monkeypatch.setenv("SPECMM_KERNELS", name)
-        found[name] = accept(
-            logits, *given, processing=[*options, float(first)], leaves_first=leaves_first
-        )
-    done = accept(probs, *given, leaves_first=leaves_first)
-    for one, other, same in zip(found["triton"], found["torch"], done, strict=True):
-        assert torch.equal(one, other) and torch.equal(other, same)
-
-
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_filters_keep_the_tokens_they_should(name, device, monkeypatch):
-    """Logits that fall from token to token: the largest uniform draws the last one that is kept."""
-    monkeypatch.setenv("SPECMM_KERNELS", name)
-    logits = torch.linspace(5, 0, V, device=device).view(1, 1, V)
-    root = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    uniforms = torch.full((1, 2), 1 - 2**-24, device=device)
-    last = []
-    for options in (
-        (0.7, 10, 1.0, False),
-        (1.3, 30, 0.6, False),
-        (1.3, 30, 0.6, True),
-        (1.0, 0, 0.9, False),
-    ):
-        token = accept(logits, root, root - 1, uniforms, 0, processing=[float(x) for x in options])[
-            2
-        ]
-        assert int(token) == int((Processor(*options)(logits) > 0).sum()) - 1
-        last.append(int(token))
-    assert last[0] == 9 and len(set(last)) == 4
-
-
 @pytest.mark.parametrize("name", ["triton", "torch"])
 @pytest.mark.parametrize("leaves_first", [False, True], ids=["from the root", "from the leaves"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
@@ -219,7 +168,7 @@ def test_the_vocabulary_may_exceed_a_block(random_shape, device, on_triton, monk
     tree, p = draft_tree(shape, True, device, 6)
     numbers = uniforms(6, device).draw(10)
     given = (p, tree.tokens, shape.parents, numbers, shape.depth, tree.probs)
-    upwards = (*given, None, True)
+    upwards = (*given, True)
     whole = *accept(*given), *accept(*upwards)
     monkeypatch.setattr(fast, "BLOCK", 16)
     assert all(
@@ -255,13 +204,11 @@ def test_no_graph_break(random_shape, device, on_triton):
         ({0: torch.zeros(1, 3, 4)}, "probs must be"),
         ({3: torch.zeros(1, 2)}, "uniforms must be"),
         ({0: torch.zeros(1, 2, 4).half()}, "float32 or float64"),
-        ({6: [1.0]}, "processing must be"),
     ],
 )
 def test_mistakes_are_one_line(change, message):
     tokens = torch.zeros(1, 2, dtype=torch.int64)
     given = [torch.zeros(1, 2, 4), tokens, tokens - 1, torch.zeros(1, 3), 1, None]
-    given += [None, False]
     for place, value in change.items():
         given[place] = value
     with pytest.raises(ValueError, match=message):

@@ -90,7 +90,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path):
     """Some of them; ``python -m benchmarks.gpu.compiles`` has all."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "benchmarks.gpu.compiles", "sm_86", "gfx942", "--each", "9"]
+    command = [sys.executable, "-m", "benchmarks.gpu.compiles", "sm_86", "gfx942", "--each", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sm_86: ") == done.stdout.count("gfx942: ") >= 5

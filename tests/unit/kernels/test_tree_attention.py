@@ -7,7 +7,6 @@ width.
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +20,6 @@ from specmm.kernels.tree_attention import (
     naive,
     tree_attention,
 )
-from specmm.kernels.tree_attention import triton as fast
 from specmm.kernels.tree_attention.masks import ragged
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -171,61 +169,6 @@ def test_permuting_siblings_permutes_outputs(device, on_triton):
     moved = [torch.cat([x[:, :, :20], x[:, :, 20:][:, :, order]], dim=2) for x in (k, v)]
     one, other = attend(q[:, :, 20:], k, v, mask), attend(q[:, :, 20:][:, :, order], *moved, mask)
     torch.testing.assert_close(one[:, :, order], other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.fixture
-def products_rounded_once(device, monkeypatch):
-    """Triton's interpreter multiplies by NumPy, whose order of sums depends on shapes, threads and
-    processor.
-
-    The order of a kernel's own tiles is under test, not NumPy's: products are made in float64 and
-    rounded once.
-    """
-    if device.type == "cuda":
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def dot(self, a, b, d, *precision):
-        total = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
-        return TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-
-
-def test_row_invariant_alone_and_in_a_tree(device, on_triton, monkeypatch, products_rounded_once):
-    """Every node of a tree, its ancestors in the tree region, against a tree of its own after the
-    committed path.
-    """
-    monkeypatch.setattr(fast, "INVARIANT_SPLIT", 64)
-    length, nodes, width, group = 124, 12, 24, 3  # paths cross the tile and the split at 128
-    generator = torch.Generator().manual_seed(group)
-    shape = TreeShape.from_parents([-1, 0, 1, 2, 3, 4, 5, 6, 2, 8, 9, 10], device)
-    q = torch.randn(1, group, nodes, width, generator=generator).to(device)
-    keys, values = torch.randn(2, 1, 1, length + nodes, width, generator=generator).to(device)
-    lengths = torch.tensor([length], device=device)
-    given = (q, keys, values, shape.ancestor_words, lengths, length, 0.2, None)
-    whole = tree_attention(*given, row_invariant=True)
-    assert error(whole, exactly(*given)) < TOLERANCE[torch.float32]
-    same = []
-    for node in (0, 3, 7, 11):
-        path = shape.ancestors[0, node].nonzero()[:, 0]
-        past = [
-            torch.cat([x[:, :, :length], x[:, :, length + path]], dim=2) for x in (keys, values)
-        ]
-        words, more = TreeShape.chain(0, device).ancestor_words, len(path) - 1
-        query = q[:, :, node : node + 1]
-        alone = (query, *past, words, lengths + more, length + more, 0.2)
-        assert torch.equal(tree_attention(*alone, row_invariant=True)[:, 0], whole[:, node])
-        same.append(torch.equal(tree_attention(*alone)[:, 0], tree_attention(*given)[:, node]))
-    assert not all(same), (
-        "without row_invariant the order of sums differs, or this test could not fail"
-    )
-
-
-def test_row_invariant_hides_what_is_hidden(random_shape, device, on_triton):
-    given = arguments(CASES[7], random_shape, device)
-    found = tree_attention(*given, row_invariant=True)
-    assert error(found, exactly(*given)) < TOLERANCE[CASES[7].dtype]
 
 
 def test_addresses_beyond_32_bits(device, on_triton):

@@ -89,12 +89,6 @@ def test_an_interrupted_run_does_no_more(alive):
     assert log == [("a", 0)]
 
 
-@pytest.mark.parametrize("at", [-1, 5])
-def test_out_of_range(at):
-    with pytest.raises(ValueError, match=rf"n must be a whole number from 0 .* to 4 .*, got {at}"):
-        split(4, at)
-
-
 def test_certificates():
     assert certificate(turns(("a", 4), ("b", 0)), "a").kind == "exact"
     mixed = certificate(turns(("a", 1), ("b", 3)), "a")

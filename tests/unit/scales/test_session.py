@@ -27,16 +27,6 @@ def test_equals_a_straightforward_loop(make, vqvae, plain, shape, options):
     assert len(torch.cat(tokens, 1).unique()) > 8
 
 
-def test_a_picture_does_not_depend_on_its_batch(large, vqvae, plain):
-    sampling = Sampling(2.0, 20, 0.95)
-    together = plain(large, vqvae, LABELS, sampling, [1, 2, 3])
-    for row in range(3):
-        single = plain(large, vqvae, LABELS[row : row + 1], sampling, [row + 1])
-        assert all(
-            torch.equal(a[row], b[0]) for a, b in zip(together.scales, single.scales, strict=True)
-        )
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("jumps", [(0, 1, 2, 3, 4), (4,), (2, 4), (0, 3, 4), (1, 2, 4)])
 @pytest.mark.parametrize("cfg", [0.0, 1.5])
