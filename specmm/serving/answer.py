@@ -68,7 +68,7 @@ class GrowingText:
         return found
 
 
-@dataclass
+@dataclass(eq=False)  # equal requests are not the same one
 class Answer:
     """A request in an engine: its ``prompt`` as the model reads it, the ``limit`` of its tokens, by
     which ``processor`` and with which ``generator`` they are drawn, and what has come of it.

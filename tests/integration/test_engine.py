@@ -1,6 +1,7 @@
 """Answers of an engine are those of the pipeline, whoever else is there and whatever is drafted."""
 
 import itertools
+import queue
 import threading
 
 import numpy as np
@@ -273,6 +274,22 @@ def test_a_row_that_is_not_finite_ends_alone(coder_pipe, method):
     for i in (0, 2, 4):
         assert said.text(i) == coder_pipe(TEXTS[i], method="ar", **fine).texts[0]
     assert engine.counts()["error_total"] == 2
+    engine.close()
+
+
+def test_equal_requests_are_not_the_same_one(coder_pipe):
+    """Those that wait are told apart, whichever of them is given up."""
+    engine = BatchEngine(coder_pipe, Limits(rows=1))
+    told = queue.SimpleQueue()
+    asked = Asked(prompt=TEXTS[0], options=dict(max_new_tokens=30))
+    tickets = [engine.submit(asked, told.put) for _ in range(5)]
+    for i in (1, 3):
+        tickets[i].cancel()
+    ends = []
+    while len(ends) < len(tickets):
+        one = told.get(timeout=60)
+        ends += [one.reason] if isinstance(one, Ended) else []
+    assert sorted(ends) == ["cancelled", "cancelled", "length", "length", "length"]
     engine.close()
 
 
