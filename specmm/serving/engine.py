@@ -555,11 +555,18 @@ class BatchEngine:
             self.made["error"] += 1
 
     def _begin_anew(self, error: Exception) -> None:
-        """What is in the batch may be spoilt: end its answers, and go on without."""
+        """What is in the batch may be spoilt: end its answers, and go on without. Without any, the
+        error is of those who wait, where it would come again.
+        """
         if out_of_memory(error) and (count := self.rows.count) > 1:
             log.warning("%s: memory ran out, going on with %d rows", self.name, count // 2)
             self.limits = replace(self.limits, rows=count // 2)
-        self._failed(list(self.answers), error)
+        failed = list(self.answers)
+        if not failed:
+            with self.changed:
+                failed = list(self.waiting)
+                self.waiting.clear()
+        self._failed(failed, error)
         try:
             self.rows = self._empty()
         except Exception as again:  # nothing can be answered any more

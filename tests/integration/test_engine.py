@@ -277,6 +277,25 @@ def test_a_row_that_is_not_finite_ends_alone(coder_pipe, method):
     engine.close()
 
 
+def test_an_error_before_a_row_is_told_once(coder_pipe, monkeypatch):
+    """Whoever waits hears of it, and the engine goes on."""
+    engine = BatchEngine(coder_pipe, Limits(rows=2))
+    said = Answers(engine)
+
+    def fails(*_):
+        raise RuntimeError("no such page")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.prefixes, "find", fails)
+        said.ask(prompt=TEXTS[0])
+        said.wait()
+    assert said.end(0).error == "RuntimeError: no such page"
+    said.ask(prompt=TEXTS[0], options=dict(max_new_tokens=9))
+    said.wait()
+    assert said.end(1).reason == "length"
+    engine.close()
+
+
 def test_equal_requests_are_not_the_same_one(coder_pipe):
     """Those that wait are told apart, whichever of them is given up."""
     engine = BatchEngine(coder_pipe, Limits(rows=1))
