@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import httpx
 
 from specmm.serving.asking import Settings
-from specmm.serving.engine import BatchEngine, Limits
+from specmm.serving.engine import BatchEngine
 from specmm.serving.http import app_of
+from specmm.serving.preparation import Limits
 from specmm.serving.process import Server
 
 

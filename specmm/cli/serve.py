@@ -73,7 +73,7 @@ def serve(
         raise ValueError(f"serve needs {error.name}, run: {install('serve')}") from error
     from specmm.loading.hardware import Place
     from specmm.serving.asking import Settings
-    from specmm.serving.engine import Limits
+    from specmm.serving.preparation import Limits
 
     if len(set(models)) < len(models):
         raise ValueError("each MODEL is served once, got one twice")

@@ -296,7 +296,8 @@ class Cache:
             if not self._follows:
                 return bias
             return ragged(bias, self.lengths.tolist(), self.front, self.size.width(self.dtype))
-        return TreeMask(shape.ancestor_words, self.lengths, self.front, self.hidden_prefix)
+        hidden = None if self.hidden_prefix is None else self.hidden_prefix[:, : self.front]
+        return TreeMask(shape.ancestor_words, self.lengths, self.front, hidden)
 
     def tree_bias(self, ancestors: Tensor) -> Tensor:
         """Additive mask [R, 1, N, S] for a tree in the scratch region.

@@ -8,8 +8,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from specmm.hf.answers.running import Pipeline
-from specmm.serving.engine import Limits
 from specmm.serving.opening import engine_of
+from specmm.serving.preparation import Limits
 from specmm.serving.requests import Asked, Ended, Piece
 
 

@@ -9,7 +9,6 @@ Shape letters: N nodes, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
@@ -19,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specmm import methods
 from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
 from specmm.core.rows import Rows
@@ -28,51 +26,24 @@ from specmm.core.turns import Turns, turns_of
 from specmm.hf.answers.running import Pipeline, finish_reason
 from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.models.target import Context
-from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
 from specmm.loading.hardware import out_of_memory
-from specmm.serving.answer import Answer, GrowingText, RowStops
+from specmm.serving.answer import Answer, RowStops
 from specmm.serving.costs import Pieces
 from specmm.serving.drafting import Drafts, LateDrafter
-from specmm.serving.prefixes import PAGE, Cut, Page, Prefixes, digest_of, joined
+from specmm.serving.prefixes import PAGE, Cut, Page, Prefixes, joined
+from specmm.serving.preparation import Limits, Preparation
 from specmm.serving.requests import Asked, Busy, Tell
 from specmm.verify.claims import run_claim
 from specmm.verify.matching import Matching
 
 log = logging.getLogger(__name__)
-OF_THE_SERVER = (  # options of calls that requests have not
-    "batch_size",
-    "compiled",
-    "draw",
-    "drafter",
-    "method",
-    "rule",
-    "stopping_criteria",
-    "tree",
-)
 ALL = 2**62  # tokens of a prompt, however long
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
 MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
 COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "timeout", "error")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
-    the model's); whether anything is drafted. An answer that asks for no number has at most
-    ``answer`` tokens, for which there is room. It may take ``seconds`` from its request on.
-    ``prefixes``: bytes of what was read before.
-    """
-
-    rows: int = 16
-    waiting: int = 256
-    tokens: int = 0
-    drafts: bool = True
-    answer: int = 1024
-    seconds: float = 600.0
-    prefixes: int = 2**30
 
 
 @dataclass
@@ -103,7 +74,6 @@ class BatchEngine:
         self.make_network = network
         self.name = pipe.name
         self.limits = limits
-        self.stripped = stripped
         self.target = RowsTarget(pipe.model, pipe.name)
         self.ends = pipe.ends()
         self.stops = RowStops(self.ends, self.target.device)
@@ -115,7 +85,7 @@ class BatchEngine:
         self.closing = False
         self.deadline = 0.0
         self.changed = threading.Condition()
-        self.preparing = threading.Lock()
+        self.preparation = Preparation(pipe, self.target, limits, stripped)
         self.rows = self._empty()
         self.thread = threading.Thread(target=self._work, name=f"engine {self.name}", daemon=True)
         self.thread.start()
@@ -123,8 +93,7 @@ class BatchEngine:
     def submit(self, asked: Asked, tell: Tell) -> Answer:
         """See :class:`specmm.serving.requests.Engine`."""
         self._check_room()
-        with self.preparing:
-            answer = self._answer(asked, tell)
+        answer = self.preparation.answer(asked, tell)
         with self.changed:
             self._check_room()
             self.waiting.append(answer)
@@ -166,68 +135,6 @@ class BatchEngine:
             raise Busy("the server is stopping; ask another one")
         if len(self.waiting) >= self.limits.waiting:
             raise Busy(f"{len(self.waiting)} requests wait already; ask again later")
-
-    def _answer(self, asked: Asked, tell: Tell) -> Answer:
-        """``asked`` as the model reads it; raises ``ValueError``."""
-        pipe, target = self.pipe, self.target
-        options, prompt = self._read_request(asked)
-        target.check(prompt)
-        room = self.limits.tokens or target.family.room
-        length = int(prompt.lengths[0])
-        limit = asked.options.get("max_new_tokens") or min(self.limits.answer, room - length)
-        if limit < 1 or length + limit > room:
-            raise ValueError(
-                f"prompt and answer must fit {room} tokens, got {length} of the prompt and "
-                f"max_tokens {max(limit, 1)}; shorten one of them"
-            )
-        [generator] = options.generators(1, target.device)
-        alone = copy.copy(target)
-        alone.processor = options.processor  # type: ignore[assignment]
-        method = methods.Suffix() if self.limits.drafts else methods.AR()
-        pipe.constrain(alone, method, options, prompt)
-        own = alone.processor
-        tokenizer = pipe.tokenizer
-
-        def raw(ids: list[int]) -> str:
-            return str(tokenizer.decode(ids[-4:], skip_special_tokens=True))
-
-        def one(token: int) -> str:
-            return str(tokenizer.decode([token]))
-
-        stops = pipe.stops(options)
-        if asked.marks:
-            added = tokenizer.added_tokens_decoder.items()
-            hidden = {i for i, one in added if one.special and i not in asked.marks}
-            stops.shown = lambda ids: stops.whole([i for i in ids if i not in hidden])
-        text = GrowingText(stops, raw, self.stripped)
-        prompt = replace(prompt, max_new_tokens=1)
-        end = time.monotonic() + self.limits.seconds
-        answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one, end)
-        if prompt.vision:
-            answer.root = digest_of(prompt.vision)
-            shown = torch.isin(prompt.input_ids[0], torch.tensor(target.image_tokens)).nonzero()
-            answer.needed = int(shown.max()) + 1 if len(shown) else length
-        return answer
-
-    def _read_request(self, asked: Asked) -> tuple[Options, VLMPrompt]:
-        given = {"max_new_tokens": 1, **asked.options}
-        if asked.messages is not None:
-            given["messages"] = list(asked.messages)
-        options = self.pipe.options(given)
-        for name in OF_THE_SERVER:
-            if given.get(name):
-                raise ValueError(f"{name} is the server's, and not of a request; leave it out")
-        known = self.target.family.vocabulary
-        for ids, _ in options.more.get("sequence_bias", ()):
-            if not all(token < known for token in ids):  # transformers would say so amid a round
-                raise ValueError(
-                    f"logit_bias must be of the {known} tokens there are, got {ids[0]}"
-                )
-        if asked.messages is not None:
-            options.messages[0] = replace(options.messages[0], more=asked.more)
-        prompt = asked.prompt
-        prompts = prompt if prompt is None or isinstance(prompt, str) else [list(prompt)]
-        return options, self.pipe.read(prompts, options)
 
     # ---- in the engine's thread
 

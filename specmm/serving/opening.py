@@ -21,7 +21,8 @@ from specmm.loading.hardware import Place
 from specmm.runs.run import HERE, kinds_of, open_model
 from specmm.serving.asking import Settings
 from specmm.serving.drawing import Painter
-from specmm.serving.engine import BatchEngine, Limits
+from specmm.serving.engine import BatchEngine
+from specmm.serving.preparation import Limits
 from specmm.serving.requests import Engine
 from specmm.vlm.pipeline import VQAPipeline
 

@@ -17,8 +17,9 @@ from specmm.hf.models.target import VLMTarget
 from specmm.serving import drafting
 from specmm.serving.costs import Pieces
 from specmm.serving.drafting import Drafts
-from specmm.serving.engine import BatchEngine, Limits
+from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import open_engine
+from specmm.serving.preparation import Limits
 from specmm.serving.requests import Asked, Busy, Ended, Piece
 from specmm.verify.matching import Matching
 from tests.sampling import p_value
