@@ -273,11 +273,9 @@ def test_what_a_plan_measured_is_taken_by_later_processes_in_their_first_call(
     assert [row.tolist() for row in later.tokens] == [row.tolist() for row in first.tokens]
     pipe(asked, method="auto", **options)
     assert {*pipe.drafters.given} <= {taken.name}, "all others are known, too"
-    [record] = pipe.records.values()
-    taken = record.fastest()  # these calls were measured, too
     for file in (tmp_path / f"{program_cache.machine()}-methods").iterdir():
         file.write_text(file.read_text().replace('"complete": true', '"complete": false'))
-    pipe, _ = told()
-    assert {*pipe.drafters.given} <= {taken.name}
+    pipe, later = told()  # by what the notes of these calls say
+    assert all(f"auto: {name}" in later.method for name in pipe.drafters.given)
     pipe(asked, method="auto", **options)
     assert {*pipe.drafters.given} >= {"block", "deer"}, "from the second call on"

@@ -34,7 +34,11 @@ def test_a_replica_that_is_killed():
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(command, env=place, **pipes) as served:
         try:
-            assert any(b"serving pocket/coder at" in line for line in served.stdout)
+            said = b""
+            while b"serving pocket/coder at" not in said:
+                line = served.stdout.readline()
+                said += line
+                assert line, said.decode()
             url = f"http://127.0.0.1:{port}/v1/completions"
 
             def ask(body=BODY):
