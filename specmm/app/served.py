@@ -10,10 +10,20 @@ from typing import Any
 import gradio as gr
 import httpx
 
+from specmm.app.models import in_sentences
 from specmm.app.page import KEEP, WAITING
 from specmm.app.words import LARGEST
 from specmm.loading.files import sentence_of
-from specmm.runs.load import CHAT, COMPLETIONS, PATIENCE, event_of, said_in
+from specmm.runs.load import (
+    CHAT,
+    COMPLETIONS,
+    PATIENCE,
+    UNLISTED,
+    event_of,
+    listed,
+    protocol,
+    said_in,
+)
 from specmm.vlm.pictures import open_image
 
 
@@ -24,13 +34,11 @@ class Served:
     """
 
     def __init__(self, url: str, key: str = "") -> None:
-        self.base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.base, headers = protocol(url, key)
+        self.client = httpx.Client(headers=headers, timeout=PATIENCE)
         try:
-            self.client = httpx.Client(headers=headers, timeout=PATIENCE)
-            found = self.client.get(f"{self.base}/models").raise_for_status().json()["data"]
-            self.models = [str(model["id"]) for model in found]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            self.models = listed(self.client.get(f"{self.base}/models"))
+        except UNLISTED as error:
             raise ValueError(
                 f"{self.base}/models must list models, got: {sentence_of(error)}; start a server "
                 "(specmm serve MODEL), or give its address and key"
@@ -105,21 +113,17 @@ def chat(served: Served) -> gr.Blocks:
     ) -> Iterator[tuple[str, str]]:
         body = {"model": model, "max_tokens": int(length), "temperature": temperature}
         body["seed"] = int(seed)
-        try:
-            if plain:
-                yield from served.answer(COMPLETIONS, body | {"prompt": asked.get("text") or ""})
-            else:
-                yield from served.answer(CHAT, body | {"messages": messages_of(history, asked)})
-        except (ValueError, OSError) as error:
-            said = str(error)[:500]
-            raise gr.Error(said, print_exception=False, title="That did not work") from None
+        if plain:
+            yield from served.answer(COMPLETIONS, body | {"prompt": asked.get("text") or ""})
+        else:
+            yield from served.answer(CHAT, body | {"messages": messages_of(history, asked)})
 
     with gr.Blocks(title="specmm", analytics_enabled=False, delete_cache=KEEP) as app:
         gr.Markdown(f"# specmm\nA chat with the models at {served.base}.", elem_classes="intro")
         model = gr.Dropdown(served.models, value=served.models[0], label="Model")
         told = gr.Markdown("Each answer says here how it was made.", render=False)
         gr.ChatInterface(
-            ask,
+            in_sentences(ask),
             multimodal=True,
             # without the button that uploads a chat to a hub
             chatbot=gr.Chatbot(label="Chat", buttons=["copy", "copy_all"], render=False),

@@ -75,9 +75,6 @@ class Settings:
     seed: Seed = None
     as_json: Json = False
 
-    def __post_init__(self) -> None:
-        starting()
-
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
         """The options of a call by ``method``, with its ``own``; says which one changes nothing."""
         from specmm.hf.prompts.options import idle_options
@@ -175,6 +172,7 @@ def ask(
     settings: Settings,
 ) -> None:
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
+    starting()
     from specmm.methods import VQA, label
     from specmm.runs.run import default_method, parse_method
 
@@ -233,6 +231,7 @@ def complete(
     settings: Settings,
 ) -> None:
     """Continue a text; a single one is written to stderr as it comes."""
+    starting()
     from specmm.methods import TEXT, label
     from specmm.runs.run import default_method, parse_method
 

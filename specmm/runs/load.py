@@ -26,6 +26,7 @@ PERCENTILES = (50, 90, 99)
 PATIENCE = 600.0  # seconds without a sign
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
 PARTS = ("text", "content", "reasoning_content", "tool_calls")  # of what a piece may say
+UNLISTED = (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError)
 BUILT_IN = (
     "def add(a, b):",
     "Write a function that counts the words of a text.",
@@ -127,9 +128,8 @@ async def served(
     """The model that was asked, each request as it was answered, in order, and all their seconds;
     see :func:`run`.
     """
-    headers = {"Authorization": f"Bearer {load.key}"} if load.key else {}
+    base, headers = protocol(load.url, load.key)
     limits = httpx.Limits(max_connections=None)
-    base = load.url.rstrip("/").removesuffix("/v1") + "/v1"
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=PATIENCE) as client:
         model = load.model or await _first_model(client, base)
         common = {"model": model, "max_tokens": load.max_tokens, "temperature": load.temperature}
@@ -152,12 +152,25 @@ async def served(
     return model, found, seconds
 
 
+def protocol(url: str, key: str) -> tuple[str, dict[str, str]]:
+    """Where the paths of a server begin, and the headers of requests with a ``key``, if any."""
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    return base, {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def listed(answer: httpx.Response) -> list[str]:
+    """The models in a server's ``answer``; raises one of ``UNLISTED`` if there are none."""
+    found = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
+    if not found:
+        raise LookupError("an empty list")
+    return found
+
+
 async def _first_model(client: httpx.AsyncClient, base: str) -> str:
     """The first model that a server lists."""
     try:
-        answer = await client.get(f"{base}/models")
-        return str(answer.raise_for_status().json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        return listed(await client.get(f"{base}/models"))[0]
+    except UNLISTED as error:
         said = sentence_of(error)
         raise ValueError(f"{base}/models must list a model, got: {said}; give --model") from error
 

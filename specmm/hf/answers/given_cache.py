@@ -98,17 +98,17 @@ class ResumedTarget(VLMTarget):
         reading = Reading(
             RowsTarget(self.model, self.name), prompt, [self.processor], prompt.room, PIECE
         )
-        reading.resume(self._arrays(prompt, scratch), None)
+        self.make_room(prompt, scratch)
+        room = prompt.room - prompt.width
+        self.history = History(prompt.input_ids, prompt.lengths, room)
+        reading.resume(self._arrays(), None)
         while reading.left:
             reading.go_on(PIECE)
         self.take_row(0, reading.alone)
         return reading.output_of(0)
 
-    def _arrays(self, prompt: VLMPrompt, scratch: int) -> list[Tensor]:
-        """What is known as the arrays [A, n, H, D] of an own cache, which is made."""
-        self.make_room(prompt, scratch)
-        room = prompt.room - prompt.width
-        self.history = History(prompt.input_ids, prompt.lengths, room)
+    def _arrays(self) -> list[Tensor]:
+        """What is known, as the arrays [A, n, H, D] of our cache."""
         found: list[list[Tensor]] = [[] for _ in self.cache.arrays]
         places = [place for pair in self.cache.pairs for place in pair]
         for (array, _), part in zip(places, self.known, strict=True):

@@ -170,9 +170,13 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
     if plain.repetition_penalty != 1:
         scores["repetition_penalty"] = plain.repetition_penalty
     own = model.generation_config
-    one = dict(num_beams=1, num_return_sequences=1)
-    ends = dict(eos_token_id=own.eos_token_id, bos_token_id=own.bos_token_id)
-    config = GenerationConfig(pad_token_id=own.pad_token_id, **ends, **one)
+    config = GenerationConfig(
+        num_beams=1,
+        num_return_sequences=1,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=own.pad_token_id,
+        bos_token_id=own.bos_token_id,
+    )
     config.update(**scores)
     model._prepare_special_tokens(config, True, device=model.device)
     found = model._get_logits_processor(
