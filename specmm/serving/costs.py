@@ -10,7 +10,7 @@ import numpy as np
 FORGET = 0.98  # weight of all that was measured, after one more measurement
 SOON = 1e-3  # how firmly nothing is assumed before
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
-BESIDE = 1.5  # rounds that a piece may take
+BESIDE = 1.0  # rounds that a piece may take
 PAIRS = 1000
 NEWEST = 0.1  # weight of the latest measurement
 

@@ -215,15 +215,13 @@ class BatchEngine:
             self._round()
 
     def _read_some(self) -> None:
-        """Read a piece of a prompt; short ones do not wait for a long one, whose piece is less."""
-        short = None
+        """Read a piece of a prompt; short ones do not wait until a long one is read."""
         if self.read is None:
             self.read = self._admit(ALL)
-        elif short := self._admit(min(self._room(), Pieces.MOST)):
-            self._read_piece(short, ALONE)
         if self.read is not None:
-            room = self._room(self.read.reading.read)
-            self._read_piece(self.read, max(room - short.tokens, Pieces.LEAST) if short else room)
+            self._read_piece(self.read, self._room(self.read.reading.read))
+        if short := self._admit(min(self._room(), Pieces.MOST)):
+            self._read_piece(short, ALONE)
 
     def _room(self, before: int = 0) -> int:
         """How many tokens of a prompt are read now, where so many were read ``before``."""
