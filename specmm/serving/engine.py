@@ -80,7 +80,8 @@ class BatchEngine:
         self.waiting: deque[Answer] = deque()
         self.read: _Read | None = None
         self.pieces = Pieces()
-        self.prefixes = Prefixes(limits.prefixes)
+        resumes = not self.target.family.chains_only  # states are of a whole text
+        self.prefixes = Prefixes(limits.prefixes if resumes else 0)
         self.made: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.closing = False
         self.deadline = 0.0

@@ -23,6 +23,7 @@ from specmm.core.cache import Cache
 from specmm.hf.models.target import Context
 
 PAGE = 16  # tokens, P
+SLAB = 32  # pages whose memory is allocated at a time
 
 
 @dataclass
@@ -38,15 +39,26 @@ class Page:
     number: int = field(default=0, init=False)  # by which those after it find it
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that it holds."""
+        rest = (self.hidden, self.embeddings, self.image)
+        return [*self.arrays, *(x for x in rest if x is not None)]
+
+    @property
     def bytes(self) -> int:
         """Its size."""
-        rest = [x for x in (self.hidden, self.embeddings, self.image) if x is not None]
-        return sum(x.numel() * x.element_size() for x in (*self.arrays, *rest))
+        return sum(x.nbytes for x in self.tensors)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Page:
+        """One of changed tensors."""
+        rest = (self.hidden, self.embeddings, self.image)
+        changed = (None if x is None else change(x) for x in rest)
+        return Page([change(x) for x in self.arrays], *changed)
 
 
 @dataclass
 class Cut:
-    """Cuts pages from a text in ``row`` of a ``cache``. Drafters read ``context`` of the tokens
+    """Shows pages of a text in ``row`` of a ``cache``. Drafters read ``context`` of the tokens
     from ``start`` on; pages before the one with that token were cut earlier, or have gone since.
     """
 
@@ -59,12 +71,12 @@ class Cut:
         """The page of the tokens from ``first`` on."""
         if first + PAGE <= self.start:
             return None
-        arrays = [array[:, self.row, first : first + PAGE].clone() for array in self.cache.arrays]
+        arrays = [array[:, self.row, first : first + PAGE] for array in self.cache.arrays]
         if self.context is None or first < self.start:
             return Page(arrays)
         some = slice(first - self.start, first - self.start + PAGE)
         parts = (self.context.hidden, self.context.embeddings, self.context.image_mask)
-        return Page(arrays, *(part[:, some].clone() for part in parts))
+        return Page(arrays, *(part[:, some] for part in parts))
 
 
 def joined(pages: Sequence[Page], drafted: bool) -> tuple[list[Tensor], Context | None]:
@@ -80,6 +92,26 @@ def joined(pages: Sequence[Page], drafted: bool) -> tuple[list[Tensor], Context 
     return arrays, Context(hidden, embeddings, lengths, image)
 
 
+class Slabs:
+    """Memory for pages: it is allocated in large parts that stay, for small ones that come and go
+    between other tensors leave gaps that nothing fits.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A copy of ``x``."""
+        free = self.free.setdefault((x.shape, x.dtype), [])
+        if not free:
+            free += x.new_empty(SLAB, *x.shape)
+        return free.pop().copy_(x)
+
+    def leave(self, copy: Tensor) -> None:
+        """Nobody reads ``copy`` any more."""
+        self.free[copy.shape, copy.dtype].append(copy)
+
+
 class Prefixes:
     """Pages of texts, of at most ``most`` bytes; 0 keeps none.
 
@@ -90,6 +122,7 @@ class Prefixes:
         self.most = most
         self.bytes = 0
         self.pages: OrderedDict[tuple[Hashable, tuple[int, ...]], Page] = OrderedDict()
+        self.slabs = Slabs()
         self.count = 0
 
     def find(self, root: Hashable, ids: Sequence[int]) -> list[Page]:
@@ -109,8 +142,8 @@ class Prefixes:
         return found
 
     def keep(self, root: Hashable, ids: Sequence[int], make: Callable[[int], Page | None]) -> None:
-        """Keep the pages of a text ``ids`` [L]; ``make(first)`` makes the one of the tokens from
-        ``first`` on, or None where that is not known.
+        """Keep copies of the pages of a text ``ids`` [L]; ``make(first)`` is the one of the tokens
+        from ``first`` on, or None where that is not known.
         """
         keys = []
         place = root
@@ -118,12 +151,12 @@ class Prefixes:
             key = (place, tuple(ids[first : first + PAGE]))
             page = self.pages.get(key)
             if page is None:
-                page = make(first)
-                if page is None:
+                made = make(first)
+                if made is None:
                     break
                 self.count += 1
+                page = self.pages[key] = made.map(self.slabs.copy)
                 page.number = self.count
-                self.pages[key] = page
                 self.bytes += page.bytes
             keys.append(key)
             place = page.number
@@ -131,6 +164,8 @@ class Prefixes:
         while self.bytes > self.most:
             _, page = self.pages.popitem(last=False)
             self.bytes -= page.bytes
+            for tensor in page.tensors:
+                self.slabs.leave(tensor)
 
     def _use(self, keys: Sequence[tuple[Hashable, tuple[int, ...]]]) -> None:
         for key in reversed(keys):  # those after a page are older than it

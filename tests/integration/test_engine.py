@@ -16,12 +16,12 @@ from specmm.core.randomness import Uniforms
 from specmm.hf.models.target import VLMTarget
 from specmm.serving import drafting
 from specmm.serving.costs import Pieces
-from specmm.serving.drafting import Drafts
 from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import open_engine
 from specmm.serving.preparation import Limits
-from specmm.serving.requests import Asked, Busy, Ended, Piece
+from specmm.serving.requests import Asked, Busy, Ended
 from specmm.verify.matching import Matching
+from tests.engines import Answers, at_random
 from tests.sampling import p_value
 
 TEXTS = [
@@ -44,43 +44,6 @@ KINDS = [
 ]
 
 
-class Answers:
-    """Requests to an ``engine`` and what it tells of each."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.told = []
-        self.ends = []
-        self.tickets = []
-
-    def ask(self, **asked):
-        told, end = [], threading.Event()
-
-        def tell(one):
-            told.append(one)
-            if isinstance(one, Ended):
-                end.set()
-
-        self.told.append(told)
-        self.ends.append(end)
-        self.tickets.append(self.engine.submit(Asked(**asked), tell))
-
-    def wait(self):
-        for end in self.ends:
-            assert end.wait(60)
-        return self
-
-    def text(self, i):
-        return "".join(one.text for one in self.told[i] if isinstance(one, Piece))
-
-    def tokens(self, i):
-        return [token for one in self.told[i] if isinstance(one, Piece) for token in one.tokens]
-
-    def end(self, i):
-        assert [isinstance(one, Ended) for one in self.told[i]].count(True) == 1
-        return self.told[i][-1]
-
-
 @pytest.fixture(scope="module")
 def wanted(coder_pipe):
     """What the pipeline answers to every text by every kind of options."""
@@ -89,20 +52,8 @@ def wanted(coder_pipe):
 
 
 @pytest.fixture
-def choosing(monkeypatch, request):
-    """How deep rounds are, and whether the network drafts: at random, as no measurement would."""
-    numbers = np.random.default_rng(0)
-    real = Drafts._best
-
-    def best(self, rows, likely, extra):
-        real(self, rows, likely, extra)
-        return 1.0, int(numbers.integers(len(likely) + 1))
-
-    def choose(self, alone):
-        self.drafting = self.network is not None and bool(numbers.integers(2))
-
-    monkeypatch.setattr(Drafts, "_best", best)
-    monkeypatch.setattr(Drafts, "_choose", choose)
+def choosing(monkeypatch):
+    at_random(monkeypatch)
 
 
 @pytest.mark.parametrize("method", ["ar", "suffix", "block"])

@@ -84,7 +84,8 @@ class ResumedTarget(VLMTarget):
     ) -> None:
         super().__init__(model, processor)
         self.known = known
-        if why := why_no_rows(self.family, self.way):
+        states = "it has layers with states" if self.family.chains_only else ""
+        if why := states or why_no_rows(self.family, self.way):
             raise ValueError(
                 f"a cache for {self.name} must be empty, got one with tokens: {why}; leave it "
                 "out and give the whole prompt"

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from specmm.core.processors import History, Processor, check_finite, extremes, not_finite
+from specmm.core.rows import Joining
 from specmm.core.state import with_one, without
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.models.families import WAYS, Family
+from specmm.hf.models.families import WAYS, Family, Way
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
@@ -110,6 +111,8 @@ class RowsTarget(VLMTarget):
     @cached_property
     def reads_ragged(self) -> bool:
         """Whether prompts of several lengths can be read at once."""
+        if self.family.chains_only:
+            return False
         prompt = VLMPrompt({**padded([[0, 0], [0]])}, 1).to(self.device, self.dtype)
         try:
             return way_of(self.model, prompt, self._probing) == WAYS[0]
@@ -123,13 +126,23 @@ class RowsTarget(VLMTarget):
         self.scratch = scratch
         self.processor.rows.clear()
         room = min(NEAR, self.family.room)
-        self.make_room(VLMPrompt({**padded([[0]])}, room - 1).to(self.device, self.dtype), scratch)
+        prompt = VLMPrompt({**padded([[0]])}, room - 1).to(self.device, self.dtype)
+        if self.family.chains_only:  # what its layers hold is known once they have run
+            self.prefill(prompt, scratch)
+        else:
+            self.make_room(prompt, scratch)
         self.history = History(self.prompt.input_ids, self.prompt.lengths, room)
-        for part in (self.cache, self.history):
+        for part in self._members:
             part.leave(0)
         if self.device.type == "cpu":
             self.cache.widen(rows=rows)
         self._each_row(lambda x, dim: without(x, 0, dim))
+
+    @property
+    def _members(self) -> list[Joining]:
+        """What holds something of each row."""
+        states = [] if self.recurrent is None else [self.recurrent]
+        return [self.cache, self.history, *states]
 
     def _each_row(self, change: Callable[[Tensor, int], Tensor]) -> None:
         """Change what is there of each row, along its dimension of rows."""
@@ -150,8 +163,8 @@ class RowsTarget(VLMTarget):
     def join(self) -> None:
         """One more row, the last, which then takes a reading."""
         self.processor.rows.append(Processor(0.0))
-        self.cache.join()
-        self.history.join()
+        for part in self._members:
+            part.join()
         self._each_row(with_one)
 
     def leave(self, row: int) -> None:
@@ -159,8 +172,8 @@ class RowsTarget(VLMTarget):
         rows = self.processor.rows
         rows[row] = rows[-1]
         rows.pop()
-        self.cache.leave(row)
-        self.history.leave(row)
+        for part in self._members:
+            part.leave(row)
         self._each_row(lambda x, dim: without(x, row, dim))
 
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
@@ -216,15 +229,16 @@ def _longer(context: Context, hidden: Tensor, embeddings: Tensor) -> Context:
     )
 
 
-def why_no_rows(family: Family, way: Any) -> str:
+def why_no_rows(family: Family, way: Way) -> str:
     """Why rows of such a model cannot join others; empty where they can."""
     if family.turning_point is not None or family.stretched_after is not None:
         return "its positions depend on the length of a text"
-    if family.chains_only or None in family.layer_sizes:
-        return "it has layers with states"
+    if not any(family.layer_sizes):
+        return "it has layers with states alone"
     if family.reads_pictures_apart:
         return "its layers attend to all pictures of a batch side by side"
-    return "" if way == WAYS[0] else "its own generate prepares each step"
+    own = way.whole or (way.left and not family.chains_only)
+    return "its own generate prepares each step" if own else ""
 
 
 class Reading:
@@ -269,11 +283,12 @@ class Reading:
     @torch.inference_mode()
     def go_on(self, count: int) -> None:
         """Read ``count`` more tokens, or all that there are; a prompt with pictures is read whole,
-        and so are several.
+        and so are several, and prompts of models with states.
         """
         prompt, alone = self.prompt, self.alone
         mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
         whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
+        whole |= alone.family.chains_only
         count = self.left if whole else min(count, self.left)
         if self.read:
             count = min(count, self.most)
@@ -294,7 +309,7 @@ class Reading:
         left = self.left - ids.shape[1]
         part = prompt if last else VLMPrompt({"input_ids": ids}, left)
         output = alone.prefill(part, 0 if last else self.most)
-        if alone.way != WAYS[0]:
+        if why_no_rows(alone.family, alone.way):
             raise ValueError(
                 f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
                 "join others"

@@ -19,7 +19,7 @@ since the states, C width, W inputs of a convolution, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from specmm.core.cache import branched
 from specmm.core.derived import facts
+from specmm.core.state import with_one, without
 from specmm.hf.models.mixers import (
     Call,
     Mixer,
@@ -296,6 +297,23 @@ class States:
         for state, part in zip(whole, read(self.layers, mixer.slots), strict=True):
             state[rows] = part.to(state.dtype)
         write(self.layers, mixer.slots, whole)
+
+    def join(self) -> None:
+        """One more row, the last. Without guidance."""
+        self._change(with_one)
+
+    def leave(self, row: int) -> None:
+        """Without ``row``, whose place the last one takes."""
+        self._change(lambda state: without(state, row))
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the states of each slot, and so the rows."""
+        self.settle()
+        for mixer in self.mixers:
+            changed = [change(state) for state in read(self.layers, mixer.slots)]
+            write(self.layers, mixer.slots, changed)
+            self.rows = len(changed[0])
+        self.counts = [0] * self.rows
 
     def take(self, row: int, other: States) -> None:
         """Copy the states of ``other``'s only sample to ``row``."""

@@ -347,14 +347,14 @@ class VLMTarget:
         finally:
             self.starting_row = False
         self.take_row(row, alone)
-        if self.recurrent is not None and alone.recurrent is not None:
-            self.recurrent.take(row, alone.recurrent)
         return output
 
     def take_row(self, row: int, alone: VLMTarget, source: int = 0) -> None:
         """Replace ``row`` by the row ``source`` of ``alone``: its tokens and where they lie."""
         self.cache.take(row, alone.cache, source)
         self.history.take(row, alone.history, source)
+        if self.recurrent is not None and alone.recurrent is not None:
+            self.recurrent.take(row, alone.recurrent)
         if alone.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
             self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
         from_rows = slice(source, None, len(alone.begins))

@@ -1,0 +1,61 @@
+"""Requests to an engine, and rounds that no measurement would choose."""
+
+import threading
+
+import numpy as np
+
+from specmm.serving.drafting import Drafts
+from specmm.serving.requests import Asked, Ended, Piece
+
+
+class Answers:
+    """Requests to an ``engine`` and what it tells of each."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.told = []
+        self.ends = []
+        self.tickets = []
+
+    def ask(self, **asked):
+        told, end = [], threading.Event()
+
+        def tell(one):
+            told.append(one)
+            if isinstance(one, Ended):
+                end.set()
+
+        self.told.append(told)
+        self.ends.append(end)
+        self.tickets.append(self.engine.submit(Asked(**asked), tell))
+
+    def wait(self):
+        for end in self.ends:
+            assert end.wait(60)
+        return self
+
+    def text(self, i):
+        return "".join(one.text for one in self.told[i] if isinstance(one, Piece))
+
+    def tokens(self, i):
+        return [token for one in self.told[i] if isinstance(one, Piece) for token in one.tokens]
+
+    def end(self, i):
+        assert [isinstance(one, Ended) for one in self.told[i]].count(True) == 1
+        return self.told[i][-1]
+
+
+def at_random(monkeypatch):
+    """Let chance say how deep rounds are, and whether the network drafts."""
+    numbers = np.random.default_rng(0)
+    real = Drafts._best
+
+    def best(self, rows, likely, extra):
+        real(self, rows, likely, extra)
+        return 1.0, int(numbers.integers(len(likely) + 1))
+
+    def choose(self, alone):
+        self.drafting = self.network is not None and bool(numbers.integers(2))
+
+    monkeypatch.setattr(Drafts, "_best", best)
+    monkeypatch.setattr(Drafts, "_choose", choose)
