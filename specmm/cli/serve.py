@@ -39,6 +39,9 @@ def serve(
     max_seconds: Annotated[
         float, typer.Option(min=1, help="Most of an answer, from its request on.")
     ] = 600.0,
+    prefix_memory: Annotated[
+        float, typer.Option(min=0, help="GiB of what was read before, of each model; 0 keeps none.")
+    ] = 1.0,
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 opens it to the network.")
     ] = "127.0.0.1",
@@ -80,7 +83,10 @@ def serve(
     if drafter is not None and len(models) > 1:
         raise ValueError("--drafter is of one MODEL, got several; serve them apart")
     place = Place.named(device, dtype)
-    limits = Limits(rows, max_waiting, seconds=max_seconds, **given(answer=max_tokens))
+    kept = int(prefix_memory * 2**30)
+    limits = Limits(
+        rows, max_waiting, seconds=max_seconds, prefixes=kept, **given(answer=max_tokens)
+    )
     settings = Settings(api_key, http_pictures, max_tokens=max_tokens, max_waiting=max_waiting)
     build = partial(application, models, place, method, drafter, limits, settings)
     if replicas is not None:

@@ -92,11 +92,15 @@ def process(*words):
 @pytest.mark.slow
 def test_the_command_and_sigterm(tiny):
     """What is being made then is finished, a stream and pictures, and the process ends."""
-    server, address = process("pocket/coder", tiny, "--port", 0, "--api-key", "word")
+    options = ("--port", 0, "--api-key", "word", "--prefix-memory", 0)
+    server, address = process("pocket/coder", tiny, *options)
     client = httpx.Client(base_url=address, headers={"Authorization": "Bearer word"}, timeout=60)
     assert httpx.get(address + "/v1/models").status_code == 401
     names = [one["id"] for one in client.get("/v1/models").json()["data"]]
     assert names == ["pocket/coder", str(tiny)]
+    long = BODY | {"model": "pocket/coder", "prompt": "def add(a, b):\n" * 9, "max_tokens": 1}
+    told = [client.post(TEXT, json=long).json()["usage"] for _ in range(2)]
+    assert told[1]["prompt_tokens_details"]["cached_tokens"] == 0
     found, threads = [], []
     for path, body in (
         (TEXT, BODY | {"model": "pocket/coder", "max_tokens": 400, "stream": True}),
