@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ def application(
 
     engines, painters = opened(models, place, method, drafter, limits)
     sampling = {engine.name: own_sampling(engine.name) for engine in engines}
+    gc.freeze()  # or all streams wait a third of a second while it is looked at for garbage
     return app_of(engines, replace(settings, sampling=sampling), painters)
 
 
