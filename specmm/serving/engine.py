@@ -1,8 +1,9 @@
 """The engine: many requests answered in one batch, whose rows join and leave between rounds.
 
 Prompts are read in pieces, in the forwards of rounds where the model's attention takes that, so
-that no answer waits long for another's prompt; several short ones are read at once. Every row has its own settings, limit, stops and generator, and
-its tokens do not depend on the others, but for how products of other sizes round.
+that no answer waits long for another's prompt; several short ones are read at once. Every row has
+its own settings, limit, stops and generator, and its tokens do not depend on the others, but for
+how products of other sizes round.
 
 Shape letters: N nodes, V vocabulary.
 """
