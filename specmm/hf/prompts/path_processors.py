@@ -5,9 +5,8 @@ the same calls as from generate, in the same order.
 from __future__ import annotations
 
 import copy
-import dis
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MappingProxyType
+from types import CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -34,8 +33,7 @@ Place: TypeAlias = tuple[int, int]  # a row and a node
 
 WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
 SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
-STORES = {"STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF", "DELETE_GLOBAL"}
-KEPT = (list, dict, set, bytearray)
+KEPT = (int, float, str, list, dict, set, bytearray)
 XGRAMMAR = "xgrammar.contrib.hf"
 
 
@@ -134,15 +132,33 @@ class PathProcessor:
         """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
+        outside = "" if answer else _outside(self.processors)
         told[answer] = copied(told[answer[:-1]] if answer else self.processors)
         processed = told[answer](ids, logits.clone())
+        if not answer:
+            self._check(outside, told[answer])
         if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
-            names = ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
             raise ValueError(
-                f"logits processors must answer one sequence in one way, got two of {names}; draw "
-                "random numbers elsewhere, or give method='ar'"
+                f"logits processors must answer one sequence in one way, got two of {self._names}; "
+                "draw random numbers elsewhere, or give method='ar'"
             )
         return processed
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
+
+    def _check(self, outside: str, copies: Any) -> None:
+        """Raise ``ValueError`` if the first call of the ``copies`` changed what the processors
+        reach ``outside`` of themselves, or if they are no copies.
+        """
+        same = (a is b and _may_remember(a) for a, b in zip(self.processors, copies, strict=True))
+        if any(same) or _outside(self.processors) != outside:
+            raise ValueError(
+                "logits processors must keep what they remember in their attributes, which are "
+                f"copied for drafts that are rejected, got it elsewhere in {self._names}; move it "
+                "there, or give method='ar'"
+            )
 
     def _sequence(self, place: Place, answer: list[int]) -> Tensor:
         """The row of ``place`` as generate has it: its padded prompt and an ``answer``."""
@@ -220,14 +236,9 @@ def copied(things: T) -> T:
     Raises ``ValueError`` if their memory cannot be copied.
     """
     memo: dict[int, Any] = {}
-    for thing in things:  # type: ignore[attr-defined]
-        function = getattr(thing, "_prefix_allowed_tokens_fn", thing)
-        if isinstance(function, FunctionType):
-            _check_function(function)
-        for value in getattr(function, "__dict__", {}).values():
-            if isinstance(value, nn.Module | PreTrainedTokenizerBase):
-                memo[id(value)] = value
     try:
+        for thing in things:  # type: ignore[attr-defined]
+            _prepare(thing, memo)
         return copy.deepcopy(things, memo)
     except Exception as error:  # of any class
         said = " ".join(str(error).split()) or type(error).__name__
@@ -238,15 +249,46 @@ def copied(things: T) -> T:
         ) from error
 
 
-def _check_function(function: FunctionType) -> None:
-    """Raise ``ValueError`` for a ``function`` with a memory outside of itself."""
-    stores = any(one.opname in STORES for one in dis.get_instructions(function))
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    if stores or any(isinstance(cell, KEPT) for cell in cells):
-        raise ValueError(
-            f"{function.__name__} keeps something between calls, which cannot be copied for drafts "
-            "that are rejected; make it an object with attributes, or go by the ids alone"
+def _prepare(thing: Any, memo: dict[int, Any], levels: int = 2) -> None:
+    """Put into the ``memo`` of :func:`copy.deepcopy` what copies of ``thing`` share, and copies of
+    functions, which it would share: with variables and defaults of their own.
+    """
+    if isinstance(thing, nn.Module | PreTrainedTokenizerBase | ModuleType | type):
+        memo[id(thing)] = thing
+        return
+    function = isinstance(thing, FunctionType)
+    cells = [cell.cell_contents for cell in thing.__closure__ or ()] if function else []
+    for value in (*cells, *getattr(thing, "__dict__", {}).values()):
+        if levels and id(value) not in memo:
+            _prepare(value, memo, levels - 1)
+    if function:
+        made = tuple(CellType(copy.deepcopy(cell, memo)) for cell in cells)
+        defaults = copy.deepcopy(thing.__defaults__, memo)
+        memo[id(thing)] = FunctionType(
+            thing.__code__, thing.__globals__, thing.__name__, defaults, made
         )
+        memo[id(thing)].__kwdefaults__ = copy.deepcopy(thing.__kwdefaults__, memo)
+
+
+def _outside(processors: Any) -> str:
+    """The numbers, texts and collections that ``processors`` may reach without being copied with
+    them: of their classes, and globals that their code names.
+    """
+    found = []
+    for processor in filter(_may_remember, processors):
+        thing = getattr(processor, "_prefix_allowed_tokens_fn", processor)
+        function = thing if isinstance(thing, FunctionType) else type(thing).__call__
+        known = getattr(function, "__globals__", {})
+        names = getattr(getattr(function, "__code__", None), "co_names", ())
+        places = [{name: known[name] for name in names if name in known}]
+        places += [dict(vars(kind)) for kind in type(thing).__mro__ if kind is not object]
+        found += [
+            (name, value)
+            for place in places
+            for name, value in place.items()
+            if isinstance(value, KEPT) and not name.startswith("__")
+        ]
+    return repr(found)
 
 
 def _by_length(

@@ -80,7 +80,7 @@ class Allowed:
 
     def __call__(self, row, ids):
         self.calls += 1
-        return [4] if self.calls % 5 == 0 else list(range(3, 13))
+        return after(self.calls)
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one", "two"])
@@ -113,10 +113,50 @@ def test_what_is_sampled_is_counted_as_it_is_kept(made, rows):
     assert fn.last.stats.tau > 1.1
 
 
-def test_a_function_that_says_what_may_come_may_remember(made):
-    wanted = answers(made, None, ROWS[:1], prefix_allowed_tokens_fn=Allowed())
-    found = answers(made, "prompt-lookup", ROWS[:1], prefix_allowed_tokens_fn=Allowed())
+def after(calls):
+    """The next letters, of which every fifth call leaves one alone."""
+    return [4] if calls % 5 == 0 else list(range(3, 13))
+
+
+def in_a_list():
+    calls = []
+    return lambda row, ids: calls.append(row) or after(len(calls))
+
+
+def in_a_variable():
+    calls = 0
+
+    def allowed(row, ids):
+        nonlocal calls
+        calls += 1
+        return after(calls)
+
+    return allowed
+
+
+def in_a_default():
+    return lambda row, ids, calls=[]: calls.append(row) or after(len(calls))
+
+
+def in_another():
+    count = in_a_list()
+    return lambda row, ids: count(row, ids)
+
+
+def nowhere():
+    letters = list(range(3, 9))
+    return lambda row, ids: letters
+
+
+FUNCTIONS = [Allowed, in_a_list, in_a_variable, in_a_default, in_another, nowhere]
+
+
+@pytest.mark.parametrize("allowed", FUNCTIONS)
+def test_a_function_that_says_what_may_come_may_remember(made, allowed):
+    wanted = answers(made, None, ROWS[:1], prefix_allowed_tokens_fn=allowed())
+    found = answers(made, "prompt-lookup", ROWS[:1], prefix_allowed_tokens_fn=allowed())
     assert torch.equal(found, wanted)
+    assert not torch.equal(wanted, answers(made, None, ROWS[:1]))
 
 
 def test_the_callers_processor_has_heard_no_draft(made):
@@ -141,25 +181,26 @@ def test_nothing_is_asked_below_a_token_that_may_not_come(made):
     assert len(asked) > LENGTH and not odd
 
 
-def remembering():
-    seen = []
+SEEN = []
 
-    def function(ids, scores):
-        seen.append(len(ids))
+
+class InGlobals(Budget):
+    def __call__(self, ids, scores):
+        SEEN.append(len(ids))
         return scores
 
-    return function
 
-
-def counting():
+class InItsClass(Budget):
     calls = 0
 
-    def function(ids, scores):
-        nonlocal calls
-        calls += 1
+    def __call__(self, ids, scores):
+        InItsClass.calls += 1
         return scores
 
-    return function
+
+class Itself(Budget):
+    def __deepcopy__(self, memo):
+        return self
 
 
 class Locked(tf.LogitsProcessor):
@@ -178,8 +219,9 @@ class Moody(tf.LogitsProcessor):
 @pytest.mark.parametrize(
     "processor, sentence",
     [
-        (remembering, "function keeps something between calls"),
-        (counting, "function keeps something between calls"),
+        (InGlobals, "in their attributes, .* got it elsewhere in InGlobals"),
+        (InItsClass, "in their attributes, .* got it elsewhere in InItsClass"),
+        (Itself, "in their attributes, .* got it elsewhere in Itself"),
         (Locked, "of Locked it cannot be .*method='ar'"),
         (Moody, "must answer one sequence in one way, got two of Moody"),
     ],
