@@ -70,6 +70,7 @@ def test_the_command_says_which_penalty_it_took(penalised):
         {"no_repeat_ngram_size": 2},
         {"suppress_tokens": [20, 21, 22, 23, 24, 25]},
         {"min_new_tokens": 9, "stop_strings": ["e"]},
+        {"forced_eos_token_id": 7},
     ],
 )
 def test_settings_that_change_scores_apply_as_in_generate(text_folder, settings, method, tmp_path):

@@ -189,6 +189,7 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
     config = GenerationConfig(
         num_beams=1,
         num_return_sequences=1,
+        max_length=ids.shape[1] + options.max_new_tokens,
         eos_token_id=own.eos_token_id,
         pad_token_id=own.pad_token_id,
         bos_token_id=own.bos_token_id,
