@@ -29,7 +29,7 @@ from specmm.app.fields import (
 from specmm.app.lanes import TextLane
 from specmm.app.models import AppModels, changed, in_sentences
 from specmm.app.views import line, marked, own_folder
-from specmm.hf.answers.running import Run
+from specmm.hf.answers.run import Run
 from specmm.runs.run import Kind
 from specmm.vlm.pictures import open_image
 
