@@ -26,8 +26,8 @@ from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.registry import named
 from specmm.hf.answers.choosing_drawn import DrawnAnswers
-from specmm.hf.answers.run import Answered, RoundText, Run, ending, stream
-from specmm.hf.answers.running import Chosen, Pipeline
+from specmm.hf.answers.run import Answered, Chosen, RoundText, Run, ending, stream
+from specmm.hf.answers.running import Pipeline
 from specmm.hf.drafters.drafting import KINDS
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find

@@ -9,12 +9,13 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from specmm.choose.contest import Record
 from specmm.core.continuous_batching import Queue
 from specmm.core.decode import Play, Progress, one_round
 from specmm.core.drafter import Drafter
@@ -45,6 +46,18 @@ class Answered:
     prompt_tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     taus: list[float] = field(default_factory=list)
+
+
+class Chosen(NamedTuple):
+    """The ``method`` that runs, its ``name``, and the record that its seconds go to, if any."""
+
+    method: Any
+    name: str
+    record: Record | None = None
+
+    def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
+        """``steps`` of the run, of which the record takes a sample."""
+        return steps if self.record is None else self.record.called(self.method, steps)
 
 
 @dataclass

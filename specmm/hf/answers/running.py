@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import EosTokenCriteria, StoppingCriteriaList
@@ -16,7 +16,6 @@ from specmm.choose.contest import SHARE, Record
 from specmm.core.decode import (
     EndTokens,
     Play,
-    Progress,
     all_of,
     decode,
     decode_plain,
@@ -31,7 +30,7 @@ from specmm.core.turns import in_its_turn
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import Registry
 from specmm.hf.answers.choosing import choose, kinds_of, record_of
-from specmm.hf.answers.run import PromptBatch, Run
+from specmm.hf.answers.run import Chosen, PromptBatch, Run
 from specmm.hf.answers.shared_rounds import KeptRounds, SharedRounds
 from specmm.hf.drafters.drafting import (
     KINDS,
@@ -72,18 +71,6 @@ def check_continuous_batching(method: Method, batch_size: int) -> None:
             f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use "
             f"one of {others}"
         )
-
-
-class Chosen(NamedTuple):
-    """The ``method`` that runs, its ``name``, and the record that its seconds go to, if any."""
-
-    method: Any
-    name: str
-    record: Record | None = None
-
-    def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of the run, of which the record takes a sample."""
-        return steps if self.record is None else self.record.called(self.method, steps)
 
 
 class Pipeline:
