@@ -3,7 +3,8 @@ it.
 
 Attention is transformers' own SDPA until a forward gets a ``tree_mask``, which models pass on to
 their attention layers. With a :class:`TreeMask` the operator runs, grouped heads included, and no
-mask is built; with a :class:`RaggedMask` SDPA runs by groups of rows. Such a forward needs the
+mask is built; with a :class:`RaggedMask` SDPA runs by groups of rows, with a
+:class:`PackedMask` each part by its own. Such a forward needs the
 4-dimensional ``PLACEHOLDER`` as its ``attention_mask``, or transformers builds a mask that is never
 read.
 
@@ -20,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specmm.kernels.tree_attention import RaggedMask, TreeMask, tree_attention
+from specmm.kernels.tree_attention import PackedMask, RaggedMask, TreeMask, tree_attention
 from specmm.kernels.tree_attention.dense import ragged_attention
 
 NAME = "specmm_tree"
@@ -35,10 +36,19 @@ def forward(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    tree_mask: TreeMask | RaggedMask | None = None,
+    tree_mask: TreeMask | RaggedMask | PackedMask | None = None,
     **options: Any,  # transformers'
 ) -> tuple[Tensor, None]:
     """Attention [R, T, H, D] of ``query`` [R, H, T, D] over ``key`` and ``value`` [R, K, S, D]."""
+    if isinstance(tree_mask, PackedMask):
+        found = []
+        each = zip(tree_mask.parts, tree_mask.split(query, 2), tree_mask.held, strict=True)
+        for part, own, held in each:
+            dense = part.mask if isinstance(part.mask, Tensor) else None
+            other = None if isinstance(part.mask, Tensor) else part.mask
+            out, _ = forward(module, own, *held, dense, dropout, scaling, other, **options)
+            found.append(out.flatten(0, 1))
+        return torch.cat(found)[None], None
     if tree_mask is None:
         given = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)

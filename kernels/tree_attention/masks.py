@@ -49,6 +49,35 @@ class RaggedMask:
     first: int
 
 
+class Part(NamedTuple):
+    """Some ``rows`` of ``nodes`` tokens each, and what they attend in a cache of their own."""
+
+    rows: int
+    nodes: int
+    mask: Tensor | TreeMask | RaggedMask
+
+
+class PackedMask:
+    """What tokens [1, M] of several ``parts`` attend that go through layers side by side: the rows
+    of each, token by token, after those of the part before. ``held`` are each one's keys and values
+    [R, K, S, D] in the layer that runs.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
+        self.held: list[tuple[Tensor, Tensor]] = []
+
+    def split(self, x: Tensor, axis: int) -> list[Tensor]:
+        """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, as [R, ..., T, ...] of each
+        part.
+        """
+        pieces = x[0].split([part.rows * part.nodes for part in self.parts], axis - 1)
+        return [
+            piece.unflatten(axis - 1, (part.rows, part.nodes)).movedim(axis - 1, 0)
+            for part, piece in zip(self.parts, pieces, strict=True)
+        ]
+
+
 APART = 2**18  # bytes of keys and values that are read while one more group begins
 
 

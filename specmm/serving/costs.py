@@ -10,7 +10,7 @@ import numpy as np
 FORGET = 0.98  # weight of all that was measured, after one more measurement
 SOON = 1e-3  # how firmly nothing is assumed before
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
-BESIDE = 1.0  # rounds that a piece may take
+BESIDE = 0.75  # rounds that a piece may take
 PAIRS = 1000
 NEWEST = 0.1  # weight of the latest measurement
 
@@ -41,18 +41,20 @@ class ForwardSeconds:
 class Pieces:
     """How many tokens of a prompt are read beside a round: what takes ``BESIDE`` rounds."""
 
-    LEAST, MOST = 32, 512
+    LEAST, MOST = 32, 256  # kernels take no larger trees
 
     def __init__(self) -> None:
         self.seconds = ForwardSeconds()  # whose load is PAIRS of tokens with those before them
         self.round_seconds = 0.0
 
     def size(self, before: int = 0) -> int:
-        """Tokens of the next piece, where so many were read ``before``."""
-        start, pair, token = self.seconds.known
+        """Tokens of the next piece, where so many were read ``before``. What a forward takes
+        anyway, a round takes, too.
+        """
+        _, pair, token = self.seconds.known
         if not token or not self.round_seconds:
             return PIECE
-        wanted = (BESIDE * self.round_seconds - start) / (token + pair * before / PAIRS)
+        wanted = BESIDE * self.round_seconds / (token + pair * before / PAIRS)
         return int(min(max(wanted, self.LEAST), self.MOST))
 
     def read(self, before: int, tokens: int, seconds: float) -> None:

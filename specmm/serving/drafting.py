@@ -309,11 +309,13 @@ class Drafts:
         depth = int(rate.argmax())
         return float(rate[depth]), depth
 
-    def observe(self, feedback: Feedback, seconds: float) -> None:
-        """A round took so many ``seconds``; ``feedback`` is what it gave."""
+    def observe(self, feedback: Feedback, seconds: float, beside: int = 0) -> None:
+        """A round took so many ``seconds``; ``feedback`` is what it gave. So many tokens of prompts
+        were read ``beside`` it.
+        """
         tree, _ = feedback.drafted
         rows, nodes = tree.tokens.shape
-        self.costs.observe(rows, rows * nodes, seconds - self.spent)
+        self.costs.observe(rows, rows * nodes + beside, seconds - self.spent)
         if self.spent:
             self.network_costs.observe(rows, rows, self.spent)
         assert feedback.accepted is not None

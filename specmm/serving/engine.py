@@ -1,8 +1,9 @@
 """The engine: many requests answered in one batch, whose rows join and leave between rounds.
 
-Prompts are read in pieces beside the rounds, so that no answer waits long for another's prompt;
-several short ones are read at once. Every row has its own settings, limit, stops and generator, and
-its tokens do not depend on the others, but for how products of other sizes round.
+Prompts are read in pieces, in the forwards of rounds where the model's attention takes that, so
+that no answer waits long for another's prompt; several short ones are read at once. Every row has
+its own settings, limit, stops and generator, and its tokens do not depend on the others, but for
+how products of other sizes round.
 
 Shape letters: N nodes, V vocabulary.
 """
@@ -53,7 +54,6 @@ class _Read:
 
     reading: Reading
     answers: list[Answer]
-    tokens: int = 0  # read so far
 
 
 class BatchEngine:
@@ -80,6 +80,7 @@ class BatchEngine:
         self.stops = RowStops(self.ends, self.target.device)
         self.waiting: deque[Answer] = deque()
         self.read: _Read | None = None
+        self.beside: list[_Read] = []  # which the next round reads pieces of
         self.pieces = Pieces()
         resumes = not self.target.family.chains_only  # states are of a whole text
         self.prefixes = Prefixes(limits.prefixes if resumes else 0)
@@ -213,13 +214,18 @@ class BatchEngine:
             self._round()
 
     def _read_some(self) -> None:
-        """Read a piece of a prompt; short ones do not wait until a long one is read."""
+        """Read a piece of a prompt, beside the next round if there is one; short ones do not wait
+        for a long one, whose piece is less.
+        """
+        taken = 0
         if self.read is None:
             self.read = self._admit(ALL)
-        if self.read is not None:
-            self._read_piece(self.read, self._room(self.read.reading.read))
-        if short := self._admit(min(self._room(), Pieces.MOST)):
+        elif short := self._admit(min(self._room(), Pieces.MOST)):
+            taken = short.reading.left * len(short.answers)
             self._read_piece(short, ALONE)
+        if self.read is not None:
+            room = self._room(self.read.reading.read)
+            self._read_piece(self.read, max(room - taken, Pieces.LEAST))
 
     def _room(self, before: int = 0) -> int:
         """How many tokens of a prompt are read now, where so many were read ``before``."""
@@ -308,7 +314,9 @@ class BatchEngine:
         self.prefixes.keep(answer.root, ids, Cut(cache, row, context, start).page)
 
     def _read_piece(self, read: _Read, count: int) -> None:
-        """Read a piece of ``count`` tokens of each of some prompts; those that are read join."""
+        """Read a piece of ``count`` tokens of each of some prompts, now or beside the next round;
+        those that are read join.
+        """
         if all(one.given_up for one in read.answers):
             self._forget(read)
             for one in read.answers:
@@ -317,20 +325,27 @@ class BatchEngine:
         start = time.perf_counter()
         before, left = read.reading.read, read.reading.left
         try:
+            if self.rows.count and read.reading.packs:
+                self.target.beside.append(read.reading.next(count))
+                self.beside.append(read)
+                return
             read.reading.go_on(count)
             tokens = (left - read.reading.left) * len(read.answers)
-            read.tokens += tokens
             seconds = time.perf_counter() - start
             self.pieces.read(before, tokens, seconds)
             self.made["prompt_tokens"] += tokens
             self.made["read_seconds"] += seconds  # type: ignore[assignment]
-            if read.reading.left:
-                return
-            self._forget(read)
         except Exception as error:  # whatever a prompt does to the model, the others go on
             self._forget(read)
             self._failed(read.answers, error)
             return
+        self._have_read(read)
+
+    def _have_read(self, read: _Read) -> None:
+        """A piece of prompts has been read: if it was the last, they join."""
+        if read.reading.left:
+            return
+        self._forget(read)
         for number, answer in enumerate(read.answers):
             try:
                 self._join(answer, read.reading, number)
@@ -365,10 +380,12 @@ class BatchEngine:
         progress = self.rows.progress
         before = progress.counts.tolist()
         self.drafts.left = float((progress.limits - progress.counts).sum())
+        pieces = [piece.ids.numel() for piece in self.target.beside]
         gained = self.rows.round()
         seconds = time.perf_counter() - start
-        self.drafts.observe(self.rows.feedback, seconds)
-        self.pieces.played(seconds)
+        self.made["prompt_tokens"] += sum(pieces)
+        self.drafts.observe(self.rows.feedback, seconds, sum(pieces))
+        self.pieces.played(seconds - self.drafts.costs.known[2] * sum(pieces))
         self.made["rounds"] += 1
         self.made["row_rounds"] += self.rows.count
         self.made["round_seconds"] += seconds  # type: ignore[assignment]
@@ -389,6 +406,9 @@ class BatchEngine:
                 self._drop(row, spoilt[row])
             elif row in ended:
                 self._finish(row)
+        beside, self.beside = self.beside, []
+        for read in beside:
+            self._have_read(read)
 
     def _spoilt(self) -> dict[int, Exception]:
         """The rows for which something went wrong in the last round, and what.
@@ -464,7 +484,10 @@ class BatchEngine:
         if out_of_memory(error) and (count := self.rows.count) > 1:
             log.warning("%s: memory ran out, going on with %d rows", self.name, count // 2)
             self.limits = replace(self.limits, rows=count // 2)
-        failed = list(self.answers)
+        late = [one for read in self.beside if read is not self.read for one in read.answers]
+        failed = [*self.answers, *late]
+        self.beside = []
+        self.target.beside = []
         if not failed:
             with self.changed:
                 failed = list(self.waiting)

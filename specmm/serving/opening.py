@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
 DEEP = 5  # drafts of a chain of a head that drafts one after the other
+ARENA_MAX = -8  # glibc's number of that setting
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -48,8 +52,12 @@ def application(
     """
     from specmm.serving.http import app_of  # a conversation needs no package of servers
 
+    # glibc gives each thread memory of its own, whose gaps no other thread fills
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(ARENA_MAX, 2)
     engines, painters = opened(models, place, method, drafter, limits)
     sampling = {engine.name: own_sampling(engine.name) for engine in engines}
+    gc.freeze()  # or all streams wait a third of a second while it is looked at for garbage
     return app_of(engines, replace(settings, sampling=sampling), painters)
 
 

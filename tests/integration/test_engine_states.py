@@ -8,7 +8,9 @@ import specmm
 from specmm.core.decode import decode_plain
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
+from specmm.hf.models.rows import Reading
 from specmm.hf.models.target import VLMTarget
+from specmm.kernels.tree_attention.interface import NAME
 from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import engine_of
 from specmm.serving.preparation import Limits
@@ -65,14 +67,19 @@ def test_answers_are_the_pipelines(name, method, monkeypatch):
     engine.close()
 
 
-def test_answers_about_pictures_are_the_pipelines(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen2.5-vl"])
+def test_answers_about_pictures_are_the_pipelines(name, monkeypatch):
+    """Positions in parts; of the second, what is asked without pictures is read beside rounds."""
     at_random(monkeypatch)
     torch.manual_seed(0)
-    model, processor = vlm_folders.qwen3_5()
+    model, processor = vlm_folders.MODELS[name]()
+    model.set_attn_implementation(NAME)
     pipe = specmm.VQAPipeline(parts.ending(parts.shaken(model)), processor)
     engine = BatchEngine(pipe, Limits(rows=3))
+    beside, real = [], Reading.next
+    monkeypatch.setattr(Reading, "next", lambda *args: beside.append(args) or real(*args))
     said = Answers(engine)
-    sizes = [(16, 16), (32, 16), None, (16, 24), None]
+    sizes = [(16, 16), (32, 16), None, None, (16, 24), None]
     chats = []
     for number, size in enumerate(sizes):
         parts_of = [{"type": "text", "text": "what is it" * (number + 1)}]
@@ -86,4 +93,5 @@ def test_answers_about_pictures_are_the_pipelines(monkeypatch):
     for i, chat in enumerate(chats):
         answer = pipe(messages=chat, method="ar", max_new_tokens=20)
         assert said.tokens(i) == answer.tokens[0].tolist()
+    assert bool(beside) == engine.target.packs == (name == "qwen2.5-vl")
     engine.close()

@@ -24,7 +24,7 @@ from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
 from specmm.hf.models.target import ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 
-PIECE = 512  # tokens that are read at a time
+PIECE = 256  # tokens that are read at a time
 KINDS = (DynamicLayer, StaticLayer)  # of layers whose keys and values are all there
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
-from specmm.core.cache import LayerSize, Memory, StaticMemory
+from specmm.core.cache import Cache, LayerSize, Memory, StaticMemory
 from specmm.hf.models.families import has_states
 from specmm.hf.models.mixers import StateLayer
+from specmm.kernels.tree_attention import PackedMask
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -61,6 +62,31 @@ class _SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.memory.keys.shape[1]
+
+
+class _PackedLayer(_SlotLayer):
+    """A layer of several caches whose ``memories`` one forward writes; see :class:`PackedMask`."""
+
+    def __init__(self, memories: Sequence[Memory], mask: PackedMask) -> None:
+        self.memories = memories
+        self.mask = mask
+        super().__init__(memories[0])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        parts = zip(
+            *(self.memories, self.mask.split(key_states, 2), self.mask.split(value_states, 2)),
+            strict=True,
+        )
+        self.mask.held = [memory.write(keys, values, axis=2) for memory, keys, values in parts]
+        return self.mask.held[0]
+
+
+def packed(caches: Sequence[Cache], mask: PackedMask) -> TransformersCache:
+    """The ``caches`` as one, for a forward of tokens side by side."""
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    return TransformersCache(layers=[_PackedLayer(memories, mask) for memories in layers])
 
 
 class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own

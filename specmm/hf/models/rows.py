@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +18,17 @@ from specmm.core.rows import Joining
 from specmm.core.state import with_one, without
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.models.cache_layers import packed
 from specmm.hf.models.families import WAYS, Family, Way
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
+from specmm.kernels.tree_attention import PackedMask, Part
+from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.loading.hardware import out_of_memory
 
-NEAR = 256  # tokens by which the room of rows grows
+NEAR = 256  # tokens of a row that there is room for at first
+FAR = 2048  # the same where room that is empty costs nothing
 
 
 class RowProcessors:
@@ -104,6 +108,7 @@ class RowsTarget(VLMTarget):
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
+        self.beside: list[Piece] = []  # read by the next forward, too
         if reason := why_no_rows(self.family, self.way):
             raise ValueError(f"rows of {name} cannot join others: {reason}")
         self.scratch = 1
@@ -125,7 +130,9 @@ class RowsTarget(VLMTarget):
         """
         self.scratch = scratch
         self.processor.rows.clear()
-        room = min(NEAR, self.family.room)
+        on_cpu = self.device.type == "cpu"
+        near = NEAR if self.family.partial or not on_cpu else FAR
+        room = min(near, self.family.room)
         prompt = VLMPrompt({**padded([[0]])}, room - 1).to(self.device, self.dtype)
         if self.family.chains_only:  # what its layers hold is known once they have run
             self.prefill(prompt, scratch)
@@ -134,7 +141,7 @@ class RowsTarget(VLMTarget):
         self.history = History(self.prompt.input_ids, self.prompt.lengths, room)
         for part in self._members:
             part.leave(0)
-        if self.device.type == "cpu":
+        if on_cpu:
             self.cache.widen(rows=rows)
         self._each_row(lambda x, dim: without(x, 0, dim))
 
@@ -152,10 +159,12 @@ class RowsTarget(VLMTarget):
 
     def widen(self, room: int) -> None:
         """Rows of ``room`` tokens have room."""
-        room = -(-room // NEAR) * NEAR
-        if room <= self.cache.size.capacity:
+        now = self.cache.size.capacity
+        if room <= now:
             return
-        more = room - self.cache.size.capacity
+        step = now if self.cache.near else NEAR
+        room = -(-room // step) * step
+        more = room - now
         self.cache.widen(room)
         self.history.tokens = torch.nn.functional.pad(self.history.tokens, (0, more))
         self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(self.begins), 1)
@@ -202,30 +211,74 @@ class RowsTarget(VLMTarget):
         self.logits = logits  # [B, N, V], for those who ask how likely a token was
         return super()._probs(logits, tree)
 
-    def read_on(self, ids: Tensor, last: bool) -> TargetOutput | None:
-        """Read the next tokens ``ids`` [1, k] of a prompt; the output after them if they are the
-        ``last``.
+    @property
+    def packs(self) -> bool:
+        """Whether tokens of other caches can go through the model beside those of its rows."""
+        family = self.family
+        return family.takes_trees and not (family.chains_only or self.way.whole or self.way.left)
+
+    def tree_states(self, tokens: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
+        """As :meth:`VLMTarget.tree_states`; what is to be read ``beside`` goes along."""
+        pieces, self.beside = self.beside, []
+        if not pieces:
+            return super().tree_states(tokens, shape)
+        parts, places = [], []
+        ids = [tokens, *(piece.ids for piece in pieces)]
+        targets = [self, *(piece.reading.alone for piece in pieces)]
+        shapes = [shape, *(TreeShape.chain(x.shape[1] - 1, self.device) for x in ids[1:])]
+        for target, own, kind in zip(targets, ids, shapes, strict=True):
+            cache = target.cache
+            cache.aim_at_tree(kind.size)
+            parts.append(Part(len(own), kind.size, cache.tree_mask(kind)))
+            places.append((cache.lengths[:, None] + kind.depths).clamp(max=target.last))
+        mask = PackedMask(parts)
+        rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
+        rest[self.family.cache_name] = packed([target.cache for target in targets], mask)
+        if "position_ids" in self.family.takes:
+            where = [one.where(own) for one, own in zip(targets, places, strict=True)]
+            rest["position_ids"] = torch.cat([x.flatten(-2).unsqueeze(-2) for x in where], -1)
+        inputs = self.embed(torch.cat([x.flatten() for x in ids])[None])
+        with self._runs():
+            states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **rest)
+        each = mask.split(states.last_hidden_state, 1)
+        hidden = mask.split(self._drafters_states(states.last_hidden_state), 1)
+        if self.aux is not None:
+            self.aux.seen[:] = [x if x is None else mask.split(x, 1)[0] for x in self.aux.seen]
+        for number, piece in enumerate(pieces, 1):
+            piece.reading.take(piece.ids, each[number], hidden[number], places[number])
+        return each[0], places[0]
+
+    def have_read(
+        self, ids: Tensor, counts: Tensor, states: Tensor, hidden: Tensor, first: bool
+    ) -> None:
+        """The next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, have been read: they
+        lie in the scratch region, and these are their ``states`` [B, k, C]. ``first``: whether no
+        token was before.
         """
-        count = ids.shape[1]
-        states, positions = self.tree_states(ids, TreeShape.chain(count - 1, self.device))
-        kept = torch.arange(count, device=self.device)[None]
-        self.cache.keep(kept, torch.full_like(self.begins, count))
-        hidden = self._drafters_states(states)
-        if self.context is not None:
-            self.context = _longer(self.context, hidden, self.embed(ids))
-        if not last:
-            return None
-        return self._output(states[:, -1:], hidden[:, -1:], None, positions[:, -1:])
+        kept = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
+        self.cache.keep(kept, counts)
+        images = torch.zeros_like(ids, dtype=torch.bool)
+        new = Context(hidden, self.embed(ids), counts, images)
+        if first:
+            self.context = new if self.wants_context else None
+        elif self.context is not None:
+            self.context = _joined(self.context, new)
 
 
-def _longer(context: Context, hidden: Tensor, embeddings: Tensor) -> Context:
-    """``context`` of a text that goes on with tokens of these states and embeddings."""
-    count = hidden.shape[1]
+class Piece(NamedTuple):
+    """The next tokens ``ids`` [B, k] of the prompts of a ``reading``."""
+
+    reading: Reading
+    ids: Tensor
+
+
+def _joined(before: Context, after: Context) -> Context:
+    """The context of a text of one row that goes on."""
     return Context(
-        torch.cat([context.hidden, hidden], 1),
-        torch.cat([context.embeddings, embeddings], 1),
-        context.lengths + count,
-        torch.nn.functional.pad(context.image_mask, (0, count)),
+        torch.cat([before.hidden, after.hidden], 1),
+        torch.cat([before.embeddings, after.embeddings], 1),
+        before.lengths + after.lengths,
+        torch.cat([before.image_mask, after.image_mask], 1),
     )
 
 
@@ -257,6 +310,7 @@ class Reading:
         self.target = target
         self.alone: RowsTarget = copy.copy(target)
         self.alone.__dict__.pop("started", None)
+        self.alone.beside = []
         self.alone.processor = RowProcessors(processors)
         self.prompt = prompt
         self.room = room
@@ -269,16 +323,50 @@ class Reading:
         """Take over what is known of the first tokens: their keys and values ``arrays`` [A, n, H,
         D], and what drafters read of them. No picture may come after them.
         """
-        alone, prompt = self.alone, self.prompt
         count = arrays[0].shape[1]
-        alone.make_room(prompt, self.most)
-        for own, known in zip(alone.cache.arrays, arrays, strict=True):
+        self._open()
+        for own, known in zip(self.alone.cache.arrays, arrays, strict=True):
             own[:, 0, :count] = known
-        alone.cache.lengths[:] = count
+        self.alone.cache.lengths[:] = count
+        self.alone.context = context
+        self.read, self.left = count, self.left - count
+
+    def _open(self) -> None:
+        """Make room for what will be read in pieces."""
+        alone, prompt = self.alone, self.prompt
+        alone.make_room(prompt, self.most)
         alone.offsets = alone.family.positions(prompt)[1]
         alone.history = History(prompt.input_ids, prompt.lengths, 1)
-        alone.context = context
-        self.read, self.left = count, self.left - count
+
+    @property
+    def packs(self) -> bool:
+        """Whether what comes next can be read beside a round."""
+        alone = self.alone
+        pictures = bool(self.prompt.vision) and not self.read
+        return alone.packs and not pictures and not (alone.wants_context and alone.family.mrope)
+
+    def next(self, count: int) -> Piece:
+        """The next ``count`` tokens of a prompt, or all that there are; all of several prompts. The
+        forward that reads them calls :meth:`take`.
+        """
+        if not self.read:
+            self._open()
+        count = self.left if len(self.prompt.lengths) > 1 else min(count, self.left, self.most)
+        return Piece(self, self.prompt.input_ids[:, self.read : self.read + count])
+
+    def take(self, ids: Tensor, states: Tensor, hidden: Tensor, positions: Tensor) -> None:
+        """Tokens ``ids`` [B, k] at ``positions`` [B, k] have been read, and these are their
+        ``states`` [B, k, C] and what drafters read of them.
+        """
+        alone = self.alone
+        counts = (self.prompt.lengths - self.read).clamp(max=ids.shape[1])
+        alone.have_read(ids, counts, states, hidden, not self.read)
+        self.read += ids.shape[1]
+        self.left -= ids.shape[1]
+        if not self.left:
+            rows, last = torch.arange(len(ids), device=alone.device)[:, None], counts[:, None] - 1
+            ends = states[rows, last], hidden[rows, last]
+            self.output = alone._output(*ends, None, positions.expand(len(ids), -1)[rows, last])
 
     @torch.inference_mode()
     def go_on(self, count: int) -> None:
@@ -290,24 +378,24 @@ class Reading:
         whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
         whole |= alone.family.chains_only
         count = self.left if whole else min(count, self.left)
-        if self.read:
-            count = min(count, self.most)
-        ids = prompt.input_ids[:, self.read : self.read + count]
-        last = count == self.left
         self.target.starting_row = True  # drafters' hooks are of the target itself
         try:
-            self.output = self._piece(ids, last)
+            if self.read:
+                ids = self.next(count).ids
+                chain = TreeShape.chain(ids.shape[1] - 1, alone.device)
+                states, positions = alone.tree_states(ids, chain)
+                self.take(ids, states, alone._drafters_states(states), positions)
+            else:
+                self._begin(count)
         finally:
             self.target.starting_row = False
-        self.read += count
-        self.left -= count
 
-    def _piece(self, ids: Tensor, last: bool) -> TargetOutput | None:
+    def _begin(self, count: int) -> None:
+        """Read the first ``count`` tokens as the model itself does."""
         prompt, alone = self.prompt, self.alone
-        if self.read:
-            return alone.read_on(ids, last)
-        left = self.left - ids.shape[1]
-        part = prompt if last else VLMPrompt({"input_ids": ids}, left)
+        last = count == self.left
+        ids = prompt.input_ids[:, :count]
+        part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
         output = alone.prefill(part, 0 if last else self.most)
         if why_no_rows(alone.family, alone.way):
             raise ValueError(
@@ -317,7 +405,8 @@ class Reading:
         alone.prompt = prompt
         alone.history = History(prompt.input_ids, prompt.lengths, 1)
         alone.begins = prompt.begins.clone()
-        return output if last else None
+        self.output = output if last else None
+        self.read, self.left = count, self.left - count
 
     def output_of(self, number: int) -> TargetOutput:
         """The output of the last token of prompt ``number``, once all are read.
