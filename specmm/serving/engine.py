@@ -43,9 +43,9 @@ from specmm.verify.matching import Matching
 log = logging.getLogger(__name__)
 ALL = 2**62  # tokens of a prompt, however long
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
+ENDS = ("stop", "length", "cancelled", "timeout", "error")
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
-MADE = ("tokens", "rounds", "row_rounds", "round_seconds")
-COUNTED = (*READ, *MADE, "stop", "length", "cancelled", "timeout", "error")
+COUNTED = (*READ, "tokens", "rounds", "row_rounds", "round_seconds", *ENDS)
 
 
 @dataclass
@@ -108,15 +108,11 @@ class BatchEngine:
         return self.closing
 
     def counts(self) -> Mapping[str, float]:
-        now = {
+        return {
+            **{f"{name}_total": number for name, number in self.made.items()},
             "rows": self.rows.count,
             "waiting": len(self.waiting),
             "reading": int(bool(self.read)),
-        }
-        made = {f"{name}_total": number for name, number in self.made.items()}
-        return {
-            **made,
-            **now,
             "piece_tokens": self.pieces.size(),
             "prefix_bytes": self.prefixes.bytes,
         }
@@ -323,14 +319,15 @@ class BatchEngine:
                 self._give_up(one)
             return
         start = time.perf_counter()
-        before, left = read.reading.read, read.reading.left
+        reading = read.reading
+        before, left = reading.read, reading.left
         try:
-            if self.rows.count and read.reading.packs:
-                self.target.beside.append(read.reading.next(count))
+            if self.rows.count and reading.packs:
+                self.target.beside.append(reading.next(count))
                 self.beside.append(read)
                 return
-            read.reading.go_on(count)
-            tokens = (left - read.reading.left) * len(read.answers)
+            reading.go_on(count)
+            tokens = (left - reading.left) * len(read.answers)
             seconds = time.perf_counter() - start
             self.pieces.read(before, tokens, seconds)
             self.made["prompt_tokens"] += tokens
@@ -383,14 +380,14 @@ class BatchEngine:
         pieces = [piece.ids.numel() for piece in self.target.beside]
         gained = self.rows.round()
         seconds = time.perf_counter() - start
-        self.made["prompt_tokens"] += sum(pieces)
         self.drafts.observe(self.rows.feedback, seconds, sum(pieces))
-        self.pieces.played(seconds - self.drafts.costs.known[2] * sum(pieces))
-        self.made["rounds"] += 1
-        self.made["row_rounds"] += self.rows.count
+        reading = min(float(self.drafts.costs.known[2]) * sum(pieces), seconds)
+        self.made["read_seconds"] += reading  # type: ignore[assignment]
+        seconds -= reading
+        self.pieces.played(seconds)
+        self.made.update(rounds=1, row_rounds=self.rows.count, prompt_tokens=sum(pieces))
         self.made["round_seconds"] += seconds  # type: ignore[assignment]
-        self.made["drafted_tokens"] += self.drafts.offered
-        self.made["kept_tokens"] += self.drafts.taken
+        self.made.update(drafted_tokens=self.drafts.offered, kept_tokens=self.drafts.taken)
         self.made["network_seconds"] += self.drafts.spent  # type: ignore[assignment]
         spoilt = self._spoilt()
         for row, answer in enumerate(self.answers):
@@ -486,8 +483,7 @@ class BatchEngine:
             self.limits = replace(self.limits, rows=count // 2)
         late = [one for read in self.beside if read is not self.read for one in read.answers]
         failed = [*self.answers, *late]
-        self.beside = []
-        self.target.beside = []
+        self.beside, self.target.beside = [], []
         if not failed:
             with self.changed:
                 failed = list(self.waiting)
