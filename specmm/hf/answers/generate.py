@@ -40,7 +40,7 @@ from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import maker_of
 from specmm.hf.answers.choosing import choose, record_of
 from specmm.hf.answers.given_cache import GivenCache
-from specmm.hf.answers.running import ending, last_of
+from specmm.hf.answers.run import ending, last_of
 from specmm.hf.drafters.drafting import (
     Assembly,
     Drafters,
@@ -71,8 +71,6 @@ INSTEAD = {  # of options that make generate decode otherwise
     "use_mtp": "give custom_generate(method='mtp')",
 } | dict.fromkeys(OTHER_MODES, "call generate without custom_generate")
 PICTURES = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")  # in a prompt
-WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
-SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
 
 
 def custom_generate(
