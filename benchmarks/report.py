@@ -52,8 +52,8 @@ AUTO = (
 )
 REAL = "CIFAR-10's test pictures against training ones, by the offline Inception in float32."
 MAR = (
-    "Batch 1, whole calls; `release`, `aligned` and `paper` are CSpD's between two models, "
-    "whose distribution is not verified."
+    "Batch 1, whole calls; `release` is CSpD's between two models, whose distribution is not "
+    "verified."
 )
 VAR = "Whole calls; ideal: the arithmetic of the large model alone over that of both in turn."
 QUALITY = (

@@ -133,7 +133,6 @@ class ChainDrafter(SourceDrafter):
                 self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The chain after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         root = feedback.token
         numbers = None if self.greedy else uniforms
         with self.clock("draft"):
@@ -175,7 +174,6 @@ class TreeDrafter(SourceDrafter):
         self.max_nodes = total
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         root = feedback.token
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
@@ -212,7 +210,6 @@ class DrawnTreeDrafter(SourceDrafter):
         self.levels = Level.all_of(shape)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         vocabulary = self.source.vocabulary
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]

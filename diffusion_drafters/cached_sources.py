@@ -80,7 +80,6 @@ class CausalSource:
         self.small.start_row(row, prompt)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, V]; see :class:`BlockSource`."""
         tokens = feedback.token[:, None]
         kept = torch.ones_like(feedback.token)
         if feedback.result is not None and feedback.tokens is not None:

@@ -156,7 +156,6 @@ class DiffuSpecDrafter:
         self.source.begin(feedback, self.max_depth)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Each row's path after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         if feedback.result is not None:
             for row, kept in zip(self.rows, feedback.result.kept.tolist(), strict=True):
                 row.observe(kept)
@@ -203,7 +202,6 @@ class StepsDrafter(SourceDrafter):
         self.shape = TreeShape.chain(length, target.device)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The chain after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         with self.clock("draft"):
             logits = self.source.logits(feedback, self.max_depth)
             drafts = feedback.token.new_empty(len(feedback.token), 0)

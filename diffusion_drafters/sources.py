@@ -106,7 +106,6 @@ class DiffusionSource:
         self.history.take(row, self.target.started.history)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, V]; see :class:`BlockSource`."""
         if feedback.result is not None and feedback.tokens is not None:
             self.history.append(feedback.tokens, feedback.result.kept)
         return self.logits_after(feedback.token.new_empty(len(feedback.token), 0), block)
@@ -229,7 +228,6 @@ class DFlashSource:
         self.model.read(feedback.kept_hidden(), feedback.result.kept)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """[B, K, S]; see :class:`BlockSource`."""
         if feedback.result is not None:
             self.absorb(feedback)
         config = self.model.config

@@ -88,8 +88,10 @@ class Questions:
         ]
         return cls(chats, pictures, videos)
 
-    def rows(self, some: slice) -> Questions:
-        """``some`` of them."""
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, some: slice) -> Questions:
         return Questions(self.texts[some], self.pictures[some], self.videos[some], self.chat)
 
     def inputs(self, processor: Any) -> dict[str, Any]:

@@ -26,43 +26,32 @@ from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.registry import named
 from specmm.hf.answers.choosing_drawn import DrawnAnswers
-from specmm.hf.answers.running import Chosen, Pipeline, PromptBatch, RoundText, Run, ending, stream
+from specmm.hf.answers.run import Answered, Chosen, RoundText, Run, ending, stream
+from specmm.hf.answers.running import Pipeline
 from specmm.hf.drafters.drafting import KINDS
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find
-from specmm.hf.models.static import CapturedTarget
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.pictures.interleaved import SERVING, InterleavedTarget, PictureReader
 from specmm.hf.prompts.options import CallOptions, Options, lists_options
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.hf.prompts.stop_strings import Ids, StopStrings
-from specmm.programs.compiled import NotCompiled, uncompiled_calls
+from specmm.programs.compiled import NotCompiled
 from specmm.vlm import wording
 from specmm.vlm.asking import Images, Questions, Texts, Videos
 from specmm.vlm.loading import is_composed, load_model, load_processor
 from specmm.zoo import Source
 
 
-@dataclass
-class VQAOutput:
-    """``answers`` [B], ``tokens`` [B] of ids (an end token included), ``stats``, ``certificate``,
-    ``method``; for Speculative Verdict also the ``ruling``: all answers, and the experts chosen.
-    ``pictures`` [B]: the pictures in each answer, whose text has a placeholder for each.
-    ``compiled``: whether rounds were programs or graphs. ``prompt_tokens`` [B] count pictures'
-    tokens, too; ``finish_reasons`` [B] are "stop" or "length"; ``taus`` [B] are tokens per round.
+@dataclass(kw_only=True)
+class VQAOutput(Answered):
+    """``answers`` [B]; for Speculative Verdict also the ``ruling``: all answers, and the experts
+    chosen. ``pictures`` [B]: the pictures in each answer, whose text has a placeholder for each.
     """
 
     answers: list[str]
-    tokens: list[Tensor]
-    stats: Stats
-    certificate: Certificate
-    method: str
     ruling: Any = None
     pictures: list[list[Image.Image]] = field(default_factory=list)
-    compiled: bool = False
-    prompt_tokens: list[int] = field(default_factory=list)
-    finish_reasons: list[str] = field(default_factory=list)
-    taus: list[float] = field(default_factory=list)
 
 
 class VQAPipeline(Pipeline):
@@ -153,12 +142,10 @@ class VQAPipeline(Pipeline):
                 judged = self._judge(method, images, questions, options, streamer)
                 judged.certificate = judged.certificate.under(given.processor.settings)
                 return judged
-            failed = uncompiled_calls()
-            run = self._start(images, questions, given, videos)
+            run = self._start(given, questions, images, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
-        output = VQAOutput(texts, **run.told(tokens, end))
-        output.compiled = run.compiled and uncompiled_calls() == failed
+        output = VQAOutput(answers=texts, **run.told(tokens, end))
         if given.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
             self.drawn.observe(tokens, self._reader.grammar)
@@ -179,9 +166,8 @@ class VQAPipeline(Pipeline):
                 "method 'verdict' cannot stream, because its answer comes after all models have "
                 "answered; call the pipeline instead"
             )
-        for round_ in turns_of(self.model).each(
-            self._rounds(images, questions, given, False, videos)
-        ):
+        rounds = self._rounds(False, given, questions, images, videos)
+        for round_ in turns_of(self.model).each(rounds):
             yield [said.text for said in round_]
 
     @lists_options()
@@ -193,7 +179,7 @@ class VQAPipeline(Pipeline):
         **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
         """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
-        rounds = self._rounds(images, questions, self.options(options), True, videos)
+        rounds = self._rounds(True, self.options(options), questions, images, videos)
         yield from turns_of(self.model).each(rounds)
 
     @in_its_turn(lambda pipe: pipe.model)
@@ -202,24 +188,31 @@ class VQAPipeline(Pipeline):
         answers, and why; ``records`` holds the measurements.
         """
         given = self.options({**options, "method": methods.Auto()})
-        return self._start(images, questions, given, share=math.inf).method
+        return self._start(given, questions, images, share=math.inf).method
 
     def prepared(
         self, images: Images = None, questions: Texts | None = None, **options: Any
     ) -> tuple[VLMTarget, VLMPrompt]:
         """The model as a target for ``questions``, and these as it reads them, all at once."""
-        given = self.options(options)
-        target = VLMTarget(self.model, given.processor, self.name)
-        prompt = self._prompt(_asked(images, questions, None, given), given)
-        target.check(prompt)
-        return target, prompt.to(target.device, target.dtype)
+        return self._prepared(self.options(options), questions, images)
 
-    def read(self, prompts: Any, options: Options) -> VLMPrompt:
-        return self._prompt(_asked(None, prompts, None, options), options)
-
-    def _prompt(self, asked: Questions, options: Options) -> VLMPrompt:
+    def prompt(self, asked: Any, options: Options) -> VLMPrompt:
         """What is ``asked``, as the processor writes it."""
         return VLMPrompt(asked.inputs(self.processor), options.max_new_tokens, asked)
+
+    def asked(
+        self, options: Options, prompts: Texts | None, images: Images = None, videos: Videos = None
+    ) -> Questions:
+        """The questions of a call, or the chats in its ``options``."""
+        if options.messages is None:
+            found = Questions.of(images, prompts, options.chat, videos, options.fps)
+        elif images is None and prompts is None and videos is None:
+            found = Questions.of_chats(options.messages, options.fps)
+        else:
+            raise ValueError("give messages, or questions and what they are about, got both")
+        if options.fps is not None and not any(found.videos):
+            raise ValueError("fps is of videos given as frames, got none; leave it out")
+        return found
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(
@@ -230,12 +223,10 @@ class VQAPipeline(Pipeline):
         **options: Any,
     ) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
-        return self._start(images, questions, self.options(options), videos)
+        return self._start(self.options(options), questions, images, videos)
 
-    def _rounds(
-        self, images: Images, questions: Texts | None, options: Options, apart: bool, videos: Videos
-    ) -> Iterator[list[RoundText]]:
-        yield from self._start(images, questions, options, videos).rounds(apart)
+    def _rounds(self, apart: bool, *asked: Any) -> Iterator[list[RoundText]]:
+        yield from self._start(*asked).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
         found: methods.VQAMethod = options.chosen(methods.VQA, self.method)
@@ -267,28 +258,8 @@ class VQAPipeline(Pipeline):
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         reason = "the answer is the verdict model's after it has read those of the others"
         claim = Certificate("heuristic", reason)
-        return VQAOutput([ruling.answer], [ids], stats, claim, method.name, ruling)
-
-    def _start(
-        self,
-        images: Images,
-        questions: Texts | None,
-        options: Options,
-        videos: Videos = None,
-        share: float = SHARE,
-    ) -> Run:
-        """Prepare a batch; nothing runs before the first round."""
-        method = self._method(options)
-        if options.compiled is True and options.draw:
-            raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
-        target = self._target(method, options)
-        given = _asked(images, questions, videos, options)
-
-        def prepared(some: slice) -> VLMPrompt:
-            return self._prompt(given.rows(some), options)
-
-        prompts = PromptBatch(prepared, len(given.texts), options.batch_size)
-        return self._run(method, target, options, prompts, share)
+        told: dict[str, Any] = dict(tokens=[ids], stats=stats, certificate=claim)
+        return VQAOutput(answers=[ruling.answer], method=method.name, ruling=ruling, **told)
 
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
@@ -306,11 +277,12 @@ class VQAPipeline(Pipeline):
         _check_serving(method)
         self._reader.check(max_new_tokens)
 
-    def _target(self, method: methods.VQAMethod, options: Options) -> VLMTarget:
-        """The model as a target; raises ``ValueError`` for pictures by methods without them."""
+    def target(self, method: Any, options: Options) -> VLMTarget:
+        """See :class:`Pipeline`; raises ``ValueError`` for pictures by methods without them."""
         if not options.draw:
-            kind = CapturedTarget if self.captures(options) else VLMTarget
-            return kind(self.model, options.processor, self.name)
+            return super().target(method, options)
+        if options.compiled is True:
+            raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
         _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 
@@ -330,19 +302,6 @@ class VQAPipeline(Pipeline):
     def _reader(self) -> PictureReader:
         """The reader that finds pictures in answers."""
         return PictureReader(self.model, self.drafters.folder or Path(self.name), self.name)
-
-
-def _asked(images: Images, questions: Texts | None, videos: Videos, options: Options) -> Questions:
-    """The questions of a call, or the chats in its ``options``."""
-    if options.messages is None:
-        found = Questions.of(images, questions, options.chat, videos, options.fps)
-    elif images is None and questions is None and videos is None:
-        found = Questions.of_chats(options.messages, options.fps)
-    else:
-        raise ValueError("give messages, or questions and what they are about, got both")
-    if options.fps is not None and not any(found.videos):
-        raise ValueError("fps is of videos given as frames, got none; leave it out")
-    return found
 
 
 def _check_serving(method: methods.VQAMethod) -> None:

@@ -107,7 +107,6 @@ class MaskedDDiT:
         return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C]; see :class:`DiffusionLM`."""
         if valid is None:
             order = torch.arange(tokens.shape[1], device=tokens.device)[None]
             seen = None

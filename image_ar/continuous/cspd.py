@@ -1,35 +1,27 @@
-"""CSpD between two MAR models: acceptance of whole drafted tokens, and the loops of the paper and
-of the release.
+"""CSpD between two MAR models as its release does it: acceptance of whole drafted tokens.
 
-Source: CSpD (arXiv 2411.11925, section 3 and algorithm 1) and facts measured on its release. In
-both, a small model drafts tokens with the same noise at every denoising step as the target will use
-("aligned"), and the first iterations are the target's own. The release computes the target once for
-a whole window, without showing it the window's drafts, and discards no position. In the paper's
-loop the target's pass over a window has one row for each drafted iteration, with the tokens drafted
-before it among its known ones, and a rejection ends the window; pictures accept different lengths,
-and their rounds are run together.
+Source: CSpD (arXiv 2411.11925, section 3) and facts measured on its release. A small model drafts
+tokens with the same noise at every denoising step as the target will use ("aligned"), and the first
+iterations are the target's own. The target is computed once for a whole window, without seeing the
+window's drafts, and no position is discarded.
 
 A token's chain ends in a step whose Gaussian has a mean (the token itself, since no noise is added
-there) and a width that is never used; all rules take that Gaussian for the density of the token,
-which is why none keeps the target's distribution. Rules compute in numpy's float64: ratios reach
-e^-200. Shape letters as in ``masked_decode``; R rows of a pass, N tokens of a comparison or of all
-rows, S head steps.
+there) and a width that is never used; the rule takes that Gaussian for the density of the token,
+which is why it does not keep the target's distribution. It computes in numpy's float64: ratios
+reach e^-200. Shape letters as in ``masked_decode``; N tokens of a comparison, S head steps.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specmm.core.stats import Clock
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
@@ -45,7 +37,6 @@ from specmm.image_ar.continuous.orders import Iteration, MARSettings, Stream
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-Row = tuple[int, Iteration]  # of a pass: a picture, and an iteration of it to make
 RELAX = 42.0  # the release's factor on standard deviations
 PROPOSALS = 100  # the release's, for a rejected token
 
@@ -67,13 +58,12 @@ class ChainEnd(NamedTuple):
 
 
 @dataclass
-class PaperRule:
-    """r = Π √|Σq|/√|Σp| · p(x)/q(x): the spreads of the steps before, then the last Gaussians,
-    whose widths are times ``relax`` in r.
+class ReleaseRule:
+    """r = Π √|Σp|/√|Σq| · p(x)/q(x): the spreads of the steps before, then the last Gaussians,
+    whose widths are times ``relax`` in r. The paper has the factor of the spreads upside down.
     """
 
-    relax: float = 1.0
-    sign: ClassVar[int] = 1  # of the factor of the spreads, in the log
+    relax: float = RELAX
 
     def __post_init__(self) -> None:
         if not self.relax > 0:
@@ -83,25 +73,18 @@ class PaperRule:
 
     def log_ratio(self, x: Array, p: ChainEnd, q: ChainEnd) -> Array:
         """log r [N] of drafted tokens ``x`` [N, C]: kept with probability min(1, r)."""
-        return self._spreads(p, q) + p.log_density(x, self.relax) - q.log_density(x, self.relax)
+        return _spreads(p, q) + p.log_density(x, self.relax) - q.log_density(x, self.relax)
 
     def log_residual(self, y: Array, p: ChainEnd, q: ChainEnd) -> Array:
         """log q/(F p) [N] of proposals ``y`` ~ p: accepted with probability 1 - q/(F p); not
         relaxed. p bounds (F p - q)+ / F, so no probability is ever above 1.
         """
-        return q.log_density(y) - p.log_density(y) - self._spreads(p, q)
-
-    def _spreads(self, p: ChainEnd, q: ChainEnd) -> Array:
-        spreads: Array = (q.log_stds - p.log_stds).sum(-1)
-        return self.sign * spreads
+        return q.log_density(y) - p.log_density(y) - _spreads(p, q)
 
 
-@dataclass
-class ReleaseRule(PaperRule):
-    """The paper's with the factor of the spreads upside down, and relaxed."""
-
-    relax: float = RELAX
-    sign: ClassVar[int] = -1
+def _spreads(p: ChainEnd, q: ChainEnd) -> Array:
+    spreads: Array = (p.log_stds - q.log_stds).sum(-1)
+    return spreads
 
 
 @dataclass
@@ -127,7 +110,7 @@ class StreamNumbers:
         return stream.draw(counts, width).double().cpu().numpy()
 
 
-def accept(rule: PaperRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers) -> Mask:
+def accept(rule: ReleaseRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers) -> Mask:
     """Which drafted tokens ``x`` [N, C] to accept [N]; ``ValueError`` for degenerate widths."""
     for ends in (p, q):
         if not (np.isfinite(ends.std).all() and (ends.std > 0).all()):
@@ -141,12 +124,12 @@ def accept(rule: PaperRule, x: Array, p: ChainEnd, q: ChainEnd, numbers: StreamN
 
 
 def resample(
-    rule: PaperRule, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
+    rule: ReleaseRule, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers
 ) -> tuple[Array, Mask]:
     """Tokens [N, C] from the residual of p over q, and which rows [N] had an accepted proposal.
 
-    Proposals are drawn until every row has accepted one; ``last`` takes a row's last accepted one
-    (as the release), not its first. Rows without any are zero; the caller handles them.
+    Proposals are drawn until every row has accepted one, and a row's last accepted one is taken.
+    Rows without any are zero; the caller handles them.
     """
     made = np.zeros_like(p.mean)
     found = np.zeros(len(p.mean), dtype=bool)
@@ -154,8 +137,7 @@ def resample(
         y = p.mean + p.std * numbers.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
             taken = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
-        fresh = taken if last else taken & ~found
-        made[fresh] = y[fresh]
+        made[taken] = y[taken]
         found |= taken
         if found.all():
             break
@@ -163,7 +145,7 @@ def resample(
 
 
 def verify_tokens(
-    rule: PaperRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers, last: bool
+    rule: ReleaseRule, drafted: Array, p: ChainEnd, q: ChainEnd, numbers: StreamNumbers
 ) -> tuple[Array, Mask]:
     """Tokens [N, C]: the ``drafted`` ones or replacements, and which were accepted [N].
 
@@ -173,7 +155,7 @@ def verify_tokens(
     kept = accept(rule, drafted, p, q, numbers)
     if kept.all():
         return drafted, kept
-    made, found = resample(rule, p, q, numbers, last)
+    made, found = resample(rule, p, q, numbers)
     made[~found] = p.mean[~found]
     return np.where(kept[:, None], drafted, made), kept
 
@@ -229,11 +211,8 @@ class CSpDBatch:
 
 
 class Made(NamedTuple):
-    """``tokens`` [n, C] of an iteration of picture ``b`` at positions ``where`` [n], and how their
-    chains ended.
-    """
+    """``tokens`` [B, n, C] at positions ``where`` [B, n], and how their chains ``ends`` [B · n]."""
 
-    b: int
     where: Tensor
     tokens: Tensor
     ends: ChainEnd
@@ -247,6 +226,7 @@ class CSpDRun:
     def __init__(self, batch: CSpDBatch) -> None:
         self.batch = batch
         self.orders = batch.orders
+        self.pictures = torch.arange(len(batch.orders), device=batch.orders.device)[:, None]
         self.tokens = torch.zeros(
             *batch.orders.shape, batch.noise.shape[-1], device=batch.orders.device
         )
@@ -265,124 +245,60 @@ class CSpDRun:
         stats.verify_seconds = self.clock.seconds["verify"]
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
-    def verify(self, rule: PaperRule | None, own: Made, last: bool) -> Mask:
-        """Compare drafts with the target's ``own`` tokens, and replace those that are rejected;
-        returns which were kept.
+    def make(self, model: CSpDModel, part: Iteration) -> None:
+        """Compute ``part`` of every picture by ``model``, and write its tokens."""
+        where, tokens, ends = self.compute(model, part)
+        self.tokens[self.pictures, where] = tokens
+        self.ends[:, self.pictures.cpu().numpy(), where.cpu().numpy()] = np.stack(ends).reshape(
+            3, *tokens.shape
+        )
+
+    def verify(self, rule: ReleaseRule, part: Iteration) -> None:
+        """Compare the drafts of ``part`` with the target's own tokens, as if nothing were drafted
+        in it, and replace those that are rejected.
         """
-        made = own.ends.mean
-        kept = np.zeros(len(own.where), dtype=bool)
-        if rule is not None:
-            drafted = self.tokens[own.b, own.where].double().cpu().numpy()
-            q = ChainEnd(*self.ends[:, own.b, own.where.cpu().numpy()])
-            made, kept = verify_tokens(rule, drafted, own.ends, q, self.batch.numbers[own.b], last)
-        self.tokens[own.b, own.where] = torch.from_numpy(made).to(self.tokens)
-        self.stats.drafted += len(kept)
-        self.stats.accepted += int(kept.sum())
-        return kept
+        where, _, ends = self.compute(self.batch.target, part)
+        for b, (places, numbers) in enumerate(zip(where, self.batch.numbers, strict=True)):
+            own = slice(b * len(places), (b + 1) * len(places))
+            drafted = self.tokens[b, places].double().cpu().numpy()
+            p = ChainEnd(*(x[own] for x in ends))
+            q = ChainEnd(*self.ends[:, b, places.cpu().numpy()])
+            made, kept = verify_tokens(rule, drafted, p, q, numbers)
+            self.tokens[b, places] = torch.from_numpy(made).to(self.tokens)
+            self.stats.drafted += len(kept)
+            self.stats.accepted += int(kept.sum())
 
-    def round(self, parts: Mapping[int, Sequence[Iteration]]) -> dict[int, int]:
-        """Draft ``parts`` of each picture, verify them from left to right as the paper does; how
-        many of each are made.
-        """
-        for column in zip_longest(*parts.values()):
-            now = zip(parts, column, strict=True)
-            self.make(self.batch.draft, [(b, part) for b, part in now if part is not None])
-        made = dict.fromkeys(parts, 0)
-        rejected: set[int] = set()
-        for own in self.compute(self.batch.target, [(b, x) for b, of in parts.items() for x in of]):
-            if own.b not in rejected:
-                made[own.b] += 1
-                if not self.verify(PaperRule(), own, last=False).all():
-                    rejected.add(own.b)
-        return made
-
-    def make(self, model: CSpDModel, rows: Sequence[Row]) -> None:
-        """Compute ``rows`` by ``model``, and write their tokens."""
-        for made in self.compute(model, rows):
-            self.tokens[made.b, made.where] = made.tokens
-            self.ends[:, made.b, made.where.cpu().numpy()] = made.ends
-
-    def compute(self, model: CSpDModel, rows: Sequence[Row]) -> list[Made]:
-        """One pass of ``model``: each of ``rows`` given the tokens before it."""
+    def compute(self, model: CSpDModel, part: Iteration) -> Made:
+        """One pass of ``model``: ``part`` of every picture given the tokens before it."""
         own = model is self.batch.target
         with self.clock("verify" if own else "draft"):
-            found = self._pass(model, rows)
+            where = self.orders[:, part.first : part.last].sort().values
+            known = self.orders[:, part.last :]
+            z = head_conditions(model.model, self.tokens, known, model.classes, where)
+            noise = self.batch.noise[self.pictures, where].flatten(0, 1).transpose(0, 1)
+            tokens, ends = model.chains(z, part.scale, noise)
         if own:
-            self.stats.rounds += len({b for b, _ in rows})
-            self.stats.head_calls += len(model.steps.keep) * sum(len(x.where) for x in found)
-        return found
-
-    def _pass(self, model: CSpDModel, parts: Sequence[Row]) -> list[Made]:
-        device = self.orders.device
-        rows = torch.tensor([b for b, _ in parts], device=device)
-        where = [self.orders[b, part.first : part.last].sort().values for b, part in parts]
-        counts = torch.tensor([len(w) for w in where], device=device)
-        first = min(part.last for _, part in parts)
-        known = self.orders[rows, first:]
-        valid = None
-        if any(part.last > first for _, part in parts):
-            begin = torch.tensor([part.last - first for _, part in parts], device=device)
-            valid = torch.arange(known.shape[1], device=device) >= begin[:, None]
-        wanted = pad_sequence(where, batch_first=True)  # shorter rows also compute position 0
-        classes = model.classes.unflatten(0, (-1, len(self.orders)))[:, rows].flatten(0, 1)
-        z = head_conditions(model.model, self.tokens[rows], known, classes, wanted, valid)
-        inside = torch.arange(wanted.shape[1], device=device) < counts[:, None]
-        z = z[inside.flatten()]  # [N, G, Z]
-        noise = self.batch.noise[rows.repeat_interleave(counts), torch.cat(where)].transpose(0, 1)
-        scales = torch.tensor([part.scale for _, part in parts], device=device)
-        tokens, ends = model.chains(z, scales.repeat_interleave(counts)[:, None], noise)
-        found = []
-        first = 0
-        for (b, _), place in zip(parts, where, strict=True):
-            own = slice(first, first + len(place))
-            found.append(Made(b, place, tokens[own], ChainEnd(*(x[own] for x in ends))))
-            first = own.stop
-        return found
+            self.stats.rounds += len(where)
+            self.stats.head_calls += len(model.steps.keep) * where.numel()
+        return Made(where, tokens.view(*where.shape, -1), ends)
 
 
 @torch.inference_mode()
 def decode_release(
-    batch: CSpDBatch, rule: PaperRule | None, window: DraftWindow
+    batch: CSpDBatch, rule: ReleaseRule, window: DraftWindow
 ) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration.
-
-    Without a ``rule`` no draft is kept: each is replaced by the target's sample of its noise. That
-    is the baseline which acceptance must beat: as many passes of the target.
-    """
+    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration."""
     run = CSpDRun(batch)
-    pictures = range(len(batch.orders))
     length = begun = batch.orders.shape[1]
     settings = batch.target.settings
     parts = settings.iterations(length)
     for k, part in enumerate(parts):
         own = k <= window.prefill * settings.num_iter
-        run.make(batch.target if own else batch.draft, [(b, part) for b in pictures])
+        run.make(batch.target if own else batch.draft, part)
         if own:
             begun = part.first
         elif k % window.size == 0 or k == len(parts) - 1:
-            # by the target's own chains, as if nothing were drafted in the window
-            whole = Iteration(part.first, begun, part.scale)
-            for made in run.compute(batch.target, [(b, whole) for b in pictures]):
-                run.verify(rule, made, last=True)
+            run.verify(rule, Iteration(part.first, begun, part.scale))
             begun = part.first
         yield MARProgress(run.tokens, length - part.first)
-    yield run.finish()
-
-
-@torch.inference_mode()
-def decode_paper(batch: CSpDBatch, window: DraftWindow) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as the paper does, yielding after each pass of the target."""
-    run = CSpDRun(batch)
-    length = batch.orders.shape[1]
-    parts = batch.target.settings.iterations(length)
-    own = math.ceil(window.prefill * len(parts))
-    for part in parts[:own]:
-        run.make(batch.target, [(b, part) for b in range(len(batch.orders))])
-        yield MARProgress(run.tokens, length - part.first)
-    done = [own] * len(batch.orders)
-    while min(done) < len(parts):
-        wanted = {b: parts[n : n + window.size] for b, n in enumerate(done) if n < len(parts)}
-        for b, made in run.round(wanted).items():
-            done[b] += made
-        yield MARProgress(run.tokens, length - parts[min(done) - 1].first)
     yield run.finish()

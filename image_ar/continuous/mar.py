@@ -98,13 +98,13 @@ class MARAttention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def forward(self, x: Tensor, bias: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """[R, T, D] -> [R, T or M, D]; ``bias`` [R, 1, 1, T], queries at ``wanted`` [R, M]."""
+    def forward(self, x: Tensor, wanted: Tensor | None) -> Tensor:
+        """[R, T, D] -> [R, T or M, D]: queries at ``wanted`` [R, M]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [R, T, H, D/H] each
         if wanted is not None:
             q = q.gather(1, wanted[:, :, None, None].expand(-1, -1, *q.shape[2:]))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        y = F.scaled_dot_product_attention(q, k, v)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -131,11 +131,9 @@ class MARBlock(nn.Module):
         self.attn = MARAttention(dim, heads)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
-    def forward(
-        self, x: Tensor, bias: Tensor | None = None, wanted: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, wanted: Tensor | None = None) -> Tensor:
         """[R, T, D] -> [R, T or M, D]: only the ``wanted`` [R, M] rows when they are given."""
-        y = self.attn(self.norm1(x), bias, wanted)
+        y = self.attn(self.norm1(x), wanted)
         x = (x if wanted is None else pick(x, wanted)) + y
         return x + self.mlp(self.norm2(x))
 
@@ -201,48 +199,34 @@ class MAR(nn.Module):
         return self.fake_latent.expand(rows, -1)
 
     def forward(
-        self,
-        tokens: Tensor,
-        known: Tensor,
-        condition: Tensor,
-        wanted: Tensor | None = None,
-        valid: Tensor | None = None,
+        self, tokens: Tensor, known: Tensor, condition: Tensor, wanted: Tensor | None = None
     ) -> Tensor:
         """Conditions z [R, M, D] of the head at positions ``wanted`` [R, M] (None: all of them).
 
-        ``tokens`` [R, L, C]; positions ``known`` [R, K] of them are seen, less those that are not
-        ``valid`` [R, K] (rows may know different numbers); ``condition`` [R, D] from
+        ``tokens`` [R, L, C]; positions ``known`` [R, K] of them are seen; ``condition`` [R, D] from
         ``embed_classes``.
         """
-        x = self.encode(tokens, known, condition, valid)
-        return self.decode(x, known, wanted, valid)
+        return self.decode(self.encode(tokens, known, condition), known, wanted)
 
-    def encode(
-        self, tokens: Tensor, known: Tensor, condition: Tensor, valid: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, tokens: Tensor, known: Tensor, condition: Tensor) -> Tensor:
         """Encoder states [R, P + K, D] of the buffer and the known tokens; see ``forward``."""
         buffer = self.config.buffer_size
         seen = self.z_proj(pick(tokens, known).to(self.dtype))
         x = torch.cat([condition[:, None].expand(-1, buffer, -1), seen], dim=1)
         x = self.z_proj_ln(x + self._positions(self.encoder_pos_embed_learned, known))
-        bias = None if valid is None else _bias(F.pad(valid, (buffer, 0), value=True), x.dtype)
         for block in self.encoder_blocks:
-            x = block(x, bias)
+            x = block(x)
         return self.encoder_norm(x)
 
-    def decode(
-        self, x: Tensor, known: Tensor, wanted: Tensor | None = None, valid: Tensor | None = None
-    ) -> Tensor:
+    def decode(self, x: Tensor, known: Tensor, wanted: Tensor | None = None) -> Tensor:
         """Conditions z [R, M, D] from encoder states ``x`` [R, P + K, D]; see ``forward``."""
         x = self.decoder_embed(x)
         buffer = self.config.buffer_size
         length = self.config.seq_len
-        # with a spare slot for invalid places
-        full = self.mask_token.to(x.dtype).repeat(len(x), buffer + length + 1, 1)
+        full = self.mask_token.to(x.dtype).repeat(len(x), buffer + length, 1)
         full[:, :buffer] = x[:, :buffer]
-        where = known if valid is None else known.masked_fill(~valid, length)
-        full.scatter_(1, (where + buffer)[:, :, None].expand(-1, -1, x.shape[-1]), x[:, buffer:])
-        x = full[:, :-1] + self.decoder_pos_embed_learned
+        full.scatter_(1, (known + buffer)[:, :, None].expand(-1, -1, x.shape[-1]), x[:, buffer:])
+        x = full + self.decoder_pos_embed_learned
         if wanted is None:
             wanted = torch.arange(length, device=x.device).expand(len(x), -1)
         for block in self.decoder_blocks[:-1]:
@@ -273,12 +257,6 @@ def unpatchify(tokens: Tensor, patch: int = 1) -> Tensor:
     side = round(tokens.shape[1] ** 0.5)
     x = tokens.unflatten(2, (-1, patch, patch)).unflatten(1, (side, side))  # [B, h, w, c, p, q]
     return x.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
-
-
-def _bias(valid: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive attention mask [R, 1, 1, T] of the keys that count."""
-    bias = torch.zeros(valid.shape, dtype=dtype, device=valid.device)
-    return bias.masked_fill(~valid, -torch.inf)[:, None, None]
 
 
 def _positions(*shape: int) -> nn.Parameter:

@@ -214,25 +214,19 @@ def class_conditions(model: MAR, labels: Tensor | None, batch: int, cfg: float) 
 
 
 def head_conditions(
-    model: MAR,
-    tokens: Tensor,
-    known: Tensor,
-    classes: Tensor,
-    wanted: Tensor,
-    valid: Tensor | None = None,
+    model: MAR, tokens: Tensor, known: Tensor, classes: Tensor, wanted: Tensor
 ) -> Tensor:
     """z [B · n, G, Z] at ``wanted`` [B, n] given ``known`` [B, K] of ``tokens`` [B, L, C].
 
-    ``classes`` from ``class_conditions``; ``valid`` as in ``MAR.forward``.
+    ``classes`` from ``class_conditions``.
     """
     branches = len(classes) // len(tokens)
 
     def rows(x: Tensor) -> Tensor:
         return x if branches == 1 else x.repeat(branches, *[1] * (x.ndim - 1))
 
-    counted = None if valid is None else rows(valid)
     with attention_of_any_length():
-        z = model(rows(tokens), rows(known), classes, rows(wanted), counted)
+        z = model(rows(tokens), rows(known), classes, rows(wanted))
     return z.view(branches, -1, z.shape[-1]).transpose(0, 1)
 
 

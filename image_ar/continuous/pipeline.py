@@ -27,7 +27,6 @@ from specmm.image_ar.continuous.cspd import (
     DraftWindow,
     ReleaseRule,
     StreamNumbers,
-    decode_paper,
     decode_release,
 )
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
@@ -65,7 +64,7 @@ from specmm.loading.hardware import Place, choose_dtype
 from specmm.programs.graphs import captures
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
-ITERATIONS = 8  # the default window of the other variants
+ITERATIONS = 8  # and of ``release``
 PLAIN = Certificate("exact", "plain sampling of the target", 0.0)
 DDIM = Certificate(
     "heuristic",
@@ -77,19 +76,10 @@ EXACT = Certificate(
     "with the target's own head",
     0.0,
 )
-PAPER = Certificate(
-    "heuristic",
-    "the paper's rule takes the last step's Gaussian, whose noise is never added, for a token's "
-    "density, and compares chains that share their noise as if they did not",
-)
 RELEASE = Certificate(
     "heuristic",
     "the release's rule: the target does not see the drafts of a window, the factor of the spreads "
     "is upside down, densities are widened, and what follows a rejection is kept",
-)
-ALIGNED = Certificate(
-    "heuristic",
-    "the target does not see the drafts of a window, and what follows a replaced draft is kept",
 )
 
 
@@ -262,7 +252,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def _between_models(
         self, method: methods.CSpD, batch: Batch[methods.ContinuousMethod], orders: Tensor
     ) -> tuple[Iterator[MARProgress], Certificate]:
-        """Whole tokens drafted by the small model, by the paper or the release.
+        """Whole tokens drafted by the small model, as in the release.
 
         Raises ``ValueError`` where there is no small model, and for temperature 0.
         """
@@ -286,10 +276,6 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
             CSpDModel(model, batch.of, count, settings) for model in (self.transformer, self.small)
         )
         both = CSpDBatch(target, draft, orders, noise, numbers)
-        if method.variant == "paper":
-            return decode_paper(both, window), PAPER
-        if method.variant == "aligned":
-            return decode_release(both, None, window), ALIGNED
         return decode_release(both, ReleaseRule(method.relax), window), RELEASE
 
     def claimed(self, target: MARSettings) -> Mapping[str, object]:

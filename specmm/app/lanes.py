@@ -19,7 +19,7 @@ from specmm.app.trace import Node, nodes_of
 from specmm.core.decode import DecodedRound, Progress
 from specmm.core.turns import turns_of
 from specmm.core.watching import watched
-from specmm.hf.answers.running import Run
+from specmm.hf.answers.run import Run
 from specmm.image_ar.continuous.masked_decode import HeadCalls
 from specmm.image_ar.scales.collaborative import Turn
 

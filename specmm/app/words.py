@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from specmm.app.fields import (
 from specmm.app.lanes import TextLane
 from specmm.app.models import AppModels, changed, in_sentences
 from specmm.app.views import line, marked, own_folder
-from specmm.hf.answers.running import Run
 from specmm.runs.run import Kind
 from specmm.vlm.pictures import open_image
 
@@ -42,8 +41,6 @@ SHAPES: tuple[tuple[str, str, Any], ...] = (  # kind, colour and corners
     ("polygon", "green", ((48, 16), (20, 72), (76, 72))),
 )
 LEGEND = "Marked: accepted drafts. The rest are the model's own tokens."
-Asked = Callable[[Any, str, dict[str, Any]], Run]
-"""From a pipeline, the text asked and options to a run that has decoded nothing yet."""
 
 
 def questions(models: AppModels) -> None:

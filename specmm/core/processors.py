@@ -26,16 +26,6 @@ from specmm.extending.kinds import check_at_least, check_numbers, check_whole
 from specmm.kernels import top_k
 
 
-def guide(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance u + s(c - u) of logits [..., V]; scale 1 gives ``cond`` itself.
-
-    Raises ``ValueError`` when ``scale`` is negative or not a number.
-    """
-    if not scale >= 0:
-        raise ValueError(f"cfg_scale must be at least 0, got {scale}, use 1 for no guidance")
-    return cond if scale == 1 else torch.add(uncond, cond - uncond, alpha=scale)
-
-
 class History:
     """The first ``lengths`` [B] of each row's ``tokens`` [B, S], prompt included, are committed."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 from specmm.extending.kinds import check_kind, shown
 from specmm.extending.registry import (
@@ -24,7 +24,6 @@ from specmm.extending.registry import (
 TreeName = str | tuple[int, ...]  # see specmm/shape/trees.py
 Tree = TreeName | None  # None: the tree that the model's maker recommends
 Own = Any  # a name, or an object of one's own: see specmm.register
-M = TypeVar("M")
 
 TV = 0.2  # total variation a token that auto allows where relaxed methods may be taken
 FEATURES = "specmm.hf.drafters.features:FeatureDrafter"

@@ -192,19 +192,17 @@ class CoDe(Declared):
 
 @dataclass(frozen=True)
 class CSpD(Declared):
-    """Continuous speculative decoding (arXiv 2411.11925), as published or ``exact``.
+    """Continuous speculative decoding (arXiv 2411.11925), as released or ``exact``.
 
     ``exact`` drafts ``window`` steps of a token's denoising chain by the target's last answer and
-    its trend. ``paper`` and ``release`` (the released code) draft ``window`` iterations with
-    the small model, after the target's own for the share ``prefill``; ``relax`` widens the
-    release's densities. ``aligned``, the baseline of ``release``, always takes the target's sample
-    under the draft's noise.
+    its trend. ``release`` (the released code) drafts ``window`` iterations with the small model,
+    after the target's own for the share ``prefill``; ``relax`` widens its densities.
     """
 
     name: ClassVar[str] = "cspd"
-    here: ClassVar[str] = "exact 2.05x plain decoding, release 1.28x, paper 0.30x at best"
+    here: ClassVar[str] = "exact 2.05x plain decoding, release 1.28x"
     claims: ClassVar[str] = "as its variant"
-    variant: Literal["exact", "paper", "release", "aligned"] = "exact"
+    variant: Literal["exact", "release"] = "exact"
     window: int = 0  # 0: the variant's own, 16 steps or 8 iterations
     prefill: float = 0.05
     relax: float = 42.0

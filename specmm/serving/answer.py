@@ -93,7 +93,6 @@ class Answer:
     needed: int = 0  # tokens up to the end of its last picture
 
     def cancel(self) -> None:
-        """See :class:`specmm.serving.requests.Ticket`."""
         self.cancelled = True
 
     @property

@@ -24,7 +24,8 @@ from specmm.core.processors import Processor
 from specmm.core.rows import Rows
 from specmm.core.stats import Clock
 from specmm.core.turns import Turns, turns_of
-from specmm.hf.answers.running import Pipeline, finish_reason
+from specmm.hf.answers.run import finish_reason
+from specmm.hf.answers.running import Pipeline
 from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.models.target import Context
 from specmm.hf.prompts.prompt import VLMPrompt, padded
@@ -93,7 +94,6 @@ class BatchEngine:
         self.thread.start()
 
     def submit(self, asked: Asked, tell: Tell) -> Answer:
-        """See :class:`specmm.serving.requests.Engine`."""
         self._check_room()
         answer = self.preparation.answer(asked, tell)
         with self.changed:
@@ -105,11 +105,9 @@ class BatchEngine:
 
     @property
     def ended(self) -> bool:
-        """See :class:`specmm.serving.requests.Engine`."""
         return self.closing
 
     def counts(self) -> Mapping[str, float]:
-        """See :class:`specmm.serving.requests.Engine`."""
         return {
             **{f"{name}_total": number for name, number in self.made.items()},
             "rows": self.rows.count,
@@ -120,7 +118,6 @@ class BatchEngine:
         }
 
     def close(self, seconds: float = 0.0) -> None:
-        """See :class:`specmm.serving.requests.Engine`."""
         with self.changed:
             self.closing = True
             self.deadline = time.monotonic() + seconds

@@ -14,49 +14,35 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
-from specmm.choose.contest import SHARE
 from specmm.choose.when_compiled import Work, Works
 from specmm.core.decode import room
-from specmm.core.stats import Certificate, Stats
 from specmm.core.turns import in_its_turn, turns_of
 from specmm.extending.kinds import texts_of
 from specmm.extending.registry import named
-from specmm.hf.answers.running import Pipeline, PromptBatch, RoundText, Run, ending
+from specmm.hf.answers.run import Answered, RoundText, Run, ending
+from specmm.hf.answers.running import Pipeline
 from specmm.hf.drafters.drafter_formats import ModelFolder, sees
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find_target, load_target
-from specmm.hf.models.static import CapturedTarget
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.messages import Chat, as_parts, joined, written
 from specmm.hf.prompts.options import CallOptions, Options, lists_options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
-from specmm.programs.compiled import uncompiled_calls
 from specmm.zoo import Source
 
 
-@dataclass
-class TextOutput:
-    """``texts`` [B] after the prompts, ``tokens`` [B] of ids (an end token included), ``stats``,
-    ``certificate``, ``method``, whether the call was ``compiled``; of DiffuSpec also the ``trace``
-    of each row's controller: (drafted, accepted) by round. ``prompt_tokens`` [B] were read,
-    ``finish_reasons`` [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
+@dataclass(kw_only=True)
+class TextOutput(Answered):
+    """``texts`` [B] after the prompts; of DiffuSpec also the ``trace`` of each row's controller:
+    (drafted, accepted) by round.
     """
 
     texts: list[str]
-    tokens: list[Tensor]
-    stats: Stats
-    certificate: Certificate
-    method: str
     trace: list[list[tuple[int, int]]] = field(default_factory=list)
-    compiled: bool = False
-    prompt_tokens: list[int] = field(default_factory=list)
-    finish_reasons: list[str] = field(default_factory=list)
-    taus: list[float] = field(default_factory=list)
 
 
 class TextPipeline(Pipeline):
@@ -120,17 +106,16 @@ class TextPipeline(Pipeline):
             work = self._work(prompts, given)
             if work is not None:
                 given = replace(given, compiled=self._pays(work, prompts, given))
-            failed, start = uncompiled_calls(), time.perf_counter()
-            run = self._start(prompts, given)
+            start = time.perf_counter()
+            run = self._start(given, prompts)
             texts, tokens, end = run.finish(streamer)
-            built = uncompiled_calls() == failed
-            quick = run.compiled and built
+            told = run.told(tokens, end)
             if work is not None:
                 made = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, made, quick, built)
+                work.observe(time.perf_counter() - start, made, told["compiled"], run.built)
         drafter = getattr(run.drafter, "inner", run.drafter)  # of a grammar's
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        return TextOutput(texts, trace=trace, compiled=quick, **run.told(tokens, end))
+        return TextOutput(texts=texts, trace=trace, **told)
 
     @lists_options(chat=False)
     def stream(
@@ -150,7 +135,7 @@ class TextPipeline(Pipeline):
         """As ``stream``, with token counts; accepted drafts are separate pieces if ``apart``."""
 
         def found() -> Iterator[list[RoundText]]:  # all of it in its turn
-            yield from self._start(prompts, self.options(options)).rounds(apart)
+            yield from self._start(self.options(options), prompts).rounds(apart)
 
         yield from turns_of(self.model).each(found())
 
@@ -160,22 +145,18 @@ class TextPipeline(Pipeline):
         and why; ``records`` holds the measurements.
         """
         given = self.options({**options, "method": methods.Auto()})
-        return self._start(prompts, given, math.inf).method
+        return self._start(given, prompts, share=math.inf).method
 
     def prepared(
         self, prompts: str | Sequence[str] | None = None, **options: Any
     ) -> tuple[VLMTarget, VLMPrompt]:
         """The model as a target for ``prompts``, and these as it reads them, all at once."""
-        given = self.options(options)
-        target = VLMTarget(self.model, given.processor, self.name)
-        prompt = self.read(prompts, given)
-        target.check(prompt)
-        return target, prompt.to(target.device, target.dtype)
+        return self._prepared(self.options(options), prompts)
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, prompts: str | Sequence[str] | None = None, **options: Any) -> Run:
         """A run that has decoded nothing yet, for those who want its steps one by one."""
-        return self._start(prompts, self.options(options))
+        return self._start(self.options(options), prompts)
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
@@ -187,10 +168,16 @@ class TextPipeline(Pipeline):
         return [self._marked(self.templated(text)) for text in given]
 
     def read(self, prompts: Any, options: Options) -> VLMPrompt:
-        ids = prompts if _is_ids(prompts) else self._read(prompts, options)
-        return VLMPrompt({**padded(ids)}, options.max_new_tokens)
+        if _is_ids(prompts):
+            return self.prompt(prompts, options)
+        return super().read(prompts, options)
 
-    def _read(self, prompts: str | Sequence[str] | None, options: Options) -> list[list[int]]:
+    def prompt(self, asked: Any, options: Options) -> VLMPrompt:
+        return VLMPrompt({**padded(asked)}, options.max_new_tokens)
+
+    def asked(
+        self, options: Options, prompts: Any, images: None = None, videos: None = None
+    ) -> list[list[int]]:
         """Ids of each prompt, or of each chat of the ``options``."""
         if options.fps is not None:
             raise ValueError("fps is of videos, which VQAPipeline takes; leave it out")
@@ -236,21 +223,6 @@ class TextPipeline(Pipeline):
             self.tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False
         )
         return written(chat, write, (joined, as_parts))
-
-    def _start(
-        self, prompts: str | Sequence[str] | None, options: Options, share: float = SHARE
-    ) -> Run:
-        """Prepare a batch; nothing runs before the first round."""
-        method = options.chosen(methods.TEXT, self.method)
-        kind = CapturedTarget if self.captures(options) else VLMTarget
-        target = kind(self.model, options.processor, self.name)
-        ids = self._read(prompts, options)
-
-        def prepared(some: slice) -> VLMPrompt:
-            return VLMPrompt({**padded(ids[some])}, options.max_new_tokens)
-
-        batch = PromptBatch(prepared, len(ids), options.batch_size)
-        return self._run(method, target, options, batch, share)
 
     def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:
         """The timing record of such a call, if it decides whether the call is compiled."""

@@ -127,7 +127,7 @@ IMAGES: dict[str, Any] = {
     "lantern++, lambda 4": LanternPP(tree=SIX, lambda_=4.0),
 }
 SCALES = {"ar": "ar", "code": CoDe(2)}
-CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "paper", "release", "aligned")}
+CONTINUOUS = {"ar": "ar"} | {v: CSpD(v) for v in ("exact", "release")}
 RECALLING = ("suffix", "recycle")
 ANSWERS = {m: m for m in ("ar", "text-draft", "vlm-draft", "msd", "prompt-lookup", *RECALLING)} | {
     "msd, drawn": MSD(sampled=True)

@@ -13,7 +13,7 @@ from tests.golden.conftest import CALLS, REPORTS, TOKENS
 
 KEPT, REPORTED = (json.loads(file.read_text()) for file in (TOKENS, REPORTS))
 SLOW = {  # variants of methods whose other calls `make test` makes
-    *(f"continuous: {name}" for name in ("paper", "release", "aligned")),
+    "continuous: release",
     *(f"tokens: sjd, {name}" for name in ("last", "drawn afresh")),
     *(f"tokens: speculative, {name}" for name in ("token by token", "eagle")),
     *(f"tokens: {name}" for name in ("lantern, block", "lantern++, lambda 4")),

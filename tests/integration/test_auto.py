@@ -184,7 +184,7 @@ def test_all_drafters_there_are_are_tried_and_the_fastest_answers(
     taken = methods.DEER(length=2)
     clocked(monkeypatch, lambda method: 0.5 if method == taken else 0.9)
     options = dict(max_new_tokens=12, temperature=temperature, seed=3 if temperature else None)
-    run = pipe._start("def add(", pipe.options({"method": "auto", **options}), 100.0)
+    run = pipe._start(pipe.options({"method": "auto", **options}), "def add(", share=100.0)
     out = run.finish()
     [record] = pipe.records.values()
     tried = {one.name for one in record.samples}

@@ -227,8 +227,8 @@ def test_what_cannot_be_compiled_is_refused(tiny, tmp_path):
     drawn = '{"id": "a", "class": "heart"}'
     text = said('{"id": "a", "prompt": "heart"}', "--model", "pocket/coder", "--compiled", "auto")
     assert "--compiled serves jobs of classes, got a prompt" in text
-    paper = ("--method", "cspd", "-o", "variant=paper", "--compiled", "true")
-    assert "compiled=True of MAR needs" in said(drawn, "--model", "pocket/mar", *paper)
+    release = ("--method", "cspd", "-o", "variant=release", "--compiled", "true")
+    assert "compiled=True of MAR needs" in said(drawn, "--model", "pocket/mar", *release)
     lookup = ("--method", "draft", "-o", "drafter=prompt-lookup", "--compiled", "true")
     assert "compiled=True needs" in said(drawn, "--model", tiny, *lookup)
     assert "must be true, false or auto" in said(drawn, "--model", tiny, "--compiled", "yes")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from specmm.core.decode import decode_plain
 from specmm.core.guidance import Guidance
-from specmm.core.processors import Processor, guide
+from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.image_ar.autoencoder import VQConfig, VQModel
 from specmm.image_ar.tokens.captions import left_pad
@@ -232,7 +232,8 @@ def test_guided_decoding(kind, request):
     t, forced = case.t, {"c2i": forced_c2i, "t2i": forced_t2i}[kind]
     raw = forced(case, model, t["out.gen_cfg2.tokens"])
     close(raw, t["out.gen_cfg2.raw_logits"])
-    guided = guide(*raw.chunk(2, dim=1), 2.0)
+    anywhere = torch.zeros(1, 1, dtype=torch.int64)
+    guided = Guidance(2.0).mix(raw.transpose(0, 1), anywhere, 0).transpose(0, 1)
     close(guided, t["out.gen_cfg2.cfg_logits"])
     assert torch.equal(greedy(guided), t["out.gen_cfg2.tokens"])
 

@@ -63,7 +63,7 @@ def test_auto_compiles_once_it_pays(pipe, traced, tmp_path, monkeypatch):
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
     out = draw(pipe, methods.AR(), "auto", 5, batch_size=2, head_steps=5)
     assert out.compiled == [False, False, True, True, False]
-    assert draw(pipe, methods.CSpD("paper"), "auto", 2, num_iter=6).compiled == [False] * 2
+    assert draw(pipe, methods.CSpD("release"), "auto", 2, num_iter=6).compiled == [False] * 2
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_moved_networks_get_programs_of_their_own(pipe, traced):
 
 
 REFUSED = [
-    (methods.CSpD("paper"), {}, "an exact cspd, got cpu"),
+    (methods.CSpD("release"), {}, "an exact cspd, got cpu"),
     (methods.AR(), dict(solver="ddim"), "got cpu, 'ddim'"),
     (methods.CSpD(), dict(num_iter=6), "for cspd of one a picture, got up to 9 in each of 1 pic"),
     (methods.CSpD(), dict(num_iter=9), "got up to 6 in each of 1 pictures: give a larger num_iter"),

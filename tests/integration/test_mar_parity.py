@@ -65,20 +65,6 @@ def test_encoder_and_decoder(t, model, case):
     )
 
 
-@torch.no_grad()
-def test_rows_may_know_different_numbers_of_tokens(t, model):
-    g = under(t, "encdec.part.")
-    known = (g["mask"] == 0).nonzero()[:, 1].view(3, -1)
-    valid = torch.arange(known.shape[1]) < torch.tensor([known.shape[1], 4, 0])[:, None]
-    got = model(g["tokens"], known, g["class_embedding"], valid=valid)
-    for row in range(3):
-        alone = slice(row, row + 1)
-        count = int(valid[row].sum())
-        close(
-            got[alone], model(g["tokens"][alone], known[alone, :count], g["class_embedding"][alone])
-        )
-
-
 def test_patches(t):
     torch.testing.assert_close(patchify(t["patchify.img"]), t["patchify.tokens"])
     latents = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))

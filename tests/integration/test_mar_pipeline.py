@@ -65,10 +65,7 @@ def seeds(*numbers):
     return [torch.Generator().manual_seed(n) for n in numbers]
 
 
-VARIANTS = [
-    methods.AR(),
-    *(methods.CSpD(variant=v) for v in ("exact", "release", "aligned", "paper")),
-]
+VARIANTS = [methods.AR(), *(methods.CSpD(variant=v) for v in ("exact", "release"))]
 
 
 @pytest.mark.parametrize("method", VARIANTS, ids=lambda m: getattr(m, "variant", m.name))
@@ -80,15 +77,6 @@ def test_methods_and_their_certificates(pipe, method, cfg):
     wanted = "exact" if getattr(method, "variant", "exact") == "exact" else "heuristic"
     assert out.certificate.kind == wanted and len(out.certificate.reason) > 20
     assert out.stats.head_calls > 0 and out.stats.tau > 1
-
-
-def test_the_aligned_baseline_owes_nothing_to_the_small_model(pipe):
-    method = methods.CSpD(variant="aligned", window=5)
-    with seeded(9):
-        other = MARPipeline(pipe.transformer, pipe.vae, transformer(8, 1), pipe.settings)
-    runs = [p(["heart"], generator=seeds(4), method=method) for p in (pipe, other)]
-    assert torch.equal(runs[0].tokens, runs[1].tokens)
-    assert runs[0].stats.accepted == 0 and runs[0].stats.drafted > 0
 
 
 def test_speculation_makes_fewer_head_calls(pipe):
@@ -151,13 +139,12 @@ def test_a_chain_without_noise_is_run_plainly(pipe):
         for m in ("ar", "cspd")
     ]
     assert torch.equal(cold[0].tokens, cold[1].tokens) and cold[1].certificate.kind == "exact"
-    for variant in ("paper", "release"):
-        with pytest.raises(ValueError, match="temperature must be above 0"):
-            pipe(["heart"], temperature=0.0, method=methods.CSpD(variant=variant))
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        pipe(["heart"], temperature=0.0, method=methods.CSpD(variant="release"))
 
 
 def test_the_command_line_draws(folder, tmp_path):
-    for i, options in enumerate(([], ["variant=paper", "window=4"], ["window=5"])):
+    for i, options in enumerate(([], ["variant=release", "window=4"], ["window=5"])):
         place = tmp_path / str(i)
         generate(str(folder), ["heart", "2"], method="cspd", option=options, seed=1, out=place)
         run = json.loads((place / "run.json").read_text())
@@ -197,7 +184,7 @@ def test_callbacks_see_every_iteration(pipe):
         (dict(solver="euler"), "solver must be"),
         (dict(method="cspdd"), "did you mean 'cspd'"),
         (dict(method=methods.CSpD(window=1)), "window must be at least 2"),
-        (dict(method=methods.CSpD(variant="paper", window=-1)), "window must be at least 1"),
+        (dict(method=methods.CSpD(variant="release", window=-1)), "window must be at least 1"),
         (dict(classes=["hart"]), "did you mean 'heart'"),
     ],
 )
@@ -215,7 +202,6 @@ def test_an_option_that_cspd_has_not():
     ("options", "said"),
     [
         (dict(cfg=2.0), "cfg must be 1 for a model without fake_latent"),
-        (dict(method=methods.CSpD(variant="paper")), "needs a small model"),
         (dict(method=methods.CSpD(variant="release")), "needs a small model"),
     ],
 )

@@ -34,7 +34,7 @@ def test_from_pictures_to_a_pipeline(data, tmp_path):
     pipe.set_progress_bar_config(disable=True)
     assert pipe.transformer.config.seq_len == 36 and pipe.small.config.encoder_embed_dim == 8
     how = dict(head_steps=10, num_iter=4, cfg=2.0, generator=torch.Generator().manual_seed(0))
-    for method in (methods.CSpD(), methods.CSpD(variant="paper")):
+    for method in (methods.CSpD(), methods.CSpD(variant="release")):
         out = pipe(["heart"], method=method, **how)
         assert out.images[0].size == (48, 48)
 

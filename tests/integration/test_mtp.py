@@ -187,7 +187,7 @@ def test_slots_of_pictures_are_those_of_a_naive_reading(folder_of):
     token = torch.tensor([20, 21, 22])
     drafter.begin(Feedback(output, token), Clock())
     for row in range(3):
-        alone = VLMPrompt(given.rows(slice(row, row + 1)).inputs(pipe.processor), 8)
+        alone = VLMPrompt(given[row : row + 1].inputs(pipe.processor), 8)
         wanted, without = naive_state(pipe.model, layers, alone, token[row : row + 1])
         torch.testing.assert_close(drafter.growth.last[row, 0], wanted, rtol=0, atol=1e-4)
         assert torch.allclose(wanted, without, atol=1e-3) == (not pictures[row])

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from specmm.core.processors import Processor, check_finite, extremes, guide
+from specmm.core.guidance import Guidance
+from specmm.core.processors import Processor, check_finite, extremes
 
 
 def naive_probs(row, processor):
@@ -141,13 +142,14 @@ def test_top_k_beyond_the_codebook():
 
 
 def test_guide():
-    cond, uncond = torch.randn(2, 5, dtype=torch.float64), torch.randn(2, 5, dtype=torch.float64)
-    torch.testing.assert_close(guide(cond, uncond, 3.5), uncond + 3.5 * (cond - uncond))
-    assert torch.equal(guide(cond, uncond, 1.0), cond)
-    torch.testing.assert_close(guide(cond, uncond, 0.0), uncond)
+    both = torch.randn(4, 1, 5, dtype=torch.float64)
+    cond, uncond = both.chunk(2)
+    anywhere = torch.zeros(1, 1, dtype=torch.int64)
+    torch.testing.assert_close(Guidance(3.5).mix(both, anywhere, 0), uncond + 3.5 * (cond - uncond))
+    assert torch.equal(Guidance(1.0).mix(cond, anywhere, 0), cond)
     for scale in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="cfg_scale must be at least 0"):
-            guide(cond, uncond, scale)
+        with pytest.raises(ValueError, match="cfg must be finite and at least 0"):
+            Guidance(scale)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

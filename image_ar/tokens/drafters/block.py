@@ -233,7 +233,6 @@ class BlockDrafter:
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Draft the tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         with self.clock("draft"):
             states = self._levels(feedback)
         if self.rejected is not None:

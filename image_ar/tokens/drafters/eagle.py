@@ -208,7 +208,6 @@ class EagleDrafter:
         self.growth.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Draft the tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         if feedback.result is None:
             state = self._read_prompt(feedback)
         else:

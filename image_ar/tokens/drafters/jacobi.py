@@ -98,7 +98,6 @@ class JacobiDrafter:
         """Does nothing: the next feedback has all that is needed."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Draw the window after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         earlier = self.earlier(feedback) if self.coupled else None
         probs = self.newest(feedback, earlier)
         if not self.coupled:

@@ -40,7 +40,7 @@ from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import maker_of
 from specmm.hf.answers.choosing import choose, record_of
 from specmm.hf.answers.given_cache import GivenCache
-from specmm.hf.answers.running import ending, last_of
+from specmm.hf.answers.run import ending, last_of
 from specmm.hf.drafters.drafting import (
     Assembly,
     Drafters,

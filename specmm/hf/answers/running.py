@@ -1,31 +1,21 @@
-"""Base of the question and text pipelines: options of a call, the running of it, streamers.
-
-Shape letters: B rows of a batch, T room for tokens.
-"""
+"""Base of the question and text pipelines: options of a call, and the running of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
 from transformers import EosTokenCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from specmm import methods
 from specmm.choose.contest import SHARE, Record
-from specmm.core.continuous_batching import Queue
 from specmm.core.decode import (
     EndTokens,
     Play,
-    Progress,
     all_of,
     decode,
     decode_plain,
@@ -33,15 +23,14 @@ from specmm.core.decode import (
     without_drafts,
 )
 from specmm.core.derived import placed, version
-from specmm.core.drafter import BatchingDrafter, DeferredDrafter, Drafter, looks_ahead
+from specmm.core.drafter import BatchingDrafter, DeferredDrafter, looks_ahead
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.core.stats import Certificate
 from specmm.core.turns import in_its_turn
-from specmm.extending.kinds import shown
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import Registry
 from specmm.hf.answers.choosing import choose, kinds_of, record_of
+from specmm.hf.answers.run import Chosen, PromptBatch, Run
 from specmm.hf.answers.shared_rounds import KeptRounds, SharedRounds
 from specmm.hf.drafters.drafting import (
     KINDS,
@@ -57,10 +46,9 @@ from specmm.hf.drafters.drafting import (
 from specmm.hf.loading.adapters import base_of, split, with_adapter
 from specmm.hf.loading.placing import Placing, is_quantised, moved
 from specmm.hf.loading.pretrained import find, use_tree_attention
-from specmm.hf.models.static import StaticVLMTarget
+from specmm.hf.models.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.models.target import VLMTarget
-from specmm.hf.prompts.options import IdleOption, Options, idle_options
-from specmm.hf.prompts.own_settings import own_penalty, own_scores, own_stops
+from specmm.hf.prompts.options import IdleOption, Options, idle_options, own_settings
 from specmm.hf.prompts.path_processors import Criteria, PathProcessor, matchers_of, processors_of
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.hf.prompts.stop_strings import Continuations, Ids, StopStrings
@@ -68,8 +56,6 @@ from specmm.loading.hardware import Place, contiguous_state, prepack
 from specmm.programs.compiled import NotCompiled, prepare_compiler
 from specmm.programs.graphs import GraphRound, captures, round_program
 from specmm.structured import Constrained, Matchers, SpelledDrafts, Spelling, of_call
-from specmm.verify import Rule
-from specmm.verify.claims import run_claim
 from specmm.zoo import Source
 
 USUAL = 4  # tokens a round of drafts, by which "auto" counts rounds
@@ -85,250 +71,6 @@ def check_continuous_batching(method: Method, batch_size: int) -> None:
             f"batch_size must be 0 for method {method.name!r}, which answers all at once; or use "
             f"one of {others}"
         )
-
-
-@dataclass
-class PromptBatch:
-    """The ``count`` prompts of a call; ``of`` prepares some, ``batch_size`` at a time (0: all)."""
-
-    of: Callable[[slice], VLMPrompt]  # on the CPU: those that wait need no room elsewhere
-    count: int
-    batch_size: int = 0
-
-    def first(self, target: VLMTarget) -> VLMPrompt:
-        """The prompts that rows begin with, and room for those that wait.
-
-        Raises ``ValueError`` for prompts that ``target`` cannot hold.
-        """
-        rows = min(self.batch_size or self.count, self.count)
-        if rows < self.count and target.family.turning_point is not None:
-            raise ValueError(
-                f"batch_size must be 0 for {target.name}, whose positions depend on a batch's "
-                "longest text"
-            )
-        if rows < self.count and target.family.reads_pictures_apart:
-            raise ValueError(
-                f"batch_size must be 0 for {target.name}, whose layers attend to all pictures of a "
-                "batch side by side"
-            )
-        prompt = self.of(slice(rows))
-        self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
-        each = (prompt, *self.waiting.values())
-        self.lengths = [length for one in each for length in one.lengths.tolist()]
-        prompt.longest = max((p.width for p in self.waiting.values()), default=0)
-        for one in each:
-            target.check(one)
-        return prompt.to(target.device, target.dtype)
-
-    def queue(self, target: VLMTarget, generators: Sequence[torch.Generator]) -> Queue | None:
-        """The prompts by number; None where all are answered at once."""
-
-        def prompt(number: int) -> VLMPrompt:
-            return self.waiting.pop(number).to(target.device, target.dtype)
-
-        return Queue(prompt, generators, self.batch_size) if self.batch_size else None
-
-
-@contextmanager
-def ending(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Ends a ``streamer`` however the run ends: another thread may be waiting for it.
-
-    Raises ``ValueError`` for an object that is not a streamer.
-    """
-    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise ValueError(
-            "streamer must have put and end, as transformers' TextStreamer has, got "
-            f"{shown(streamer)}; give options by name, as max_new_tokens=64"
-        )
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()
-
-
-def stream(streamer: BaseStreamer, new: list[Tensor]) -> None:
-    """Put a round's ids into a transformers ``streamer``, which takes one answer, id by id."""
-    if len(new) != 1:
-        raise ValueError(
-            f"a streamer takes one answer at a time, got {len(new)} questions; use stream() instead"
-        )
-    for token in new[0].cpu():
-        streamer.put(token[None])
-
-
-def last_of(steps: Iterator[Progress], streamer: BaseStreamer | None = None) -> Progress:
-    """The last progress of a run; ids go to the ``streamer`` as they come."""
-    counts: list[int] = []
-    for progress in steps:
-        if streamer is not None:
-            before = counts or [0] * len(progress.counts)
-            counts = progress.counts.tolist()
-            rows = zip(progress.tokens, before, counts, strict=True)
-            stream(streamer, [ids[i:n] for ids, i, n in rows])
-    return progress
-
-
-@dataclass(frozen=True)
-class RoundText:
-    """What a round added to a row: ``pieces`` of text, each with whether it is of accepted drafts,
-    and how many ``tokens``.
-    """
-
-    pieces: list[tuple[str, bool]]
-    tokens: int
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(text for text, _ in self.pieces)
-
-
-@dataclass
-class Run:
-    """One batch being answered: ``stops`` end answers and decode them, rows that end take the next
-    of the ``queue``, ``settings`` are for the certificate, ``play`` runs a round.
-    """
-
-    method: str
-    steps: Iterator[Progress]
-    rule: Rule | None
-    stops: StopStrings
-    settings: Mapping[str, float]
-    queue: Queue | None = None
-    drafter: Drafter | None = None
-    play: Play = one_round
-    prompt_tokens: list[int] = field(default_factory=list)  # of each row
-    longest: int = 0  # tokens that an answer may have
-    ends: frozenset[int] = frozenset()  # tokens that end one
-
-    def finish_reasons(self, tokens: Sequence[Tensor]) -> list[str]:
-        """Why each row's ``tokens`` end: "stop" by an end token or text, or "length"."""
-
-        return [finish_reason(ids.tolist(), self.longest, self.ends, self.stops) for ids in tokens]
-
-    @property
-    def compiled(self) -> bool:
-        """Whether programs have played rounds: graphs only once some were alike."""
-        if isinstance(self.play, GraphRound):
-            return self.play.recorded is not None
-        return self.play is not one_round
-
-    def _played_ahead(self, ahead: bool) -> None:
-        """Set whether the host may launch a round before it has read the last one's result: not
-        while tokens are streamed.
-        """
-        if isinstance(self.play, GraphRound):
-            self.play.ahead = ahead
-
-    def finish(
-        self, streamer: BaseStreamer | None = None
-    ) -> tuple[list[str], list[Tensor], Progress]:
-        """Texts and ids of all rows, and the last progress; ids go to the ``streamer``."""
-        self._played_ahead(streamer is None)
-        if streamer is not None and self.queue is not None and len(self.queue.generators) > 1:
-            raise ValueError(
-                f"a streamer takes one answer at a time, got {len(self.queue.generators)} questions"
-            )
-        end = last_of(self.steps, streamer)
-        tokens = _committed(end) if self.queue is None else self.queue.tokens
-        return [self.stops.cut(ids) for ids in tokens], tokens, end
-
-    def rounds(self, apart: bool = True) -> Iterator[list[RoundText]]:
-        """What every row gained by each round, without text that may turn out to begin a stop.
-
-        With ``apart`` accepted drafts are separate from the target's own tokens.
-        """
-        if self.queue is not None:
-            raise ValueError(
-                "batch_size must be 0 for a stream, which shows all answers as they grow"
-            )
-        self._played_ahead(False)
-        shown: list[str] = []  # of each row so far
-        counted: list[int] = []  # its tokens
-        for progress in self.steps:
-            rows = _committed(progress)
-            ended = (progress.counts >= progress.limits).tolist()
-            shown = shown or [""] * len(rows)
-            counted = counted or [0] * len(rows)
-            made = [len(ids) for ids in rows]
-            if made == counted:
-                continue  # the last progress, which only adds the counts of the run
-            gained = _gained(progress) if apart else [(0, 0)] * len(rows)
-            found = []
-            for row, ids in enumerate(rows):
-                pieces = self._pieces(ids, ended[row], shown[row], *gained[row])
-                found.append(RoundText(pieces, made[row] - counted[row]))
-                shown[row] += found[-1].text
-            counted = made
-            yield found
-
-    def _pieces(
-        self, ids: Tensor, ended: bool, shown: str, taken: int, drafted: int
-    ) -> list[tuple[str, bool]]:
-        """The text of ``ids`` after what was ``shown`` of it, split where the last round's drafts
-        begin and end.
-        """
-        whole = self.stops.cut(ids) if ended else self.stops.sure(ids)
-        if not (ended or whole.startswith(shown)):
-            return []  # shown text is never changed; more follows once the whole text extends it
-        first, begin = len(ids) - taken, len(shown)
-        ends = [len(self.stops.shown(ids[:n])) for n in (first, first + drafted)] if drafted else []
-        bounds = [begin, *(min(max(end, begin), len(whole)) for end in ends), len(whole)]
-        pieces = [(whole[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
-        return [piece for piece in pieces if piece[0]]
-
-    def certificate(self, end: Progress) -> Certificate:
-        """What the run may claim at its ``end``."""
-        return run_claim(self.rule, end, self.drafter).under(self.settings)
-
-    def told(self, tokens: list[Tensor], end: Progress) -> dict[str, Any]:
-        """The fields common to all outputs, for the run at its ``end``."""
-        return dict(
-            tokens=tokens,
-            stats=end.stats,
-            certificate=self.certificate(end),
-            method=self.method,
-            prompt_tokens=self.prompt_tokens,
-            finish_reasons=self.finish_reasons(tokens),
-            taus=end.stats.taus,
-        )
-
-
-def finish_reason(
-    ids: Sequence[int], longest: int, ends: Container[int], stops: StopStrings
-) -> str:
-    """Why an answer ``ids`` of at most ``longest`` tokens ends: "stop" by one of the tokens
-    ``ends`` or a text of ``stops``, or "length".
-    """
-    stopped = len(ids) < longest or ids[-1] in ends or stops.stopped(list(ids))
-    return "stop" if stopped else "length"
-
-
-def _gained(progress: Progress) -> list[tuple[int, int]]:
-    """By row, tokens of the last round and accepted drafts among them."""
-    assert progress.gained is not None
-    taken, kept = (part.tolist() for part in progress.gained)
-    # the last of those kept is the target's own
-    return [(t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)]
-
-
-def _committed(progress: Progress) -> list[Tensor]:
-    """The ids of each row so far."""
-    counts = progress.counts.tolist()
-    return [ids[:n].clone() for ids, n in zip(progress.tokens, counts, strict=True)]
-
-
-class Chosen(NamedTuple):
-    """The ``method`` that runs, its ``name``, and the record that its seconds go to, if any."""
-
-    method: Any
-    name: str
-    record: Record | None = None
-
-    def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of the run, of which the record takes a sample."""
-        return steps if self.record is None else self.record.called(self.method, steps)
 
 
 class Pipeline:
@@ -474,18 +216,11 @@ class Pipeline:
         and settings that change all scores are otherwise the checkpoint's own. Raises
         ``ValueError`` as :meth:`Options.of`.
         """
-        own = dict(repetition_penalty=own_penalty(self.model), stop=own_stops(self.model))
-        found = Options.of(given, more=own_scores(self.model), **own, **self.usual)
+        found = Options.of(given, **own_settings(self.model), **self.usual)
         if idle := idle_options(given, found.method or self.method):
             said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
             warnings.warn(said, IdleOption, stacklevel=2)
         return found
-
-    def read(self, prompts: Any, options: Options) -> VLMPrompt:
-        """``prompts``, texts or lists of ids, or the chats of ``options``, as the model reads them;
-        pictures are in chats.
-        """
-        raise NotImplementedError
 
     def constrain(
         self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt
@@ -526,6 +261,32 @@ class Pipeline:
     def drafter(self, kind: str) -> Any:
         """What method ``kind`` drafts with, loaded at first use; None where it needs nothing."""
         return self.drafters.get(kind)
+
+    def asked(self, options: Options, prompts: Any, images: Any = None, videos: Any = None) -> Any:
+        """What is to be answered, of which slices are batches: ``prompts``, texts or lists of ids,
+        with what is shown with each, or the chats of ``options``.
+        """
+        raise NotImplementedError
+
+    def prompt(self, asked: Any, options: Options) -> VLMPrompt:
+        """What is :meth:`asked` as the model reads it."""
+        raise NotImplementedError
+
+    def read(self, prompts: Any, options: Options) -> VLMPrompt:
+        """``prompts``, or the chats of ``options``, as the model reads them."""
+        return self.prompt(self.asked(options, prompts), options)
+
+    def target(self, method: Method, options: Options) -> VLMTarget:
+        """The model as the target of a call."""
+        kind = CapturedTarget if self.captures(options) else VLMTarget
+        return kind(self.model, options.processor, self.name)
+
+    def _prepared(self, options: Options, prompts: Any, *shown: Any) -> tuple[VLMTarget, VLMPrompt]:
+        """The model as a target for prompts, and these as it reads them, all at once."""
+        target = VLMTarget(self.model, options.processor, self.name)
+        prompt = self.prompt(self.asked(options, prompts, *shown), options)
+        target.check(prompt)
+        return target, prompt.to(target.device, target.dtype)
 
     @classmethod
     def default_method(cls, drafter: object) -> str:
@@ -665,18 +426,19 @@ class Pipeline:
             made = self.made[key] = SharedRounds(target, parts, play)
         return made
 
-    def _run(
-        self,
-        method: Method,
-        target: VLMTarget,
-        options: Options,
-        prompts: PromptBatch,
-        share: float,
-    ) -> Run:
-        """``prompts`` to be answered by ``method``; nothing runs yet but trials of ``auto``, which
-        take a ``share`` of answers.
+    def _start(self, options: Options, what: Any, *shown: Any, share: float = SHARE) -> Run:
+        """A run that answers ``what`` is asked about what is ``shown``; nothing runs yet but trials
+        of ``auto``, which take a ``share`` of answers.
         """
+        method = options.chosen(self.registry, self.method)
+        target = self.target(method, options)
+        asked = self.asked(options, what, *shown)
         check_continuous_batching(method, options.batch_size)
+
+        def prepared(some: slice) -> VLMPrompt:
+            return self.prompt(asked[some], options)
+
+        prompts = PromptBatch(prepared, len(asked), options.batch_size)
         prompt = prompts.first(target)
         chosen = self.chosen(method, target, prompt, share)
         self.constrain(target, chosen.method, options, prompt)

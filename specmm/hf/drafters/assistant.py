@@ -80,7 +80,6 @@ class AssistantDrafter:
         """See :class:`specmm.core.drafter.BatchingDrafter`: it stores nothing for a row."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         hidden = feedback.output.hidden[:, -1]
         if feedback.result is not None:
             last = feedback.result.kept.clamp(min=1) - 1

@@ -208,7 +208,6 @@ class FeatureDrafter:
             self.ahead.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         state = self.predicted
         if feedback.result is not None:
             self.kept = feedback.result.kept
@@ -226,7 +225,6 @@ class FeatureDrafter:
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
-        """One pass of the network; see :class:`specmm.core.growth.FeatureHead`."""
         with self.clock("draft"):
             if self.ahead is not None and depth:
                 return self.ahead.after(depth, tokens.shape[1])

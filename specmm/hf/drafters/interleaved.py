@@ -52,7 +52,6 @@ class InterleavedDrafter:
         self.jacobi.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The chain after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         tree: DraftTree = self.jacobi.propose(feedback, uniforms)
         with self.clock("draft"):
             self.recall.extend(feedback)

@@ -93,7 +93,6 @@ class MtpDrafter:
         self.shift = with_row(self.shift, row, shift_of(alone))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         state = self.growth.read_committed(self, feedback)
         return self.growth.grow(self, feedback.token, state, uniforms)
 

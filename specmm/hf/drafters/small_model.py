@@ -111,7 +111,6 @@ class ModelDrafter:
         self.growth.begin(self.small.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; see :class:`specmm.core.drafter.Drafter`."""
         state = self.state
         if feedback.result is not None:
             state = self.growth.read_committed(self, feedback)

@@ -78,6 +78,8 @@ class GenerateOptions(ScoreOptions, total=False):
 
 
 SCORES = tuple(ScoreOptions.__annotations__)
+GUARDS = ("renormalize_logits", "remove_invalid_values")
+ALWAYS = tuple(name for name in SCORES if name not in (*FILTERS, *GUARDS))  # sampled or not
 OTHERS = tuple(GenerateOptions.__annotations__)
 
 
@@ -227,6 +229,20 @@ class Options:
     def generators(self, count: int, device: torch.device) -> list[torch.Generator]:
         """A generator for each of ``count`` rows; ``ValueError`` for another number of seeds."""
         return sample_generators(count, device, self.generator, self.seed)
+
+
+def own_settings(model: Any) -> dict[str, Any]:
+    """The options that ``model`` was published with, of its ``generation_config``, which apply to
+    all answers, sampled or not: repetition penalty, texts that end one, and ``more``.
+    """
+    own = model.generation_config
+    penalty = getattr(own, "repetition_penalty", None)
+    more = {name: getattr(own, name, None) for name in ALWAYS}
+    return dict(
+        repetition_penalty=1.0 if penalty is None else float(penalty),
+        stop=tuple(texts_of("stop", getattr(own, "stop_strings", None) or ())),
+        more={name: value for name, value in more.items() if value},
+    )
 
 
 def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:

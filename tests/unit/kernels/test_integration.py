@@ -11,8 +11,9 @@ import transformers as tf
 from specmm.core.guidance import Guidance
 from specmm.core.processors import Processor
 from specmm.core.tree import DraftTree, TreeShape
+from specmm.hf.models.rows import Reading, RowsTarget
 from specmm.hf.models.target import VLMTarget
-from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.kernels.backend import backend
@@ -47,6 +48,47 @@ def test_llamagen_scores_and_commits_on_triton(device, monkeypatch):
         monkeypatch.setenv("SPECMM_KERNELS", name)
         found[name] = rounds(LlamaGenTarget(model, Guidance(2.0), Processor()), prompt, device)
     torch.testing.assert_close(found["triton"], found["torch"], rtol=1e-4, atol=1e-6)
+
+
+@torch.inference_mode()
+def read_beside(model, device, packed):
+    """Distributions of a row's rounds, and after a prompt that is read beside them or alone."""
+    target = RowsTarget(model, "rows")
+    target.open(3, 2)
+    ids = torch.randint(3, 30, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    first, second = (
+        Reading(target, VLMPrompt(padded([part], device), 1), [Processor()], 40, 16)
+        for part in (ids[:9], ids[9:])
+    )
+    first.go_on(9)
+    target.join()
+    target.take(0, first)
+    tree = DraftTree(torch.tensor([[5, 6, 7]], device=device), TreeShape.chain(2, device))
+    path, kept = torch.arange(3, device=device)[None], torch.tensor([2], device=device)
+    probs = []
+    for count in (6, 5):
+        if packed:
+            target.beside.append(second.next(count))
+        else:
+            second.go_on(count)
+        probs.append(target.score(tree).probs)
+        target.commit(VerifyResult(path, kept, tree.tokens[:, 0]))
+    return torch.cat([*probs, second.output_of(0).probs], 1)
+
+
+def test_what_is_read_beside_a_round_on_triton(device, monkeypatch):
+    sizes = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(vocab_size=40, max_position_embeddings=128, **sizes)
+    model = tf.LlamaForCausalLM(config).eval().to(device)
+    model.set_attn_implementation(interface.NAME)
+    monkeypatch.setenv("SPECMM_KERNELS", "torch")
+    expected = read_beside(model, device, False)
+    monkeypatch.setenv("SPECMM_KERNELS", "triton")
+    calls, real = [], interface.tree_attention
+    monkeypatch.setattr(interface, "tree_attention", lambda *given: calls.append(1) or real(*given))
+    torch.testing.assert_close(read_beside(model, device, True), expected, rtol=1e-4, atol=1e-6)
+    assert len(calls) == 2 * 2 * 2  # rounds, layers, parts
 
 
 def test_a_transformers_model_loaded_with_specmm_tree(device, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specmm.core.processors import Processor, guide
+from specmm.core.processors import Processor
 from specmm.core.tree import TreeShape
 from specmm.verify.exhaustive import draws, emitted_probs, sequence_probs, total_variation
 from tests.sampling import expected_excess
@@ -31,7 +31,8 @@ def tables() -> TableMaker:
             return torch.randn(rows, vocab, generator=generator, dtype=torch.float64) * 1.3
 
         process = processor or Processor()
-        return [process(guide(logits(vocab**d), logits(vocab**d), cfg)) for d in range(length)]
+        pairs = [(logits(vocab**d), logits(vocab**d)) for d in range(length)]
+        return [process(torch.lerp(uncond, cond, cfg)) for cond, uncond in pairs]
 
     return make
 

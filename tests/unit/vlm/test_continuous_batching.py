@@ -12,7 +12,7 @@ from specmm.core.decode import EndTokens, decode, decode_plain
 from specmm.core.drafter import NoDrafts
 from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
-from specmm.hf.answers.running import PromptBatch
+from specmm.hf.answers.run import PromptBatch
 from specmm.hf.drafters.features import FeatureDrafter
 from specmm.hf.drafters.prompt_lookup import PromptLookupDrafter
 from specmm.hf.drafters.recycle import RecycleDrafter
