@@ -26,10 +26,12 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
     "do_sample": "give temperature, which is 0 for greedy and above 0 to sample",
     "eos_token_id": "give stop, or set model.generation_config.eos_token_id",
     "max_length": "give max_new_tokens, which leaves the prompt out",
+    "max_time": "give stopping_criteria=[transformers.MaxTimeCriteria(seconds)]",
     "num_beams": "rounds of drafts have no beams, leave it out",
     "num_return_sequences": "give a list with the prompt so many times",
     "n": "give a list with the prompt so many times",
     "stop_strings": "give stop",
+    "top_h": "give logits_processor=[transformers.TopHLogitsWarper(top_h)]",
     "return_dict": "outputs always have fields, leave it out",
 }
 
