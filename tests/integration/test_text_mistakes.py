@@ -105,7 +105,7 @@ def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts,
         (
             "a",
             {"max_time": 1},
-            "of generate; give stopping_criteria=\\[transformers.MaxTimeCriteria",
+            "of generate; give stopping_criteria=\\[transformers.MaxTime",
         ),
         ("a", {"generator": []}, "one for each of the 1 samples, got 0"),
         ("a", {"method": 3}, r"such as specmm.methods.AR\(\), got 3"),
