@@ -42,7 +42,7 @@ def test_a_replica_that_is_killed():
             url = f"http://127.0.0.1:{port}/v1/completions"
 
             def ask(body=BODY):
-                return httpx.post(url, json=body, timeout=120)
+                return httpx.post(url, json=body, timeout=300)
 
             wanted = ask().json()["choices"][0]["text"]
             assert len(replicas()) == 2
