@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 
+from specmm.serving.costs import Pieces
 from specmm.serving.drafting import Drafts
 from specmm.serving.requests import Asked, Ended, Piece
 
@@ -46,7 +47,9 @@ class Answers:
 
 
 def at_random(monkeypatch):
-    """Let chance say how deep rounds are, and whether the network drafts."""
+    """Let chance say how deep rounds are, and whether the network drafts; all that can be is read
+    beside them.
+    """
     numbers = np.random.default_rng(0)
     real = Drafts._best
 
@@ -57,5 +60,6 @@ def at_random(monkeypatch):
     def choose(self, alone):
         self.drafting = self.network is not None and bool(numbers.integers(2))
 
+    monkeypatch.setattr(Pieces, "ride", lambda *_: True)
     monkeypatch.setattr(Drafts, "_best", best)
     monkeypatch.setattr(Drafts, "_choose", choose)

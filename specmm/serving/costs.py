@@ -10,7 +10,7 @@ import numpy as np
 FORGET = 0.98  # weight of all that was measured, after one more measurement
 SOON = 1e-3  # how firmly nothing is assumed before
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
-BESIDE = 0.75  # rounds that a piece may take
+BESIDE = 1.0  # rounds that a piece may take
 PAIRS = 1000
 NEWEST = 0.1  # weight of the latest measurement
 
@@ -56,6 +56,14 @@ class Pieces:
             return PIECE
         wanted = BESIDE * self.round_seconds / (token + pair * before / PAIRS)
         return int(min(max(wanted, self.LEAST), self.MOST))
+
+    def ride(self, before: int, tokens: int) -> bool:
+        """Whether a piece is read in a round's forward: not if that takes longer than the piece by
+        itself, for then its first token comes later.
+        """
+        start, pair, token = self.seconds.known
+        alone = start + (token + pair * before / PAIRS) * tokens
+        return bool(self.round_seconds <= alone)
 
     def read(self, before: int, tokens: int, seconds: float) -> None:
         """A piece of ``tokens`` took so long, where so many were read ``before``."""

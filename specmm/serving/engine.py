@@ -322,7 +322,8 @@ class BatchEngine:
         reading = read.reading
         before, left = reading.read, reading.left
         try:
-            if self.rows.count and reading.packs:
+            rides = self.rows.count and self.pieces.ride(before, min(count, left))
+            if rides and reading.packs:
                 self.target.beside.append(reading.next(count))
                 self.beside.append(read)
                 return
