@@ -1,6 +1,6 @@
 """The engine: many requests answered in one batch, whose rows join and leave between rounds.
 
-Prompts are read in pieces, in the forwards of rounds where the model's attention takes that, so
+Prompts are read in pieces beside rounds, or in their forwards where that keeps nobody waiting, so
 that no answer waits long for another's prompt; several short ones are read at once. Every row has
 its own settings, limit, stops and generator, and its tokens do not depend on the others, but for
 how products of other sizes round.
