@@ -322,8 +322,8 @@ class BatchEngine:
         reading = read.reading
         before, left = reading.read, reading.left
         try:
-            rides = self.rows.count and self.pieces.ride(before, min(count, left))
-            if rides and reading.packs:
+            packs = self.rows.count and reading.packs
+            if packs and self.pieces.ride(before, min(count, left)):
                 self.target.beside.append(reading.next(count))
                 self.beside.append(read)
                 return
@@ -482,8 +482,10 @@ class BatchEngine:
         if out_of_memory(error) and (count := self.rows.count) > 1:
             log.warning("%s: memory ran out, going on with %d rows", self.name, count // 2)
             self.limits = replace(self.limits, rows=count // 2)
-        late = [one for read in self.beside if read is not self.read for one in read.answers]
-        failed = [*self.answers, *late]
+        failed = list(self.answers)
+        for read in self.beside:
+            self._forget(read)
+            failed += read.answers
         self.beside, self.target.beside = [], []
         if not failed:
             with self.changed:
