@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from specmm.kernels.tree_attention import MOST_NODES
+
 FORGET = 0.98  # weight of all that was measured, after one more measurement
 SOON = 1e-3  # how firmly nothing is assumed before
 PIECE = 64  # tokens of a prompt read beside a round, until it is known what they cost
@@ -41,15 +43,15 @@ class ForwardSeconds:
 class Pieces:
     """How many tokens of a prompt are read beside a round: what takes ``BESIDE`` rounds."""
 
-    LEAST, MOST = 32, 256  # kernels take no larger trees
+    LEAST, MOST = 32, MOST_NODES
 
     def __init__(self) -> None:
         self.seconds = ForwardSeconds()  # whose load is PAIRS of tokens with those before them
         self.round_seconds = 0.0
 
     def size(self, before: int = 0) -> int:
-        """Tokens of the next piece, where so many were read ``before``. What a forward takes
-        anyway, a round takes, too.
+        """Tokens of the next piece, where so many were read ``before``; what any forward takes
+        does not count.
         """
         _, pair, token = self.seconds.known
         if not token or not self.round_seconds:

@@ -23,8 +23,8 @@ from specmm.hf.models.families import CACHES, WAYS
 from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
 from specmm.hf.models.target import ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.kernels.tree_attention import MOST_NODES
 
-PIECE = 256  # tokens that are read at a time
 KINDS = (DynamicLayer, StaticLayer)  # of layers whose keys and values are all there
 
 
@@ -97,14 +97,14 @@ class ResumedTarget(VLMTarget):
         self.check(prompt, scratch)
         self._check_known(prompt)
         reading = Reading(
-            RowsTarget(self.model, self.name), prompt, [self.processor], prompt.room, PIECE
+            RowsTarget(self.model, self.name), prompt, [self.processor], prompt.room, MOST_NODES
         )
         self.make_room(prompt, scratch)
         room = prompt.room - prompt.width
         self.history = History(prompt.input_ids, prompt.lengths, room)
         reading.resume(self._arrays(), None)
         while reading.left:
-            reading.go_on(PIECE)
+            reading.go_on(MOST_NODES)
         self.take_row(0, reading.alone)
         return reading.output_of(0)
 

@@ -227,10 +227,9 @@ class RowsTarget(VLMTarget):
         targets = [self, *(piece.reading.alone for piece in pieces)]
         shapes = [shape, *(TreeShape.chain(x.shape[1] - 1, self.device) for x in ids[1:])]
         for target, own, kind in zip(targets, ids, shapes, strict=True):
-            cache = target.cache
-            cache.aim_at_tree(kind.size)
-            parts.append(Part(len(own), kind.size, cache.tree_mask(kind)))
-            places.append((cache.lengths[:, None] + kind.depths).clamp(max=target.last))
+            attended, positions = target.aim(kind)
+            parts.append(Part(len(own), kind.size, attended))
+            places.append(positions.clamp(max=target.last))
         mask = PackedMask(parts)
         rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
         rest[self.family.cache_name] = packed([target.cache for target in targets], mask)

@@ -375,12 +375,18 @@ class VLMTarget:
         """States [R, N, C] of the nodes ``tokens`` [B, N] of a tree, stored in the scratch region,
         and their positions [B, N].
         """
+        mask, positions = self.aim(shape)
+        return self.states(tokens, positions, mask), positions
+
+    def aim(self, shape: TreeShape) -> tuple[Tensor | TreeMask | RaggedMask, Tensor]:
+        """Let the next forward store a tree in the scratch region: what its nodes attend, and their
+        positions [B, N].
+        """
         cache = self.cache
         cache.aim_at_tree(shape.size)
-        positions = cache.lengths[:, None] + shape.depths
         whole = self.family.takes_trees
         mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
-        return self.states(tokens, positions, mask), positions
+        return mask, cache.lengths[:, None] + shape.depths
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
         """A context for scoring ``tree``: layers with states store the data that a commit needs."""
