@@ -28,7 +28,7 @@ from torch import Tensor
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.growth import Level
 from specmm.core.randomness import UniformSource, categorical
-from specmm.core.sorting import largest
+from specmm.core.sorting import largest, weighed
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, NextLogits
@@ -57,6 +57,7 @@ class SourceDrafter:
         self.max_depth = block_length(source, depth)
         self.greedy = target.processor.greedy
         self.probs = drafting_probs(target, source.vocabulary)
+        self.weighs = False
         self.next_drafts: NextDrafts | None = None
         if source.next_logits is not None:
             self.next_drafts = NextDrafts(self.probs, source.next_logits, source.vocabulary)
@@ -79,6 +80,10 @@ class SourceDrafter:
     def leave(self, row: int) -> None:
         """Without ``row``, whose place the last one takes."""
         self._late.leave(row)
+
+    def weigh(self) -> None:
+        """Say from now on how likely each draft of a chain of the likeliest is."""
+        self.weighs = True
 
     def absorb(self, feedback: Feedback) -> None:
         """Read the tokens of a round for which it has not drafted."""
@@ -139,11 +144,15 @@ class ChainDrafter(SourceDrafter):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
             fixed = self._recalled(feedback)
             if self.next_drafts is not None:
-                return self.next_drafts.chain(root, block, self.shape, numbers, fixed)
+                return self.next_drafts.chain(root, block, self.shape, numbers, fixed, self.weighs)
             probs = with_point_masses(self.source.vocabulary.spread(self.probs(block)), fixed)
             if numbers is not None:
                 return marginal_chain(root, probs, numbers, self.shape)
-            return DraftTree(torch.cat([root[:, None], probs.argmax(-1)], dim=1), self.shape)
+            tokens = torch.cat([root[:, None], probs.argmax(-1)], dim=1)
+            chances = None
+            if self.weighs:
+                chances = F.pad(weighed(block, 1)[1][..., 0], (1, 0), value=1.0)
+            return DraftTree(tokens, self.shape, chances=chances)
 
     def _recalled(self, feedback: Feedback) -> Tensor | None:
         """Tokens [B, K] that followed an earlier occurrence of the latest ones; -1 without one."""
@@ -275,30 +284,36 @@ class NextDrafts:
         shape: TreeShape,
         uniforms: UniformSource | None,
         fixed: Tensor | None = None,
+        weighs: bool = False,
     ) -> DraftTree:
         """A chain after ``root`` [B], token i drawn by place i of ``block`` [B, K, S] and the
         tokens before.
 
         Where ``fixed`` [B, K] holds a token (not -1) it is taken, as a point mass. Without
-        ``uniforms`` every token is the likeliest one and no distributions are recorded.
+        ``uniforms`` every token is the likeliest one and no distributions are recorded, but, if it
+        ``weighs`` them, their chances.
         """
         count = block.shape[1]
         numbers = None if uniforms is None else uniforms.draw(count)
         points = [None] * count if fixed is None else fixed.unbind(1)
         tokens = [root]
+        chances = [torch.ones_like(root, dtype=torch.float32)]
         recorded: list[Tensor] = []
         memory = None
         for i, (place, point) in enumerate(zip(block.unbind(1), points, strict=True)):
             scores, memory = self.next_logits(place, tokens[-1], memory)
             if numbers is None:
                 draft = self.vocabulary.to_target(scores.argmax(-1))
+                if weighs:
+                    chances.append(weighed(scores, 1)[1][..., 0])
             else:
                 dist = self.probs(scores)
                 draft = self.vocabulary.to_target(categorical(dist, numbers[:, i]))
                 recorded.append(with_point_masses(self.vocabulary.spread(dist), point))
             tokens.append(draft if point is None else torch.where(point >= 0, point, draft))
         probs = with_root(torch.stack(recorded, 1)) if recorded else None
-        return DraftTree(torch.stack(tokens, 1), shape, probs)
+        likely = torch.stack(chances, 1) if weighs and numbers is None else None
+        return DraftTree(torch.stack(tokens, 1), shape, probs, chances=likely)
 
     def tree(self, root: Tensor, block: Tensor, total: int) -> DraftTree:
         """The ``total`` likeliest paths (root included) of what :meth:`chain` draws, as point

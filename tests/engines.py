@@ -47,15 +47,18 @@ class Answers:
 
 
 def at_random(monkeypatch):
-    """Let chance say how deep rounds are, and whether the network drafts; all that can be is read
-    beside them.
+    """Let chance say how deep the rounds of each row are, and whether the network drafts; all that
+    can be is read beside them.
     """
     numbers = np.random.default_rng(0)
     real = Drafts._best
 
-    def best(self, rows, likely, extra):
-        real(self, rows, likely, extra)
-        return 1.0, int(numbers.integers(len(likely) + 1))
+    def best(self, likely, extra):
+        real(self, likely, extra)
+        rows, deepest = likely.shape
+        if self.target.packs and numbers.integers(2):
+            return 1.0, numbers.integers(deepest + 1, size=rows)
+        return 1.0, np.full(rows, numbers.integers(deepest + 1))
 
     def choose(self, alone):
         self.drafting = self.network is not None and bool(numbers.integers(2))

@@ -47,8 +47,8 @@ def forward(
             dense = part.mask if isinstance(part.mask, Tensor) else None
             other = None if isinstance(part.mask, Tensor) else part.mask
             out, _ = forward(module, own, *held, dense, dropout, scaling, other, **options)
-            found.append(out.flatten(0, 1))
-        return torch.cat(found)[None], None
+            found.append(out)
+        return tree_mask.joined(found)[None], None
     if tree_mask is None:
         given = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)

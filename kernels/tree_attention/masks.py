@@ -49,11 +49,36 @@ class RaggedMask:
     first: int
 
 
-class Part(NamedTuple):
-    """Some ``rows`` of ``nodes`` tokens each, and what they attend in a cache of their own."""
+class Nodes:
+    """``rows`` of at most ``most`` nodes: all of them, or those ``there`` [M], by number."""
 
-    rows: int
-    nodes: int
+    def __init__(self, rows: int, most: int, there: Tensor | None = None) -> None:
+        self.rows = rows
+        self.most = most
+        self.there = there
+        self.size = rows * most  # M
+        if there is not None:
+            self.size = len(there)
+            self.back = there.new_zeros(rows * most)  # which of those there, or any
+            self.back[there] = torch.arange(self.size, device=there.device)
+
+    def flat(self, x: Tensor, axis: int) -> Tensor:
+        """``x`` [..., R, T, ...], whose rows lie along ``axis``, as [..., M, ...]."""
+        tokens = x.flatten(axis, axis + 1)
+        return tokens if self.there is None else tokens.index_select(axis, self.there)
+
+    def rows_of(self, x: Tensor, axis: int) -> Tensor:
+        """``x`` [..., M, ...], whose nodes lie along ``axis``, as [..., R, T, ...]; another node's
+        in place of those that are not there.
+        """
+        each = x if self.there is None else x.index_select(axis, self.back)
+        return each.unflatten(axis, (self.rows, self.most))
+
+
+class Part(NamedTuple):
+    """The ``nodes`` of some rows, and what they attend in a cache of their own."""
+
+    nodes: Nodes
     mask: Tensor | TreeMask | RaggedMask
 
 
@@ -71,11 +96,18 @@ class PackedMask:
         """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, as [R, ..., T, ...] of each
         part.
         """
-        pieces = x[0].split([part.rows * part.nodes for part in self.parts], axis - 1)
+        pieces = x[0].split([part.nodes.size for part in self.parts], axis - 1)
         return [
-            piece.unflatten(axis - 1, (part.rows, part.nodes)).movedim(axis - 1, 0)
+            part.nodes.rows_of(piece, axis - 1).movedim(axis - 1, 0)
             for part, piece in zip(self.parts, pieces, strict=True)
         ]
+
+    def joined(self, each: Sequence[Tensor], axis: int = 0) -> Tensor:
+        """What :meth:`split` takes apart: ``each`` part's [..., R, T, ...], whose rows lie along
+        ``axis``, as [..., M, ...].
+        """
+        pairs = zip(self.parts, each, strict=True)
+        return torch.cat([part.nodes.flat(x, axis) for part, x in pairs], axis)
 
 
 APART = 2**18  # bytes of keys and values that are read while one more group begins

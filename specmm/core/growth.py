@@ -19,7 +19,7 @@ from torch import Tensor
 from specmm.core.cache import Cache, branched
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.randomness import UniformSource
-from specmm.core.sorting import largest
+from specmm.core.sorting import largest, weighed
 from specmm.core.tree import DraftTree, TreeShape, at_nodes
 from specmm.shape import eagle2
 from specmm.shape.eagle2 import Dynamic
@@ -91,6 +91,7 @@ class Growth:
 
     state: ClassVar[tuple[str, ...]] = ("cache", "mask", "bias")
     before = 0  # scratch slots, and rows of the mask, before those of the drafts
+    weighs = False  # whether likeliest tokens of a tree of fixed shape come with their chances
 
     def __init__(
         self,
@@ -179,7 +180,9 @@ class Growth:
         uniforms: UniformSource,
     ) -> DraftTree:
         tokens = root[:, None].repeat(1, shape.size)
-        probs = None
+        probs = chances = None
+        if self.weighs:
+            chances = torch.ones_like(tokens, dtype=torch.float32)
         if self.sampled:
             probs = states.new_zeros(*tokens.shape, self.vocabulary.size, dtype=torch.float32)
         for depth, level in enumerate(self.levels):
@@ -187,12 +190,18 @@ class Growth:
                 origin = level.origin.expand(len(states), -1)
                 below = tokens[:, level.parents]
                 states = self._feed(head, below, states, origin, depth, level.first)
-            drafts, drawn = self._draw(head, head.logits(states, depth), level.width, uniforms)
+            logits = head.logits(states, depth)
+            if chances is None:
+                drafts, drawn = self._draw(head, logits, level.width, uniforms)
+            else:
+                places, chance = weighed(logits, level.width)
+                drafts, drawn = self.vocabulary.to_target(places), None
+                chances.index_copy_(1, level.nodes, chance.flatten(1).index_select(1, level.pick))
             tokens.index_copy_(1, level.nodes, drafts.flatten(1).index_select(1, level.pick))
             if probs is not None and drawn is not None:
                 recorded = drawn.flatten(1, 2).index_select(1, level.pick)
                 probs.index_copy_(1, level.nodes, self.vocabulary.spread(recorded))
-        return DraftTree(tokens, shape, probs)
+        return DraftTree(tokens, shape, probs, chances=chances)
 
     def _draw(
         self, head: FeatureHead, logits: Tensor, width: int, uniforms: UniformSource

@@ -26,6 +26,12 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return by_chunks(x, k, chunks)
 
 
+def weighed(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The places of the ``k`` largest of ``logits`` [..., V], and their probabilities [..., k]."""
+    values, places = largest(logits, k)
+    return places, (values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
+
+
 def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
     """:func:`largest` by C = ``chunks`` of V / C numbers, of which each has at least ``k``."""
     width = x.shape[-1] // chunks

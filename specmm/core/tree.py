@@ -205,13 +205,17 @@ class DraftTree:
     distribution it was drawn from *given its earlier siblings* (node 0's is unused). ``None`` means
     that every node is a point mass: chosen, not drawn. This one convention covers independent
     siblings, sampling without replacement and top-k trees. ``drafted`` is the number of levels of a
-    chain that hold drafts; padding tokens follow them (None: all levels).
+    chain that hold drafts; padding tokens follow them (None: all levels). Of chains whose rows have
+    ``sizes`` [B] of their own, a target need not score the nodes after those. ``chances`` [B, N]
+    are what a drafter that weighs its choices gives each node, of those after its parent.
     """
 
     tokens: Tensor
     shape: TreeShape
     probs: Tensor | None = None
     drafted: int | None = None
+    sizes: Tensor | None = None
+    chances: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or self.tokens.shape[1] != self.shape.size:

@@ -1,9 +1,11 @@
 """What a round costs, learnt as rounds are played: the ground on which drafts are chosen.
 
-Shape letters: B rows, K drafts of a row.
+Shape letters: F things that a forward has some of.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -18,26 +20,30 @@ NEWEST = 0.1  # weight of the latest measurement
 
 
 class ForwardSeconds:
-    """Seconds of a forward: a + b·load + c·tokens, by least squares that forget."""
+    """Seconds of a forward: what any takes, and so much for each of ``count`` things (F) that it
+    may have some of, by least squares that forget.
+    """
 
-    def __init__(self) -> None:
-        self.squares = SOON * np.eye(3)
-        self.moments = np.zeros(3)
-        self.known = np.zeros(3)
+    def __init__(self, count: int) -> None:
+        self.squares = SOON * np.eye(count + 1)
+        self.moments = np.zeros(count + 1)
+        self.known = np.zeros(count + 1)
 
-    def observe(self, load: float, tokens: int, seconds: float) -> None:
-        """A forward of so many ``tokens`` took ``seconds``."""
-        seen = np.array([1.0, load, tokens])
+    def observe(self, seconds: float, *some: float) -> None:
+        """A forward that had ``some`` of each took ``seconds``."""
+        seen = np.array([1.0, *some])
         # relative errors count: a long round is not measured more exactly than a short one
         weight = 1 / max(seconds, 1e-6) ** 2
         self.squares = FORGET * self.squares + weight * np.outer(seen, seen)
         self.moments = FORGET * self.moments + weight * seconds * seen
-        ridge = 1e-6 * np.trace(self.squares) * np.eye(3)
+        ridge = 1e-6 * np.trace(self.squares) * np.eye(len(seen))
         self.known = np.linalg.solve(self.squares + ridge, self.moments).clip(min=0)
 
-    def of(self, load: float, tokens: np.ndarray) -> np.ndarray:
-        """Seconds of forwards of ``tokens`` [n]; 0 before anything is known."""
-        return self.known[0] + self.known[1] * load + self.known[2] * tokens
+    def of(self, *some: Any) -> Any:
+        """Seconds of a forward that has ``some`` of each, numbers or arrays of them; 0 before
+        anything is known.
+        """
+        return sum((c * x for c, x in zip(self.known[1:], some, strict=True)), self.known[0])
 
 
 class Pieces:
@@ -46,7 +52,7 @@ class Pieces:
     LEAST, MOST = 32, MOST_NODES
 
     def __init__(self) -> None:
-        self.seconds = ForwardSeconds()  # whose load is PAIRS of tokens with those before them
+        self.seconds = ForwardSeconds(2)  # PAIRS of tokens with those before them, and tokens
         self.round_seconds = 0.0
 
     def size(self, before: int = 0) -> int:
@@ -63,13 +69,12 @@ class Pieces:
         """Whether a piece is read in a round's forward: not if that takes longer than the piece by
         itself, for then its first token comes later.
         """
-        start, pair, token = self.seconds.known
-        alone = start + (token + pair * before / PAIRS) * tokens
+        alone = self.seconds.of(before * tokens / PAIRS, tokens)
         return bool(self.round_seconds <= alone)
 
     def read(self, before: int, tokens: int, seconds: float) -> None:
         """A piece of ``tokens`` took so long, where so many were read ``before``."""
-        self.seconds.observe(before * tokens / PAIRS, tokens, seconds)
+        self.seconds.observe(seconds, before * tokens / PAIRS, tokens)
 
     def played(self, seconds: float) -> None:
         """A round took so long."""

@@ -1,11 +1,12 @@
 """What an engine drafts in each round: as much as pays, measured by the tokens a second it brings.
 
 Drafts come from what was said (:mod:`specmm.hf.drafters.suffix`: the row's own text and all answers
-of the engine), at no cost, and from a network if the model has a drafter. How many tokens deep a
-round is (0: plain decoding) is what has the largest goodput: the tokens expected, by what rows have
-kept so far, over the seconds that rounds of this size have taken (SmartSpec, arXiv 2406.14066).
+of the engine), at no cost, and from a network if the model has a drafter. How many a round has (0:
+plain decoding) is what has the largest goodput: the tokens expected, by what rows have kept so far,
+over the seconds that rounds of this size have taken (SmartSpec, arXiv 2406.14066). They go to the
+rows that are likeliest to keep them (TETRIS, arXiv 2502.15197).
 
-Shape letters: B rows, K drafts of a row, D deepest level.
+Shape letters: B rows, D deepest level.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from specmm.verify.rule import VerifyResult
 LONGEST = 16  # tokens of a guess from what was said
 FIRM = 4.0  # drafts as which what is believed of all rows counts for a new one
 NEWEST = 0.05  # weight of the latest round in what is believed of the network's drafts
+BINS = 10  # of chances that the network gives its drafts, of each of which is learnt what they hold
 HOPED = 0.7  # of a network's draft, that it is kept, before any was seen
 GAIN = 1.1  # by which the network must promise more before it begins
 MISSED = 512  # tokens of a row that the network reads later, if it has not drafted
@@ -41,9 +43,12 @@ MISSED = 512  # tokens of a row that the network reads later, if it has not draf
 
 @runtime_checkable
 class LateDrafter(BatchingDrafter, Joining, Protocol):
-    """A drafter that can read later what rounds committed for which it has not drafted."""
+    """Drafts chains, and can read later what rounds committed for which it has not drafted."""
 
     max_depth: int
+
+    def weigh(self) -> None:
+        """Say from now on how likely each draft of a chain is (``DraftTree.chances``)."""
 
     def absorb(self, feedback: Feedback) -> None:
         """Read the tokens of a round, of at most ``max_depth`` + 1 a row, and draft nothing."""
@@ -112,12 +117,16 @@ class Drafts:
         self.banned = frozenset(target.image_tokens)
         self.rows: list[RowDrafts] = []
         self.trusted = 1.0  # what is usual of rows
-        self.costs = ForwardSeconds()  # of rounds without the network; their load is rows
-        self.network_costs = ForwardSeconds()
+        self.costs = ForwardSeconds(3)  # of rounds without the network: rows, places and drafts
+        self.network_costs = ForwardSeconds(1)  # rows
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
         self.start_seconds = 0.0  # of reading a prompt by the network
-        self.kept_at = np.full(deep, HOPED)  # of a network's draft by depth, if those above were
+        self.kept_by = np.full(
+            BINS, HOPED
+        )  # of a network's draft by its chance, if those above are
+        self.bins = np.zeros((0, deep), dtype=int)  # of the last drafts' chances
+        self.usual = np.cumprod(np.full(deep, HOPED))  # of a network's drafts by depth
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
         self.spent = 0.0  # seconds of the network in this round
         self.offered = self.taken = 0  # drafts of this round, and those kept
@@ -170,8 +179,8 @@ class Drafts:
         """
         assert self.network is not None
         count = len(self.rows)
-        extra = float(self.network_costs.of(count, np.array(count)))
-        own, _ = self._best(count, count * self._depths(), extra)
+        extra = self.network_costs.of(count)
+        own, _ = self._best(np.tile(self.usual, (count, 1)), extra)
         gain = own / alone if alone else GAIN
         if self.drafting:
             self.drafting = gain >= 1
@@ -235,32 +244,36 @@ class Drafts:
         output = TargetOutput(hidden, hidden)  # nobody reads the distributions of such a round
         return Feedback(output, token, result=result, tokens=tokens.to(device))
 
-    def _depths(self) -> np.ndarray:
-        """How likely the network's draft at each depth [D] is kept."""
-        return np.cumprod(self.kept_at)
-
     # ---- a round
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Chains of one depth, or the network's trees."""
+        """Chains from what was said or the network."""
         for row in self.rows if self.longest else ():
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
-        count = len(self.rows)
-        alone, depth = self._best(count, self._said(), 0.0)
+        alone, depths = self._best(self._said(LONGEST), 0.0)
         if self.network is not None:
             self._hear(feedback)
             self._choose(alone)
             self.drafting &= not any(row.lost for row in self.rows)
             if self.drafting:
                 return self._by_network(self._catch_up(feedback), uniforms)
-        self.drafted = np.zeros(count, dtype=bool)
-        roots = feedback.token.tolist()
-        chains = [
-            [root, *row.guess.tokens[:depth]] for root, row in zip(roots, self.rows, strict=True)
-        ]
-        padded = [chain + chain[:1] * (depth + 1 - len(chain)) for chain in chains]
-        return DraftTree(torch.tensor(padded, device=feedback.token.device), self.shapes[depth])
+        self.drafted = np.zeros(len(self.rows), dtype=bool)
+        roots = feedback.token[:, None].repeat(1, depths.max() + 1)
+        return self._chains(roots, depths)
+
+    def _chains(self, tokens: Tensor, depths: np.ndarray) -> DraftTree:
+        """Chains as deep as ``depths`` [B], in place of ``tokens`` [B, D + 1] what is guessed of
+        rows that the network does not draft for.
+        """
+        for number, row in enumerate(self.rows):
+            own = row.guess.tokens[: depths[number]]
+            if own and not self.drafted[number]:
+                tokens[number, 1 : len(own) + 1] = torch.tensor(own, device=tokens.device)
+        sizes = None
+        if (depths < depths.max()).any():
+            sizes = torch.tensor(depths + 1, device=tokens.device)
+        return DraftTree(tokens, self.shapes[depths.max()], sizes=sizes)
 
     def _by_network(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         assert self.network is not None
@@ -269,21 +282,16 @@ class Drafts:
         self.spent = time.perf_counter() - start
         for row in self.rows:
             row.read = len(row.said)
-        count = len(self.rows)
-        self.drafted = np.ones(count, dtype=bool)
-        if not tree.shape.is_chain:
-            return tree
-        depths = self._depths()
-        said = np.stack([self._trusted(row, len(depths)) for row in self.rows])
-        self.drafted = said.sum(1) <= depths.sum()
-        likely = np.where(self.drafted[:, None], depths, said).sum(0)
-        _, depth = self._best(count, likely, self.spent)
-        tokens = tree.tokens[:, : depth + 1].clone()
-        for number, row in enumerate(self.rows):
-            if not self.drafted[number]:
-                own = row.guess.tokens[:depth]
-                tokens[number, 1 : len(own) + 1] = torch.tensor(own, device=tokens.device)
-        return DraftTree(tokens, self.shapes[depth])
+        assert tree.chances is not None
+        chances = tree.chances[:, 1:].nan_to_num().numpy(force=True)  # of a row that is spoilt
+        self.bins = (chances * BINS).astype(int).clip(max=BINS - 1)
+        own = self.kept_by[self.bins].cumprod(1)
+        self.usual += NEWEST * (own.mean(0) - self.usual)
+        said = self._said(own.shape[1])
+        self.drafted = said.sum(1) <= own.sum(1)
+        likely = np.where(self.drafted[:, None], own, said)
+        _, depths = self._best(likely, self.spent)
+        return self._chains(tree.tokens[:, : depths.max() + 1].clone(), depths)
 
     def _trusted(self, row: RowDrafts, length: int) -> np.ndarray:
         """How likely each of ``length`` guessed tokens of a ``row`` is kept, 0 beyond its guess."""
@@ -292,22 +300,30 @@ class Drafts:
         found[: len(probs)] = np.minimum(np.array(probs) * row.trust(self.trusted), 1.0)
         return found
 
-    def _said(self) -> np.ndarray:
-        """Of drafts from what was said: tokens [K] that all rows are expected to keep by depth."""
-        return np.sum([self._trusted(row, LONGEST) for row in self.rows], axis=0)
+    def _said(self, length: int) -> np.ndarray:
+        """How likely what was said is kept, of each row by depth: [B, ``length``]."""
+        return np.stack([self._trusted(row, length) for row in self.rows])
 
-    def _best(self, rows: int, likely: np.ndarray, extra: float) -> tuple[float, int]:
-        """The largest goodput of rounds with the first K drafts, of which ``likely`` [D] are kept,
-        and that K; the round takes ``extra`` seconds.
+    def _best(self, likely: np.ndarray, extra: float) -> tuple[float, np.ndarray]:
+        """The largest goodput of a round that takes ``extra`` seconds, and how many drafts each row
+        then has [B]; ``likely`` [B, D] says how likely each is kept with those above it.
         """
-        depths = np.arange(len(likely) + 1)
-        gained = rows + np.concatenate([[0.0], np.cumsum(likely)])
-        seconds = self.costs.of(rows, rows * (depths + 1)) + extra
-        if not seconds[0]:
-            return 0.0, 0
+        rows, deepest = likely.shape
+        if not self.costs.of(rows, 0, 0):
+            return 0.0, np.zeros(rows, dtype=int)
+        own = likely if self.target.packs else likely.sum(0, keepdims=True)  # all are as deep
+        alike = rows // len(own)
+        order = np.argsort(-own.T, axis=None, kind="stable")  # the likeliest first, none above it
+        level = order // len(own)
+        most = np.arange(deepest + 1)[:, None]  # D + 1 choices of how deep a chain may be
+        there = np.pad(level < most, ((0, 0), (1, 0)))  # of each, all numbers of drafts
+        drafts = alike * there.cumsum(1)
+        gained = rows + (there * np.append(0.0, own.T.flatten()[order])).cumsum(1)
+        seconds = self.costs.of(rows, drafts, rows * most - drafts) + extra
         rate = gained / seconds
-        depth = int(rate.argmax())
-        return float(rate[depth]), depth
+        deep, count = np.unravel_index(rate.argmax(), rate.shape)
+        taken = order[:count][level[:count] < deep] % len(own)
+        return float(rate[deep, count]), np.bincount(taken, minlength=len(own)).repeat(alike)
 
     def observe(self, feedback: Feedback, seconds: float, beside: int = 0) -> None:
         """A round took so many ``seconds``; ``feedback`` is what it gave. So many tokens of prompts
@@ -315,24 +331,28 @@ class Drafts:
         """
         tree, _ = feedback.drafted
         rows, nodes = tree.tokens.shape
-        self.costs.observe(rows, rows * nodes + beside, seconds - self.spent)
+        sizes = tree.sizes
+        depths = np.full(rows, nodes - 1) if sizes is None else sizes.numpy(force=True) - 1
+        drafts = int(depths.sum())
+        padding = rows * (nodes - 1) - drafts
+        self.costs.observe(seconds - self.spent, rows, drafts + beside, padding)
         if self.spent:
-            self.network_costs.observe(rows, rows, self.spent)
+            self.network_costs.observe(self.spent, rows)
         assert feedback.accepted is not None
         kept = feedback.accepted.numpy(force=True) - 1  # B drafts
-        depth = tree.shape.depth
-        guessed = [min(len(row.guess.tokens), depth) for row in self.rows]
-        self.offered = int(np.where(self.drafted, nodes - 1, guessed).sum())
+        guessed = [min(len(row.guess.tokens), n) for row, n in zip(self.rows, depths, strict=True)]
+        self.offered = int(np.where(self.drafted, depths, guessed).sum())
         self.taken = int(kept.sum())
-        own = kept[self.drafted]
-        for level in range(min(depth, len(self.kept_at)) if len(own) else 0):
-            tried = (own >= level).sum()
-            if tried:
-                share = (own > level).sum() / tried
-                weight = 1 - (1 - NEWEST) ** tried
-                self.kept_at[level] += weight * (share - self.kept_at[level])
+        if self.drafted.any():
+            levels = np.arange(self.bins.shape[1])
+            asked = levels < np.minimum(kept + 1, depths)[:, None]
+            asked[~self.drafted] = False
+            tried = np.bincount(self.bins[asked], minlength=BINS)
+            won = np.bincount(self.bins[asked & (levels < kept[:, None])], minlength=BINS)
+            weight = 1 - (1 - NEWEST) ** tried
+            self.kept_by += weight * (won / tried.clip(min=1) - self.kept_by)
         for number, row in enumerate(self.rows):
-            if not self.drafted[number] and (probs := row.guess.probs[:depth]):
+            if not self.drafted[number] and (probs := row.guess.probs[: depths[number]]):
                 row.expected += sum(probs)
                 row.kept += min(int(kept[number]), len(probs))
                 latest = min(kept[number], len(probs)) / sum(probs)

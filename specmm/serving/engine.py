@@ -149,6 +149,7 @@ class BatchEngine:
             target.open(self.drafts.max_nodes)
             target.join()
             target.prompt, target.context = prompt, reading.alone.context
+            network.weigh()
             network.begin(Feedback(output, output.probs[:, -1].argmax(-1)), Clock())
             network.leave(0)
         target.open(self.drafts.max_nodes, self.limits.rows)

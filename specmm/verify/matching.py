@@ -37,6 +37,8 @@ class Matching(PointMass):
         parents = shape.parents.clamp(min=0).expand_as(drawn)
         right = drawn.gather(1, parents) == tree.tokens
         right[:, 0] = True
+        if tree.sizes is not None:
+            right &= shape.depths < tree.sizes[:, None]
         kept_nodes = ~(shape.ancestors & ~right[:, None]).any(-1)  # right, and all above it
         order = torch.where(kept_nodes, shape.depths, shape.depth + 1)
         path = torch.full_like(drawn[:, :1], -1).repeat(1, shape.depth + 2)

@@ -14,7 +14,6 @@ import specmm
 from specmm.core.decode import decode_plain
 from specmm.core.randomness import Uniforms
 from specmm.hf.models.target import VLMTarget
-from specmm.serving import drafting
 from specmm.serving.costs import Pieces
 from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import open_engine
@@ -421,18 +420,6 @@ def test_samples_beside_others_follow_the_model(coder_pipe, rule):
     p = p_value(torch.cat(probs), torch.tensor([names.index(pair) for pair in pairs]))
     assert p > 1e-3 if rule is Matching else p < 1e-6
     engine.close()
-
-
-def test_nothing_is_drafted_where_that_would_not_pay(coder_pipe):
-    drafts = BatchEngine(coder_pipe, Limits(rows=2)).drafts
-    likely = np.full(drafting.LONGEST, 0.9)
-    for rows, tokens, seconds in [(1, 1, 1.0), (1, 9, 1.1), (4, 4, 1.0), (4, 36, 1.4)] * 9:
-        drafts.costs.observe(rows, tokens, seconds)
-    rate, depth = drafts._best(1, likely, 0.0)  # many drafts, for tokens cost next to nothing
-    assert depth == drafting.LONGEST and rate > 10
-    for rows, tokens, seconds in [(1, 1, 1.0), (1, 9, 9.0), (4, 4, 4.0), (4, 36, 36.0)] * 200:
-        drafts.costs.observe(rows, tokens, seconds)
-    assert drafts._best(1, likely, 0.0)[1] == 0
 
 
 @pytest.mark.parametrize("method", ["ar", "block"])

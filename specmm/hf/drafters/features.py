@@ -195,6 +195,10 @@ class FeatureDrafter:
         self.shift = without(self.shift, row, -1)
         self._resized()
 
+    def weigh(self) -> None:
+        """Say from now on how likely each draft of a chain is."""
+        self.growth.weighs = True
+
     def absorb(self, feedback: Feedback) -> None:
         """Read the tokens of a round for which it has not drafted."""
         assert feedback.result is not None

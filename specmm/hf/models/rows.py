@@ -23,7 +23,7 @@ from specmm.hf.models.families import WAYS, Family, Way
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
-from specmm.kernels.tree_attention import PackedMask, Part
+from specmm.kernels.tree_attention import Nodes, PackedMask, Part
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.loading.hardware import out_of_memory
 
@@ -109,6 +109,7 @@ class RowsTarget(VLMTarget):
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
         self.beside: list[Piece] = []  # read by the next forward, too
+        self.drafted: Nodes | None = None  # what it scores, where rows have not as many drafts
         if reason := why_no_rows(self.family, self.way):
             raise ValueError(f"rows of {name} cannot join others: {reason}")
         self.scratch = 1
@@ -217,10 +218,29 @@ class RowsTarget(VLMTarget):
         family = self.family
         return family.takes_trees and not (family.chains_only or self.way.whole or self.way.left)
 
+    def score(self, tree: DraftTree) -> TargetOutput:
+        """As :meth:`VLMTarget.score`, but for nodes that are no drafts, whose numbers mean
+        nothing.
+        """
+        if tree.sizes is not None:
+            there = (tree.shape.depths < tree.sizes[:, None]).flatten().nonzero()[:, 0]
+            rows, most = tree.tokens.shape
+            self.drafted = Nodes(rows, most, there)
+        try:
+            return super().score(tree)
+        finally:
+            self.drafted = None
+
+    def _logits(self, states: Tensor) -> Tensor:
+        if self.drafted is None:
+            return super()._logits(states)
+        drafts = self.drafted.flat(states, 0)
+        return self.drafted.rows_of(super()._logits(drafts[None])[0], 0)
+
     def tree_states(self, tokens: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
         """As :meth:`VLMTarget.tree_states`; what is to be read ``beside`` goes along."""
         pieces, self.beside = self.beside, []
-        if not pieces:
+        if not pieces and self.drafted is None:
             return super().tree_states(tokens, shape)
         parts, places = [], []
         ids = [tokens, *(piece.ids for piece in pieces)]
@@ -228,15 +248,15 @@ class RowsTarget(VLMTarget):
         shapes = [shape, *(TreeShape.chain(x.shape[1] - 1, self.device) for x in ids[1:])]
         for target, own, kind in zip(targets, ids, shapes, strict=True):
             attended, positions = target.aim(kind)
-            parts.append(Part(len(own), kind.size, attended))
+            parts.append(Part(target.drafted or Nodes(len(own), kind.size), attended))
             places.append(positions.clamp(max=target.last))
         mask = PackedMask(parts)
         rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
         rest[self.family.cache_name] = packed([target.cache for target in targets], mask)
         if "position_ids" in self.family.takes:
             where = [one.where(own) for one, own in zip(targets, places, strict=True)]
-            rest["position_ids"] = torch.cat([x.flatten(-2).unsqueeze(-2) for x in where], -1)
-        inputs = self.embed(torch.cat([x.flatten() for x in ids])[None])
+            rest["position_ids"] = mask.joined(where, where[0].ndim - 2).unsqueeze(-2)
+        inputs = self.embed(mask.joined(ids)[None])
         with self._runs():
             states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **rest)
         each = mask.split(states.last_hidden_state, 1)

@@ -484,11 +484,15 @@ class VLMTarget:
         """Distributions of ``states`` [R, N, C] of tokens at ``positions`` [B, N]; drafters read
         ``hidden`` [R, N, ...].
         """
-        logits = self.head(states)
+        logits = self._logits(states)
         ends = extremes(logits)
         guided = self.guided(logits, positions)
         best = guided.topk(self.likeliest).indices if self.likeliest else None
         return TargetOutput(self._probs(guided, tree), hidden, ends, best)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Logits [R, N, V] of ``states`` [R, N, C]."""
+        return self.head(states)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches, for tokens at

@@ -2,6 +2,7 @@
 target's distribution; a twin that uses one uniform twice does not.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -105,3 +106,17 @@ def test_its_law_is_the_targets(parents):
     wanted = torch.stack([table[()][i] * table[(i,)] for i in range(V)]).flatten()
     assert total_variation(law(Matching(), tree, p, table), wanted) < 1e-12
     assert total_variation(law(Twin(), tree, p, table), wanted) > 0.01
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_after_the_drafts_of_a_row_is_kept(size):
+    tree, p, table = drawn(CHAIN, 0)
+    p[:, size:] = float("nan")  # which no target has scored
+    generator = torch.Generator().manual_seed(0)
+    lengths = set()
+    for _ in range(200):
+        numbers = torch.rand(3, dtype=torch.float64, generator=generator)
+        found = emitted(Matching(), replace(tree, sizes=torch.tensor([size])), p, numbers)
+        assert found == plain(table, numbers)[: len(found)]
+        lengths.add(len(found))
+    assert max(lengths) == size
