@@ -129,6 +129,23 @@ class Answer:
             top = [self._said(i, value) for i, value in zip(ids, values, strict=True)]
             self.logprobs.append(self._said(token, float(own[token]), top))
 
+    @property
+    def weighs_prompt(self) -> bool:
+        """Whether it is to be told how likely each token of the prompt is."""
+        return self.asked.echo and self.asked.logprobs is not None
+
+    def begin(self) -> None:
+        """Tell the prompt, which has been read, if that was asked for."""
+        if not self.asked.echo:
+            return
+        given, said = self.asked.prompt, self.logprobs
+        text = given if isinstance(given, str) else self.text.stops.whole(self.ids)
+        if self.weighs_prompt:
+            first = self.ids[0]
+            said = [TokenLogprob(first, self.ids_of(first), None), *said]
+        self.logprobs = []
+        self.tell(Piece(text, [], said))
+
     def _said(self, token: int, score: float, top: Sequence[TokenLogprob] = ()) -> TokenLogprob:
         return TokenLogprob(token, self.ids_of(token), score, top)
 

@@ -117,10 +117,11 @@ def completion(
     options.setdefault("max_new_tokens", min(COMPLETION, settings.max_tokens or COMPLETION))
     logprobs = fields.whole("logprobs", 0, MOST_TOP)
     goes_on = fields.flag("ignore_eos")
-    fields.only("this server continues prompts, and tells what it adds", echo=False, suffix=None)
+    echo = fields.flag("echo")
+    fields.only("this server continues prompts, it does not fill them in", suffix=None)
     fields.only("all answers are returned: give n", best_of=fields.any("n") or 1)
     prompts = _prompts(fields)
-    asked = [Asked(None, one, options, {}, logprobs, goes_on) for one in prompts]
+    asked = [Asked(None, one, options, {}, logprobs, goes_on, echo) for one in prompts]
     return _wanted(fields, settings, asked)
 
 

@@ -265,10 +265,14 @@ class BatchEngine:
         if any(one.prompt.vision for one in answers) or not self.target.reads_ragged:
             return False
         widest = max(one.prompt_tokens for one in answers)
+        if widest > Pieces.MOST and any(one.weighs_prompt for one in answers):
+            return False
         return widest * len(answers) <= self._room()
 
     def _known(self, answer: Answer) -> list[Page]:
         """What was read before of an answer's prompt, up to a page before its last token."""
+        if answer.weighs_prompt:  # for which it is read anew
+            return []
         pages = self.prefixes.find(answer.root, answer.ids[:-1])
         return pages if len(pages) * PAGE >= max(answer.needed, 1) else []
 
@@ -280,7 +284,8 @@ class BatchEngine:
         prompt = prompt.to(self.target.device, self.target.dtype)
         own = [one.processor for one in answers]
         room = max(one.room for one in answers) + self.target.scratch
-        reading = Reading(self.target, prompt, own, room, Pieces.MOST)
+        hear = [one.heard if one.weighs_prompt else None for one in answers]
+        reading = Reading(self.target, prompt, own, room, Pieces.MOST, hear)
         if pages:
             reading.resume(*joined(pages, self.drafts.network is not None))
             answers[0].cached = len(pages) * PAGE
@@ -368,6 +373,7 @@ class BatchEngine:
         row = self.rows.join(
             answer.generator, lambda row: self.target.take(row, reading, number), answer.limit
         )
+        answer.begin()
         answer.heard(reading.alone.logits[number], self.rows.progress.row(row)[:1].tolist())
         self._told(row, 0, 1)
         if row in self.rows.progress.ended():

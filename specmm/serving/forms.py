@@ -55,8 +55,11 @@ class Form:
             offset += len(token.text)
         return {
             "tokens": [token.text for token in tokens],
-            "token_logprobs": [max(token.logprob, LEAST) for token in tokens],
-            "top_logprobs": [{o.text: max(o.logprob, LEAST) for o in t.top} for t in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                None if t.logprob is None else {o.text: _finite(o.logprob) for o in t.top}
+                for t in tokens
+            ],
             "text_offset": offsets,
         }
 
@@ -77,7 +80,11 @@ def _message(parts: Parts) -> Parts:
 def _told(token: TokenLogprob) -> dict[str, Any]:
     """A token in a chat's logprobs."""
     letters = list(token.text.encode(errors="replace"))
-    return {"token": token.text, "logprob": max(token.logprob, LEAST), "bytes": letters}
+    return {"token": token.text, "logprob": _finite(token.logprob), "bytes": letters}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)
 
 
 class Sums:

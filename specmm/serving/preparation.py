@@ -72,6 +72,10 @@ class Preparation:
         pipe, target = self.pipe, self.target
         options, prompt = self._read(asked)
         target.check(prompt)
+        if asked.echo and asked.logprobs is not None and not target.packs:
+            raise ValueError(
+                f"how likely a prompt is cannot be told of {target.name}; leave echo out"
+            )
         room = self.limits.tokens or target.family.room
         length = int(prompt.lengths[0])
         limit = asked.options.get("max_new_tokens") or min(self.limits.answer, room - length)

@@ -17,8 +17,9 @@ class Asked:
     a ``prompt`` (a text, or ids), and ``options`` of a call of the pipeline (``max_new_tokens``,
     ``temperature``, ``seed``, ``stop``, ``grammar`` …). ``more`` goes to the chat template, as
     ``tools``. ``logprobs``: how many of the likeliest tokens to tell beside each one of the answer;
-    None tells nothing of the kind. With ``goes_on`` end tokens do not end the answer. Special
-    tokens are left out of its text, but for ``marks``.
+    None tells nothing of the kind. With ``goes_on`` end tokens do not end the answer. With ``echo``
+    the prompt is told before it, and how likely its tokens were, too. Special tokens are left out
+    of its text, but for ``marks``.
     """
 
     messages: Sequence[Mapping[str, Any]] | None = None
@@ -27,18 +28,19 @@ class Asked:
     more: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     goes_on: bool = False
+    echo: bool = False
     marks: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
     """A ``token``, its text and the log of its probability by the model, before temperature and
-    filters; ``top`` are the likeliest, also in this form.
+    filters; ``top`` are the likeliest, also in this form. A text's first one has none of these.
     """
 
     token: int
     text: str
-    logprob: float
+    logprob: float | None
     top: Sequence[TokenLogprob] = ()
 
 

@@ -188,6 +188,32 @@ def test_an_answer_ends_before_a_stop(client, coder_pipe):
     assert "".join(p.choices[0].text for p in pieces) == found.text
 
 
+def test_how_likely_a_prompt_is(client, coder_pipe):
+    """As evaluations ask: of long and short prompts, of ids, read before or not."""
+    long = "def f(a):\n    return a\n\n" * 40
+    tokenize = coder_pipe.tokenizer
+    prompts = [long, PROMPT, "import os", long[: len(long) // 2], "x"]
+    prompts += [tokenize(text)["input_ids"] for text in prompts]
+    told = []
+    for some in (prompts, [PROMPT]):
+        asked = dict(GREEDY, prompt=some, max_tokens=1, echo=True, logprobs=2)
+        told += zip(some, client.completions.create(**asked).choices, strict=True)
+    for text, found in told:
+        ids = tokenize(text)["input_ids"] if isinstance(text, str) else text
+        with torch.inference_mode():
+            scores = coder_pipe.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        whole = [*ids, int(scores[-1].argmax())]
+        assert found.text == tokenize.decode(whole)
+        wanted = scores.gather(1, torch.tensor(whole[1:])[:, None])[:, 0].tolist()
+        first, *rest = found.logprobs.token_logprobs
+        assert first is None and rest == pytest.approx(wanted, abs=1e-3)
+        assert found.logprobs.tokens == [tokenize.decode([i]) for i in whole]
+        best = [max(top.values()) for top in found.logprobs.top_logprobs[1:]]
+        assert best == pytest.approx(scores.amax(-1).tolist(), abs=1e-3)
+    pieces = client.completions.create(**GREEDY, echo=True, stream=True)
+    assert next(pieces).choices[0].text == PROMPT
+
+
 def test_log_probabilities(client, coder_pipe):
     found = client.completions.create(**GREEDY, logprobs=2).choices[0]
     told = found.logprobs

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -284,6 +284,9 @@ class RowsTarget(VLMTarget):
             self.context = _joined(self.context, new)
 
 
+Hear: TypeAlias = Callable[[Tensor, Sequence[int]], None]
+
+
 class Piece(NamedTuple):
     """The next tokens ``ids`` [B, k] of the prompts of a ``reading``."""
 
@@ -315,7 +318,8 @@ def why_no_rows(family: Family, way: Way) -> str:
 
 class Reading:
     """A prompt being read by itself, or several short ones at once: ``processors`` are theirs,
-    ``most`` the tokens of the largest piece, ``room`` those that prompt and answer may have.
+    ``most`` the tokens of the largest piece, ``room`` those that prompt and answer may have. Each
+    that is in ``hear`` is told its tokens after the first, by logits [n, V] from which they follow.
     """
 
     def __init__(
@@ -325,8 +329,10 @@ class Reading:
         processors: Sequence[ProbsProcessor],
         room: int,
         most: int,
+        hear: Sequence[Hear | None] = (),
     ) -> None:
         self.target = target
+        self.hear = hear
         self.alone: RowsTarget = copy.copy(target)
         self.alone.__dict__.pop("started", None)
         self.alone.beside = []
@@ -380,6 +386,11 @@ class Reading:
         alone = self.alone
         counts = (self.prompt.lengths - self.read).clamp(max=ids.shape[1])
         alone.have_read(ids, counts, states, hidden, not self.read)
+        for row, hear in enumerate(self.hear):
+            text = self.prompt.input_ids[row, : int(self.prompt.lengths[row])]
+            after = text[self.read + 1 : self.read + 1 + ids.shape[1]]
+            if hear is not None:
+                hear(alone.head(states[row, : len(after)][None])[0], after.tolist())
         self.read += ids.shape[1]
         self.left -= ids.shape[1]
         if not self.left:
@@ -399,7 +410,7 @@ class Reading:
         count = self.left if whole else min(count, self.left)
         self.target.starting_row = True  # drafters' hooks are of the target itself
         try:
-            if self.read:
+            if self.read or any(self.hear):
                 ids = self.next(count).ids
                 chain = TreeShape.chain(ids.shape[1] - 1, alone.device)
                 states, positions = alone.tree_states(ids, chain)
