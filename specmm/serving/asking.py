@@ -214,12 +214,13 @@ def _options(
         top_k=0 if top_k == -1 else top_k,
         min_p=fields.number("min_p", 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 0.01, 100),
+        presence_penalty=fields.number("presence_penalty", -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2),
         min_new_tokens=fields.whole("min_tokens", 0, most),
         stop=_stops(fields),
         sequence_bias=_biases(fields),
         grammar=_grammar(fields),
     )
-    fields.only("give repetition_penalty", presence_penalty=0, frequency_penalty=0)
     found = {"temperature": 1.0, **own, **{k: v for k, v in given.items() if v is not None}}
     if not found["temperature"]:
         for name in ("top_p", "top_k", "min_p"):  # nothing is drawn

@@ -188,6 +188,13 @@ def test_an_answer_ends_before_a_stop(client, coder_pipe):
     assert "".join(p.choices[0].text for p in pieces) == found.text
 
 
+def test_penalties(client, coder_pipe):
+    given = dict(presence_penalty=2.0, frequency_penalty=1.5)
+    found = client.completions.create(**GREEDY, **given).choices[0]
+    assert found.text == coder_pipe(PROMPT, max_new_tokens=12, method="ar", **given).texts[0]
+    assert found.text != coder_pipe(PROMPT, max_new_tokens=12).texts[0]
+
+
 def test_how_likely_a_prompt_is(client, coder_pipe):
     """As evaluations ask: of long and short prompts, of ids, read before or not."""
     long = "def f(a):\n    return a\n\n" * 40

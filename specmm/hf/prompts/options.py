@@ -71,8 +71,10 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class GenerateOptions(ScoreOptions, total=False):
-    """Further arguments of generate that are accepted."""
+    """Further arguments of generate that are accepted, and two of OpenAI's protocol."""
 
+    presence_penalty: float
+    frequency_penalty: float
     logits_processor: Any
     prefix_allowed_tokens_fn: Any
     stopping_criteria: Any
@@ -135,7 +137,9 @@ class Options:
     frames.
 
     ``more`` are settings of transformers' generate, which are given by their names as all others:
-    those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like),
+    those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like; also
+    ``presence_penalty`` and ``frequency_penalty``, see
+    :class:`specmm.hf.prompts.penalties.Penalties`),
     ``logits_processor``, ``prefix_allowed_tokens_fn``, ``stopping_criteria`` and a
     ``generation_config``. With them rows are answered all at once, and never compiled.
     """

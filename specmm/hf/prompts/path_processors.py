@@ -25,6 +25,7 @@ from transformers import (
 from specmm.core.processors import History
 from specmm.core.tree import DraftTree, paths
 from specmm.hf.prompts.options import SCORES, Options
+from specmm.hf.prompts.penalties import Penalties
 from specmm.structured import Constrained, GrammarProcessor, Matchers
 
 T = TypeVar("T")
@@ -196,12 +197,16 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
     )
     config.update(**scores)
     model._prepare_special_tokens(config, True, device=model.device)
+    own_processors = [*(options.more.get("logits_processor") or ())]
+    penalties = [options.more.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")]
+    if any(penalties):
+        own_processors.append(Penalties(*penalties))
     found = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=ids.shape[1],
         encoder_input_ids=ids,
         prefix_allowed_tokens_fn=options.more.get("prefix_allowed_tokens_fn"),
-        logits_processor=LogitsProcessorList(options.more.get("logits_processor") or ()),
+        logits_processor=LogitsProcessorList(own_processors),
         device=model.device,
     )
     return found if grammar is None else [GrammarProcessor(grammar), *found]
@@ -224,7 +229,7 @@ def _by_ids(processor: Any) -> Any:
 
 def _may_remember(processor: Any) -> bool:
     """Whether ``processor`` may have a memory from call to call, as transformers' own do not."""
-    if isinstance(processor, GrammarProcessor):
+    if isinstance(processor, GrammarProcessor | Penalties):
         return False
     known = type(processor).__module__.startswith("transformers.")
     odd = (PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
