@@ -46,6 +46,14 @@ class ForwardSeconds:
         return sum((c * x for c, x in zip(self.known[1:], some, strict=True)), self.known[0])
 
 
+class RoundCosts:
+    """What rounds have taken."""
+
+    def __init__(self) -> None:
+        self.target = ForwardSeconds(3)  # without the network: rows, drafts, and places of neither
+        self.network = ForwardSeconds(1)  # rows
+
+
 class Pieces:
     """How many tokens of a prompt are read beside a round: what takes ``BESIDE`` rounds."""
 

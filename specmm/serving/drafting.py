@@ -29,7 +29,7 @@ from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.suffix import EarlierAnswers, Guess, SuffixRow
 from specmm.hf.models.rows import RowsTarget
-from specmm.serving.costs import ForwardSeconds
+from specmm.serving.costs import RoundCosts
 from specmm.verify.rule import VerifyResult
 
 LONGEST = 16  # tokens of a guess from what was said
@@ -96,14 +96,18 @@ class RowDrafts:
 
 class Drafts:
     """The drafter of an engine of ``target``, with the ``network`` that drafts for it, if any, and
-    its name.
+    its name. What rounds ``costs``, and the network, may be known from other answers.
 
     Without ``guesses`` it drafts nothing from what was said. A
     :class:`specmm.core.drafter.BatchingDrafter` whose rows join and leave.
     """
 
     def __init__(
-        self, target: RowsTarget, network: tuple[str, Drafter] | None, guesses: bool = True
+        self,
+        target: RowsTarget,
+        network: tuple[str, Drafter] | None,
+        guesses: bool,
+        costs: RoundCosts,
     ) -> None:
         self.target = target
         self.longest = LONGEST if guesses else 0
@@ -117,8 +121,7 @@ class Drafts:
         self.banned = frozenset(target.image_tokens)
         self.rows: list[RowDrafts] = []
         self.trusted = 1.0  # what is usual of rows
-        self.costs = ForwardSeconds(3)  # of rounds without the network: rows, places and drafts
-        self.network_costs = ForwardSeconds(1)  # rows
+        self.costs, self.network_costs = costs.target, costs.network
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
         self.start_seconds = 0.0  # of reading a prompt by the network

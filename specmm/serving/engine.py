@@ -32,7 +32,7 @@ from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
 from specmm.loading.hardware import out_of_memory
 from specmm.serving.answer import Answer, RowStops
-from specmm.serving.costs import Pieces
+from specmm.serving.costs import Pieces, RoundCosts
 from specmm.serving.drafting import Drafts, LateDrafter
 from specmm.serving.prefixes import PAGE, Cut, Page, Prefixes, joined
 from specmm.serving.preparation import Limits, Preparation
@@ -45,7 +45,7 @@ ALL = 2**62  # tokens of a prompt, however long
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 ENDS = ("stop", "length", "cancelled", "timeout", "error")
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
-COUNTED = (*READ, "tokens", "rounds", "row_rounds", "round_seconds", *ENDS)
+COUNTS = dict.fromkeys((*READ, "tokens", "rounds", "row_rounds", "round_seconds", *ENDS), 0)
 
 
 @dataclass
@@ -82,9 +82,10 @@ class BatchEngine:
         self.read: _Read | None = None
         self.beside: list[_Read] = []  # which the next round reads pieces of
         self.pieces = Pieces()
+        self.costs = RoundCosts()
         resumes = not self.target.family.chains_only  # states are of a whole text
         self.prefixes = Prefixes(limits.prefixes if resumes else 0)
-        self.made: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self.made = Counter(COUNTS)
         self.closing = False
         self.deadline = 0.0
         self.changed = threading.Condition()
@@ -102,6 +103,13 @@ class BatchEngine:
             self.made["requests"] += 1
             self.changed.notify()
         return answer
+
+    def forget(self) -> None:
+        """Keep nothing of earlier answers but what rounds and pieces cost, while there are none."""
+        with turns_of(self.pipe.model).take(object()):
+            self.made = Counter(COUNTS)
+            self.prefixes = Prefixes(self.prefixes.most)
+            self.rows = self._empty()
 
     @property
     def ended(self) -> bool:
@@ -138,7 +146,7 @@ class BatchEngine:
         """A batch without rows."""
         target = self.target
         self.stops.rows.clear()
-        self.drafts = Drafts(target, self.make_network(target), self.limits.drafts)
+        self.drafts = Drafts(target, self.make_network(target), self.limits.drafts, self.costs)
         network = self.drafts.network
         if network is not None:  # it makes its memory for a prompt of one token
             prompt = VLMPrompt({**padded([[0]])}, 1).to(target.device, target.dtype)

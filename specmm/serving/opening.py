@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from queue import Queue
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from specmm import methods
@@ -26,7 +29,7 @@ from specmm.serving.asking import Settings
 from specmm.serving.drawing import Painter
 from specmm.serving.engine import BatchEngine
 from specmm.serving.preparation import Limits
-from specmm.serving.requests import Engine
+from specmm.serving.requests import Asked, Ended, Piece
 from specmm.vlm.pipeline import VQAPipeline
 
 if TYPE_CHECKING:
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
 NETWORKS = ("block", "msd", "eagle3")  # drafters whose rows join and leave
 DEEP = 5  # drafts of a chain of a head that drafts one after the other
 ARENA_MAX = -8  # glibc's number of that setting
+WARM = (32, 96, 256, 640)  # letters of texts that nobody asked for
+WARM_LETTERS = "abcdefghijkl,.\n "
+WARM_ANSWERS, WARM_SECONDS = 12, 2.0  # tokens, and time
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -56,19 +62,48 @@ def application(
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(ARENA_MAX, 2)
     engines, painters = opened(models, place, method, drafter, limits)
+    for engine in engines:
+        warm_up(engine)
     sampling = {engine.name: own_sampling(engine.name) for engine in engines}
     gc.freeze()  # or all streams wait a third of a second while it is looked at for garbage
     return app_of(engines, replace(settings, sampling=sampling), painters)
 
 
+def warm_up(engine: BatchEngine) -> None:
+    """Let ``engine`` answer random texts, one by one and together, for some seconds or one text.
+    Then it knows what rounds and prompts cost, and its memory and kernels are made; all else that
+    they left is forgotten.
+    """
+    started = time.monotonic()
+    room = engine.limits.tokens or engine.target.family.room
+    random = Random(0)
+    for lengths in (*((length,) for length in WARM), WARM):
+        ends: Queue[Ended] = Queue()
+
+        def tell(told: Piece | Ended, ends: Queue[Ended] = ends) -> None:
+            if isinstance(told, Ended):
+                ends.put(told)
+
+        for length in lengths:
+            count = min(length, room // 2)  # chats have tokens around it
+            text = "".join(random.choices(WARM_LETTERS, k=count))
+            options = {"max_new_tokens": min(WARM_ANSWERS, room // 4), "temperature": 0}
+            engine.submit(Asked(None, text, options, goes_on=True), tell)
+        for _ in lengths:
+            ends.get()
+        if time.monotonic() - started > WARM_SECONDS:
+            break
+    engine.forget()
+
+
 def opened(
     models: Sequence[str], place: Place, method: str, drafter: str | None, limits: Limits
-) -> tuple[list[Engine], list[Painter]]:
+) -> tuple[list[BatchEngine], list[Painter]]:
     """The engines and the painters of ``models``; one that draws and answers is opened for each.
 
     Raises ``ValueError`` for models, methods and drafters that do not fit.
     """
-    engines: list[Engine] = []
+    engines: list[BatchEngine] = []
     painters = []
     for model in models:
         kinds = kinds_of(model)
