@@ -59,9 +59,9 @@ class _Read:
 class BatchEngine:
     """Answers requests to the model of ``pipe``; see :class:`specmm.serving.requests.Engine`.
 
-    ``stripped``: whether blanks around an answer are left out. ``network(target)`` is what drafts
-    beside what was said: a name, and a drafter whose rows join and leave. Raises ``ValueError``
-    for a model whose rows cannot join others.
+    ``stripped``: whether blanks around a chat's answer are left out. ``network(target)`` is what
+    drafts beside what was said: a name, and a drafter whose rows join and leave. Raises
+    ``ValueError`` for a model whose rows cannot join others.
     """
 
     def __init__(

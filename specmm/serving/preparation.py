@@ -53,7 +53,7 @@ class Limits:
 class Preparation:
     """Makes answers of requests to the model of ``pipe``, within ``limits``, for its ``target``.
 
-    ``stripped``: whether blanks around an answer are left out.
+    ``stripped``: whether blanks around a chat's answer are left out.
     """
 
     def __init__(self, pipe: Pipeline, target: RowsTarget, limits: Limits, stripped: bool) -> None:
@@ -103,7 +103,7 @@ class Preparation:
             added = tokenizer.added_tokens_decoder.items()
             hidden = {i for i, one in added if one.special and i not in asked.marks}
             stops.shown = lambda ids: stops.whole([i for i in ids if i not in hidden])
-        text = GrowingText(stops, raw, self.stripped)
+        text = GrowingText(stops, raw, self.stripped and asked.messages is not None)
         prompt = replace(prompt, max_new_tokens=1)
         end = time.monotonic() + self.limits.seconds
         answer = Answer(asked, tell, prompt, options, own, generator, limit, text, one, end)
@@ -117,6 +117,8 @@ class Preparation:
         given = {"max_new_tokens": 1, **asked.options}
         if asked.messages is not None:
             given["messages"] = list(asked.messages)
+        else:
+            given["chat"] = False  # a prompt is continued as it is
         options = self.pipe.options(given)
         for name in OF_THE_SERVER:
             if given.get(name):
@@ -130,5 +132,10 @@ class Preparation:
         if asked.messages is not None:
             options.messages[0] = replace(options.messages[0], more=asked.more)
         prompt = asked.prompt
-        prompts = prompt if prompt is None or isinstance(prompt, str) else [list(prompt)]
-        return options, self.pipe.read(prompts, options)
+        if prompt is None or isinstance(prompt, str):
+            return options, self.pipe.read(prompt, options)
+        if shown := set(prompt).intersection(self.target.image_tokens):
+            raise ValueError(
+                f"prompt must hold no stand-ins of pictures, got token {min(shown)}; send a chat"
+            )
+        return options, self.pipe.read([list(prompt)], options)

@@ -167,11 +167,6 @@ class TextPipeline(Pipeline):
             return [self._raw(text) for text in given]
         return [self._marked(self.templated(text)) for text in given]
 
-    def read(self, prompts: Any, options: Options) -> VLMPrompt:
-        if _is_ids(prompts):
-            return self.prompt(prompts, options)
-        return super().read(prompts, options)
-
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
         return VLMPrompt({**padded(asked)}, options.max_new_tokens)
 
@@ -239,11 +234,6 @@ class TextPipeline(Pipeline):
         most = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
         return work.programs(most, lambda: self._compiled(method, options)) is not None
-
-
-def _is_ids(prompts: object) -> bool:
-    """Whether ``prompts`` are lists of ids."""
-    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list)
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:

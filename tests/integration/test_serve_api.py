@@ -195,6 +195,20 @@ def test_penalties(client, coder_pipe):
     assert found.text != coder_pipe(PROMPT, max_new_tokens=12).texts[0]
 
 
+def test_a_prompt_of_a_model_that_sees_is_continued_as_it_is(client, llava_pipe):
+    pipe = llava_pipe
+    ids = pipe.tokenizer("The apple is")["input_ids"]
+    with torch.no_grad():
+        whole = pipe.model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)
+    wanted = pipe.tokenizer.decode(whole[0, len(ids) :], skip_special_tokens=True)
+    asked = dict(model="llava", max_tokens=6, temperature=0)
+    for prompt in ("The apple is", ids):
+        assert client.completions.create(prompt=prompt, **asked).choices[0].text == wanted
+    shown = pipe.model.config.image_token_id
+    with pytest.raises(openai.BadRequestError, match="stand-ins of pictures"):
+        client.completions.create(prompt=[*ids, shown], **asked)
+
+
 def test_how_likely_a_prompt_is(client, coder_pipe):
     """As evaluations ask: of long and short prompts, of ids, read before or not."""
     long = "def f(a):\n    return a\n\n" * 40

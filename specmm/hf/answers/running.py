@@ -50,7 +50,7 @@ from specmm.hf.models.static import CapturedTarget, StaticVLMTarget
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.options import IdleOption, Options, idle_options, own_settings
 from specmm.hf.prompts.path_processors import Criteria, PathProcessor, matchers_of, processors_of
-from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.hf.prompts.stop_strings import Continuations, Ids, StopStrings
 from specmm.loading.hardware import Place, contiguous_state, prepack
 from specmm.programs.compiled import NotCompiled, prepare_compiler
@@ -273,7 +273,9 @@ class Pipeline:
         raise NotImplementedError
 
     def read(self, prompts: Any, options: Options) -> VLMPrompt:
-        """``prompts``, or the chats of ``options``, as the model reads them."""
+        """``prompts``, lists of their ids, or the chats of ``options``, as the model reads them."""
+        if isinstance(prompts, list) and prompts and isinstance(prompts[0], list):
+            return VLMPrompt({**padded(prompts)}, options.max_new_tokens)
         return self.prompt(self.asked(options, prompts), options)
 
     def target(self, method: Method, options: Options) -> VLMTarget:
