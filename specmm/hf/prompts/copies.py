@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import copy
 import dis
+import functools
 import gc
+import logging
 import sys
-from collections.abc import Collection, Mapping
 from types import CellType, CodeType, FunctionType, ModuleType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-Variable: TypeAlias = tuple[Any, str]  # a cell, a class or globals, and a name there
-SHARED = (nn.Module, PreTrainedTokenizerBase, ModuleType, type, CodeType)
+PLAIN = (int, float, complex, str, bytes, type(None))
+KEPT = (nn.Module, PreTrainedTokenizerBase, ModuleType, CodeType, logging.Logger)  # never copied
+CACHE = type(functools.cache(len))
 LIBRARIES = sys.stdlib_module_names | {"numpy", "specmm", "tokenizers", "torch", "transformers"}
+NOTED = ("__dict__", "__slotnames__", "__weakref__")  # by Python, of a class
 MOST = 10_000  # objects that are looked at
 
 
@@ -41,35 +44,12 @@ def copied(things: T) -> T:
         ) from error
 
 
-def _reached(things: Any) -> list[Any]:
-    """The objects that copies of ``things`` are made of, and the functions and shared objects among
-    them; of many the first.
-    """
-    found: dict[int, Any] = {}
-    left = list(things)
-    while left and len(found) < MOST:
-        thing = left.pop(0)
-        if id(thing) in found:
-            continue
-        found[id(thing)] = thing
-        if isinstance(thing, FunctionType):
-            inner = (thing.__closure__, thing.__defaults__, thing.__kwdefaults__)
-            left += () if _of_a_library(thing) else filter(None, inner)
-        elif not isinstance(thing, SHARED):
-            left += filter(gc.is_tracked, gc.get_referents(thing))
-    return list(found.values())
-
-
-def _of_a_library(thing: Any) -> bool:
-    return str(thing.__module__).split(".")[0] in LIBRARIES
-
-
 def _prepare(things: Any, memo: dict[int, Any]) -> None:
     """Put into the ``memo`` of :func:`copy.deepcopy` what copies of ``things`` share, and copies of
     functions, which it would share: with variables and defaults of their own.
     """
-    reached = _reached(things)
-    memo |= {id(thing): thing for thing in reached if isinstance(thing, SHARED)}
+    reached = [thing for thing, _ in _reached(things, shared=False)]
+    memo |= {id(thing): thing for thing in reached if isinstance(thing, KEPT)}
     cells = {id(x): (x, CellType()) for x in reached if isinstance(x, CellType)}
     functions = [x for x in reached if isinstance(x, FunctionType) and not _of_a_library(x)]
     for function in functions:
@@ -84,49 +64,50 @@ def _prepare(things: Any, memo: dict[int, Any]) -> None:
         memo[id(function)].__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
 
 
-class Outside:
-    """The variables that ``things`` reach and that copies of them share: of classes, of globals
-    that functions name, and of closures of functions that are found there.
+def state_of(things: Any) -> object:
+    """Equal as long as ``things`` and the variables that their code reaches hold the same: their
+    classes', globals that functions name, and closures.
     """
-
-    def __init__(self, things: Any) -> None:
-        reached = _reached(things)
-        own = {id(thing) for thing in reached}  # functions among them are copied
-        left = _code_of(reached)
-        self.variables: list[Variable] = []
-        seen: set[int] = set()
-        while left and len(seen) < MOST:
-            thing = left.pop()
-            if id(thing) in seen or _of_a_library(thing):
-                continue
-            seen.add(id(thing))
-            for place, name in _variables(thing, id(thing) in own):
-                inner = _reached([_value((place, name))])
-                left += _code_of(inner)
-                data = not isinstance(inner[0], (FunctionType, *SHARED))
-                if data and not (isinstance(place, type) and name.startswith("__")):
-                    self.variables.append((place, name))
-
-    def now(self) -> object:
-        """What differs between different contents of the variables."""
-        return [_printed(_value(variable)) for variable in self.variables]
+    return [
+        (thing.data_ptr(), 0 if thing.is_inference() else thing._version)
+        if isinstance(thing, Tensor)
+        else ("" if inner else repr(thing), [x if type(x) in PLAIN else id(x) for x in inner])
+        for thing, inner in _reached(things, shared=True)
+    ]
 
 
-def _variables(thing: Any, copied: bool) -> list[Variable]:
-    """Those of a class, or of a function that is ``copied`` with its closure or shared with it."""
+def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
+    """The objects that ``things`` reach, each with those that it holds; of many the first. What
+    copies have in common, classes and globals, is looked into if ``shared``.
+    """
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    left = list(things)
+    for thing in left:
+        if id(thing) not in found and type(thing) not in PLAIN:
+            found[id(thing)] = thing, _held(thing, shared)
+            left += found[id(thing)][1]
+        if len(found) == MOST:
+            break
+    return list(found.values())
+
+
+def _held(thing: Any, shared: bool) -> list[Any]:
+    if isinstance(thing, (*KEPT, CACHE, Tensor)) or _of_a_library(thing):
+        return []
     if isinstance(thing, type):
-        return [(thing, name) for name in vars(thing)]
-    cells = () if copied else thing.__closure__ or ()
-    names = _names(thing.__code__) & thing.__globals__.keys()
-    return [*((thing.__globals__, name) for name in names), *((x, "cell_contents") for x in cells)]
+        own = {name: x for name, x in vars(thing).items() if name not in NOTED}
+        return [*own.values(), *thing.__bases__] if shared else []
+    if not isinstance(thing, FunctionType):
+        getattr(thing, "__dict__", None)  # made now, and not by the first who asks
+        return gc.get_referents(thing)
+    known = thing.__globals__
+    named = [known[name] for name in _names(thing.__code__) if name in known] if shared else []
+    return [*(thing.__closure__ or ()), thing.__defaults__, thing.__kwdefaults__, *named]
 
 
-def _code_of(things: list[Any]) -> list[Any]:
-    """The functions among ``things``, and the classes there and of them."""
-    plain = [getattr(x, "fget", x) if isinstance(x, property) else x for x in things]
-    kinds = {x if isinstance(x, type) else type(x) for x in plain}
-    functions = [x for x in plain if isinstance(x, FunctionType)]
-    return [*functions, *dict.fromkeys(base for kind in kinds for base in kind.__mro__)]
+def _of_a_library(thing: Any) -> bool:
+    code = isinstance(thing, FunctionType | type)
+    return code and str(thing.__module__).split(".")[0] in LIBRARIES
 
 
 def _names(code: CodeType) -> set[str]:
@@ -134,22 +115,3 @@ def _names(code: CodeType) -> set[str]:
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
     return own.union(*map(_names, inner))
-
-
-def _value(variable: Variable) -> Any:
-    place, name = variable
-    return place.get(name) if isinstance(place, dict) else getattr(place, name, None)
-
-
-def _printed(value: Any, levels: int = 6) -> object:
-    """What differs between different contents of ``value``, to so many ``levels``."""
-    if isinstance(value, Tensor):
-        return value.data_ptr(), 0 if value.is_inference() else value._version
-    if not levels or isinstance(value, (FunctionType, *SHARED)):
-        return id(value)
-    if isinstance(value, Mapping):
-        value = list(value.items())
-    if isinstance(value, Collection) and not isinstance(value, str | bytes | bytearray):
-        return [_printed(x, levels - 1) for x in value] if len(value) < MOST else len(value)
-    own = "" if hasattr(value, "__dict__") else repr(value)
-    return own, [_printed(x, levels - 1) for x in gc.get_referents(value)]

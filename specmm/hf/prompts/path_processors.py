@@ -23,7 +23,7 @@ from transformers import (
 
 from specmm.core.processors import History
 from specmm.core.tree import DraftTree, paths
-from specmm.hf.prompts.copies import Outside, copied
+from specmm.hf.prompts.copies import copied, state_of
 from specmm.hf.prompts.options import SCORES, Options
 from specmm.structured import Constrained, GrammarProcessor, Matchers
 
@@ -127,16 +127,18 @@ class PathProcessor:
                         scores[place] = processed[row]
         if self.remembering:
             self.heard = told
+            self._check(state_of(self.processors) == self._state)
         return scores
 
     def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], told: Heard) -> Any:
         """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
-        outside = self._outside.now()
+        assert self._state, "as it is before the first call"
         told[answer] = copied(told[answer[:-1]] if answer else self.processors)
         processed = told[answer](ids, logits.clone())
-        self._check(outside, told[answer])
+        same = zip(self.processors, told[answer], strict=True)
+        self._check(not any(a is b and _may_remember(a) for a, b in same))
         if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
             raise ValueError(
                 f"logits processors must answer one sequence in one way, got two of {self._names}; "
@@ -145,19 +147,17 @@ class PathProcessor:
         return processed
 
     @cached_property
-    def _outside(self) -> Outside:
-        return Outside(filter(_may_remember, self.processors))
+    def _state(self) -> object:
+        """What the processors hold, none of which is called, and what their copies share."""
+        return state_of(self.processors)
 
     @property
     def _names(self) -> str:
         return ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
 
-    def _check(self, outside: object, copies: Any) -> None:
-        """Raise ``ValueError`` if a call of the ``copies`` changed what processors reach
-        ``outside`` of themselves, or if they are no copies.
-        """
-        same = (a is b and _may_remember(a) for a, b in zip(self.processors, copies, strict=True))
-        if any(same) or self._outside.now() != outside:
+    def _check(self, apart: bool) -> None:
+        """Raise ``ValueError`` unless copies keep ``apart`` what they remember."""
+        if not apart:
             raise ValueError(
                 "logits processors must keep what they remember in their attributes, which are "
                 f"copied for drafts that are rejected, got it elsewhere in {self._names}; move it "
@@ -274,7 +274,8 @@ class Criteria:
         rows = range(len(input_ids))
         self.own |= len(input_ids) == 1  # which hears what generate would tell it
         self.criteria = [criteria if self.own else copied(criteria) for _ in rows]  # by row
-        self._outside = Outside([] if self.own else criteria)
+        self._first = [] if self.own else list(criteria)  # which are not called
+        self._state = state_of(self._first)
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)
 
@@ -289,15 +290,14 @@ class Criteria:
         for row, pair in enumerate(bounds):
             if self.ends[row] is None:
                 ids = torch.cat([self.input_ids[row], tokens[row]])
-                outside = self._outside.now()
                 self.ends[row] = self._end(row, ids, *pair)
-                if self._outside.now() != outside:
-                    names = ", ".join(type(own).__name__ for own in self.criteria[row])
-                    raise ValueError(
-                        "stopping criteria must keep what they remember in their attributes, of "
-                        f"which each row has a copy, got it elsewhere in {names}; move it there, "
-                        "or ask one prompt at a time"
-                    )
+        if state_of(self._first) != self._state:
+            names = ", ".join(type(own).__name__ for own in self._first)
+            raise ValueError(
+                "stopping criteria must keep what they remember in their attributes, of which each "
+                f"row has a copy, got it elsewhere in {names}; move it there, or ask one prompt at "
+                "a time"
+            )
         ends = [self.width] * len(self.ends) if self.together else self.ends
         counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
         done = (counts >= 0) & (counts <= after)
