@@ -110,6 +110,7 @@ def _of_a_library(thing: Any) -> bool:
     return code and str(thing.__module__).split(".")[0] in LIBRARIES
 
 
+@functools.lru_cache(1000)
 def _names(code: CodeType) -> set[str]:
     """The globals that ``code`` and what is defined in it read or set."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
