@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.processors import Processor
-from specmm.diffusion_drafters.models.deer import DEERModel
+from specmm.diffusion_drafters.models.deer import DEERModel, share
 from specmm.diffusion_drafters.sources import NextLogits, end_token, shared_tokens
 from specmm.hf.drafters.translation import Translation
 from specmm.hf.models.target import VLMTarget
@@ -72,6 +72,8 @@ class CausalSource:
     def begin(self, feedback: Feedback, most: int) -> None:
         """See :class:`BlockSource`. Raises ``ValueError`` for more than the drafter's positions."""
         check_room(self.target.prompt, most, self.model.room)
+        if self.model.shared:  # the target may have other tensors than before
+            share(self.model.model, self.target.model)
         prompt = drafter_prompt(self.target.prompt, self.translation)
         self.small.prefill(prompt, 2 * most + 1)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,6 @@ from specmm.diffusion_drafters.models.block_heads import DominoHead
 from specmm.diffusion_drafters.models.dflash import DFlash, check_layers
 from specmm.diffusion_drafters.models.masked import DiffusionLM, block_logits
 from specmm.hf.drafters.translation import Translation
-from specmm.hf.models.families import Family
 from specmm.hf.models.target import VLMTarget
 
 
@@ -187,10 +186,18 @@ class DFlashSource:
         never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
         self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
         self.head = model.lm_head or family.logits_of(model.ids)
-        self.embed = model.embed_tokens or plain_embedding(family)
-        if model.recurrent is not None:
-            embeddings = family.decoder.get_input_embeddings().weight
-            self.token_table = model.recurrent.table(embeddings)  # [V, R]
+        self.embed = model.embed_tokens or family.plain_embedding
+        self.head, self.token_table = self._read_weights()
+
+    def _read_weights(self) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """The head, and the table [V, R] of a drafter with our memory; what they keep of the
+        target's weights is read again where these are others, into the same memory.
+        """
+        model, family = self.model, self.target.family
+        head = model.lm_head or family.logits_of(model.ids)
+        if model.recurrent is None:
+            return head, None
+        return head, model.recurrent.table(family.decoder.get_input_embeddings().weight)
 
     @property
     def next_logits(self) -> NextLogits | None:
@@ -199,6 +206,7 @@ class DFlashSource:
         return self._next_logits if any(head is not None for head in heads) else None
 
     def begin(self, feedback: Feedback, most: int) -> None:
+        self._read_weights()
         prompt = self.target.prompt
         self.model.begin(len(prompt.lengths), prompt.room, most + 1)
         self.model.read_prompt(read_of(self.target), prompt.lengths)
@@ -255,6 +263,7 @@ class DFlashSource:
         the inputs of a release's heads.
         """
         if self.model.recurrent is not None:
+            assert self.token_table is not None
             tokens = F.embedding(before, self.token_table)
             state, memory = self.model.recurrent(place, tokens, memory)
             place = self._scored(state)
@@ -273,17 +282,6 @@ def read_of(target: VLMTarget) -> Tensor:
     """The states [B, L, F·C] that a drafter reads of the prompt of ``target``."""
     assert target.context is not None, "the target keeps a context for drafters that want one"
     return target.context.hidden
-
-
-def plain_embedding(family: Family) -> Callable[[Tensor], Tensor]:
-    """A target's embeddings [..., C] of tokens [...] as block drafters read them: before a norm
-    that some models put on top.
-    """
-    module = family.embedding
-    if not hasattr(module, "embed_norm"):
-        return module
-    weight: Any = family.model.get_input_embeddings().weight
-    return lambda tokens: F.embedding(tokens, weight)
 
 
 def check_dflash(model: DFlash, target: VLMTarget) -> None:

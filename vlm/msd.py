@@ -181,7 +181,8 @@ class MSDLayer(nn.Module):
 
 
 class MSDHead(nn.Module):
-    """The network: frozen token embeddings, ``fc``, the layers; the output head is the target's.
+    """The network: ``fc`` and the layers; the output head is the target's, and so are the token
+    embeddings that it drafts with, of which released files have a frozen copy.
 
     ``acceptance`` by temperature was measured after training, for method ``auto``.
     """
@@ -251,11 +252,14 @@ class BoundMSD:
     parts = False
     mask = None
 
+    def begin(self) -> None:
+        """Nothing of the target is copied."""
+
     def __init__(self, head: MSDHead, target: VLMTarget) -> None:
         _check_sizes(head, target)
         self.run = head.eval()
         self.prompt_slots = head.prompt_slots
-        self.embed = head.embed_tokens
+        self.embed = target.embed
         self.logits = target.head
         config = head.config
         self.vocabulary = DrafterVocabulary(config.vocab_size)

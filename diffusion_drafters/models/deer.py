@@ -88,9 +88,11 @@ def load_deer(
     shared = bool(facts.get("target_embeddings"))
     if shared:
         check_target(facts, target, folder)
-        share(model, target)
-        state |= {TOKENS: model.model.embed_tokens.weight, HEAD: model.lm_head.weight}
+        own = model.state_dict()
+        state |= {name: own[name] for name in SHARED}
     load_strict(model, state, LEFTOVERS, folder)
+    if shared:  # tensors that may be quantised
+        share(model, target)
     for name, weight in model.named_parameters():
         if not (shared and name in SHARED):
             weight.data = weight.data.to(target.device, dtype or target.dtype)

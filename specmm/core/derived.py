@@ -60,7 +60,10 @@ def in_a_call() -> bool:
 
 
 class Derived(Generic[T]):
-    """What is computed from tensors, computed again once they hold other numbers."""
+    """What is computed from tensors, computed again once they hold other numbers.
+
+    A plain tensor stays in its memory, where programs and graphs read it.
+    """
 
     def __init__(self) -> None:
         self._found: T | None = None
@@ -77,11 +80,20 @@ class Derived(Generic[T]):
         layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in tensors]
         same = (states, layouts) == (self._states, self._layouts)
         if not same or not all(seen.same() for seen in self._seen):
-            self._found = make()
+            self._found = _in_place(self._found, make())
             self._states, self._layouts = states, layouts
             self._seen = [_Seen(x) for x in tensors if not x.is_meta]
         self._call = _call.token
         return self._found  # type: ignore[return-value]
+
+
+def _in_place(before: T | None, made: T) -> T:
+    """What was ``made``, in the memory of what there was ``before`` if that takes it."""
+    if type(before) is not Tensor or before.is_inference() or before.is_mkldnn:
+        return made
+    assert isinstance(made, Tensor)
+    layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in (before, made)]
+    return before.copy_(made) if layouts[0] == layouts[1] else made  # type: ignore[return-value]
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from specmm.core.randomness import Uniforms
 from specmm.core.stats import Clock
 from specmm.diffusion_drafters.block_drafters import ChainDrafter
 from specmm.diffusion_drafters.models.dflash import load_dflash
-from specmm.diffusion_drafters.sources import DFlashSource, plain_embedding
+from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.hf.models.families import Family
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
@@ -145,7 +145,7 @@ def test_embeddings_are_read_before_a_norm_on_top(model):
 
     family = Family.of(model)
     odd = Normed.from_pretrained(model.get_input_embeddings().weight)
-    found = plain_embedding(family.__class__(**{**family.__dict__, "embedding": odd}))
+    found = family.__class__(**{**family.__dict__, "embedding": odd}).plain_embedding
     ids = torch.tensor([3, 4])
     assert torch.equal(found(ids), model.get_input_embeddings()(ids))
 

@@ -187,7 +187,7 @@ def test_a_quantised_target(text_folder):
     layer = pipe.model.model.layers[0].mlp.up_proj
     assert type(layer.weight) is not torch.nn.Parameter, "it would not be quantised"
     wanted = pipe(PROMPT, method="ar", max_new_tokens=12)
-    for method in ("text-draft", "block", "prompt-lookup"):
+    for method in ("text-draft", "block", "deer", "prompt-lookup"):
         assert pipe(PROMPT, method=method, max_new_tokens=12).texts == wanted.texts
     drafter = pipe.drafter("text-draft").model.model.layers[0].mlp.up_proj
     assert type(drafter.weight) is torch.nn.Parameter

@@ -252,7 +252,7 @@ def test_programs_are_of_the_network_there_is(family, tmp_path, traced):
     as_uncompiled(family, tmp_path)
 
 
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", [*QUICK, "emu3, of 5000 tokens"])
 def test_graphs_are_of_the_network_there_is(family, tmp_path, taped, monkeypatch):
     monkeypatch.setattr("specmm.loading.hardware._packs", lambda *given: False)  # as on a GPU
     as_uncompiled(family, tmp_path)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, draft
-from specmm.diffusion_drafters.lattice_naive import best_paths
 from specmm.diffusion_drafters.lattice_search import Lattice, Objective, beam_path, prune
+from tests.unit.diffusion.lattice_naive import best_paths
 
 ALL = 10**6  # a beam as wide as that holds every path
 PARITY = Path(__file__).parents[1] / "parity" / "dlm"

@@ -2,6 +2,7 @@
 folders, against their own ``generate``, and Anole and Lumina-mGPT against their class's forward.
 """
 
+import json
 from itertools import product
 
 import numpy as np
@@ -232,6 +233,27 @@ def test_a_saved_model_draws_the_same_pixels(pipe, kind, tmp_path):
         given["generator"].manual_seed(0)
         assert (pipe("blue tree", **given).images == wanted).all()
     pipe.save_pretrained(pipe.folder)  # where it is
+
+
+@pytest.mark.parametrize("name", ["emu3", "janus"])
+def test_the_sampling_of_a_generation_config_is_the_usual_one(name, tmp_path):
+    kind = KINDS[name]
+    kind.save(tmp_path)
+    file = tmp_path / "generation_config.json"
+    known = json.loads(file.read_text())
+    given = dict(generator=torch.Generator().manual_seed(0), output_type="latent", **sized(kind))
+    plain = opened(tmp_path)(PROMPTS[:1], **given)
+    file.write_text(
+        json.dumps(known | dict(do_sample=True, temperature=0.7, top_k=3, guidance_scale=2.0))
+    )
+    pipe = opened(tmp_path)
+    given["generator"].manual_seed(0)
+    out = pipe(PROMPTS[:1], **given)
+    settings = out.certificate.settings
+    assert (settings["temperature"], settings["top_k"], settings["cfg"]) == (0.7, 3, 2.0)
+    given["generator"].manual_seed(0)
+    said = opened(tmp_path)(PROMPTS[:1], temperature=0.7, top_k=3, cfg=2.0, **given)
+    assert torch.equal(out.tokens, said.tokens) and not torch.equal(out.tokens, plain.tokens)
 
 
 def test_seeds_prompts_and_numbers_of_pictures(pipe, kind):

@@ -50,6 +50,13 @@ class BoundEagle3:
         self._memory: Sequence[Memory | None] | None = None
         self._past: Any = None
 
+    @torch.inference_mode()
+    def begin(self) -> None:
+        if self._score is not None:
+            self.target.family.logits_of(self.head.ids)  # brings its rows up to date
+        if self.mask is not None:
+            self.mask.copy_(self._mask())
+
     @torch.no_grad()
     def _mask(self) -> Tensor:
         """The slot [1, 1, 2·C] of a token that P-EAGLE does not know yet."""

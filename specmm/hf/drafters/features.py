@@ -82,6 +82,9 @@ class BoundNetwork(Protocol):
     def mask(self) -> Tensor | None:
         """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
 
+    def begin(self) -> None:
+        """Read what is computed of the target's weights as they are now, into the same memory."""
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
 
@@ -156,6 +159,7 @@ class FeatureDrafter:
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Make a cache of the target's capacity and read the prompt."""
         hidden = feedback.output.hidden
+        self.network.begin()
         self.clock = clock
         size = CacheSize(
             layers=self.network.sizes,

@@ -52,6 +52,7 @@ class MtpDrafter:
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
+        layers.model.follow(target.model)
         self.layers = layers
         self.windows = layers.windows()
         self.target = target
@@ -110,7 +111,7 @@ class MtpDrafter:
         ``hidden`` [B, N, C]: states of the tokens before them.
         """
         with self.clock("draft"):
-            embeddings = self.layers.model.embed_tokens(tokens)
+            embeddings = self.target.family.plain_embedding(tokens)
             self.slots.aim(positions, positions + 1 + self.shift[..., None], bias)
             return self.slots.run(min(depth, self.growth.count - 1), embeddings, hidden)
 
@@ -139,14 +140,13 @@ class MtpDrafter:
     def _next_embeddings(self, target: VLMTarget, token: Tensor) -> Tensor:
         """Embeddings [B, L, C] of the token after each slot of the prompt, the last ``token`` [B].
 
-        The layers have their own embeddings, since a decoder may norm its inputs; pictures are
-        embedded as for the decoder.
+        Pictures are embedded as for the decoder.
         """
         context = target.context
         assert context is not None
         ends = (context.lengths - 1)[:, None]
         ids = target.prompt.input_ids.roll(-1, 1).scatter(1, ends, token[:, None])
-        found: Tensor = self.layers.model.embed_tokens(ids)
+        found = target.family.plain_embedding(ids)
         pictures = context.image_mask.roll(-1, 1).scatter(1, ends, False)
         return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), found)
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specmm.hf.drafters.files import read_state
 from specmm.hf.drafters.mtp_layers import load_layers, named_layers, own_weights
-from specmm.hf.drafters.mtp_layouts import class_of
+from specmm.hf.drafters.mtp_layouts import MtpModel
 from specmm.loading.checkpoints import State, save_readable, some_names
 
 CONFIGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -34,7 +34,7 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
     place = Path(str(target.config.name_or_path))
     tuned = own_weights(load_layers(folder, target).model)
     main = named_layers(target, place)
-    pattern: Any = class_of(main).get_mtp_weights_regex(main)
+    pattern: Any = MtpModel.get_mtp_weights_regex(main)
     given = {name: x for name, x in read_state(place).items() if pattern.search(name)}
     written = _placed(tuned, _numbered(given, target, place), given)
     out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
         shutil.copyfile(place / "config.json", there / "config.json")
         main = named_layers(target, there)
         main.config.dtype = torch.float64
-        found = own_weights(class_of(main).from_pretrained(main))
+        found = own_weights(MtpModel.from_pretrained(main))
     # weights that do not come from the checkpoint have fractions or repeated numbers
     return {k: x for k, x in found.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
 

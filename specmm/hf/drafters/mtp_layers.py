@@ -15,19 +15,19 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from specmm.core.cache import Cache, LayerSize
+from specmm.core.derived import fact
 from specmm.hf.drafters.files import cast, check_target
-from specmm.hf.drafters.mtp_layouts import class_of, count_of, layout_of
+from specmm.hf.drafters.mtp_layouts import MtpModel, count_of, layout_of
 from specmm.hf.models.cache_layers import as_transformers
 from specmm.hf.models.families import FULL, SLIDING, cache_name, stored_sizes
 from specmm.loading.checkpoints import (
@@ -42,6 +42,7 @@ from specmm.loading.checkpoints import (
 )
 from specmm.loading.hardware import prepack
 
+OWN = ("layers", "shared_post_norm")  # the others are the target's
 TUNED = "mtp"  # the model type of folders that hold fine-tuned layers
 ADVICE = "use a checkpoint that holds them, or another method such as prompt-lookup"
 
@@ -167,24 +168,18 @@ class LayerSlots:
         return self.bias.masked_fill(hidden, float("-inf"))
 
 
-_loaded: WeakKeyDictionary[PreTrainedModel, MtpLayers] = WeakKeyDictionary()
-
-
 def layers_of(target: PreTrainedModel) -> MtpLayers:
     """The MTP layers of the ``target``'s checkpoint; read at the first call.
 
     Raises as :func:`load_layers` does.
     """
-    found = _loaded.get(target)
-    if found is None:
-        place = target.config.name_or_path
-        if not place:
-            raise ValueError(
-                "method 'mtp' reads layers of the target's checkpoint, got a model that was not "
-                f"loaded from one; give drafter=FOLDER, where it is, or {ADVICE}"
-            )
-        found = _loaded[target] = load_layers(Path(place), target)
-    return found
+    place = target.config.name_or_path
+    if not place:
+        raise ValueError(
+            "method 'mtp' reads layers of the target's checkpoint, got a model that was not "
+            f"loaded from one; give drafter=FOLDER, where it is, or {ADVICE}"
+        )
+    return fact(target, "MTP layers", partial(load_layers, Path(place), target))
 
 
 def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> MtpLayers:
@@ -198,7 +193,7 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
         return _load_tuned(folder, target)
     main = named_layers(target, folder)
     try:
-        model: Any = class_of(main).from_pretrained(main)
+        model: Any = MtpModel.from_pretrained(main)
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{folder} must hold the MTP layers of a {type(target).__name__}, {_reason(error)}; "
@@ -234,8 +229,12 @@ def save_layers(layers: MtpLayers, folder: Path, target: PreTrainedModel) -> Non
 
 def own_weights(model: Any) -> dict[str, Tensor]:
     """The weights of ``model`` that are not the target's."""
-    state = model.state_dict()
-    return {k: x for k, x in state.items() if k.split(".")[0] in ("layers", "shared_post_norm")}
+    return {k: x for k, x in model.state_dict().items() if k.split(".")[0] in OWN}
+
+
+def own_parts(model: Any) -> list[nn.Module]:
+    """The modules of ``model`` that are not the target's."""
+    return [part for name, part in model.named_children() if name in OWN]
 
 
 def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
@@ -244,7 +243,7 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
     main = copy.copy(target)
     main.config = told_layers(target.config, target.config.name_or_path)
     count = main.config.get_text_config(decoder=True).num_mtp_layers
-    model: Any = class_of(main)(main, count)
+    model: Any = MtpModel(main, count)
     state = read_checkpoint(folder)
     shared = {k: x for k, x in model.state_dict().items() if k not in own_weights(model)}
     load_strict(model, {**shared, **state}, source=folder)
@@ -253,8 +252,9 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
 
 def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
     """The loaded ``model`` as it drafts for ``target``."""
-    model = cast(model.to(target.device), target.dtype)
-    model = prepack(model.eval().requires_grad_(False))
+    for part in own_parts(model):
+        part.to(target.device).eval().requires_grad_(False)
+        prepack(cast(part, target.dtype))
     return MtpLayers.of(model)
 
 

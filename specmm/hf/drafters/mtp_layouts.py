@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_layers
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, WeightTransform
-from transformers.modeling_layers import MtpModel
 
+from specmm.core.derived import Derived
 from specmm.hf.drafters.drafter_formats import ModelFolder, mtp_layers
 from specmm.hf.loading.pretrained import mtp_layers_of
 from specmm.hf.models.families import SLIDING
@@ -41,7 +41,7 @@ class MtpLayout:
     chained: bool = True
 
 
-SHARED = MtpModel._keys_to_ignore_on_load_missing or ()
+SHARED = [r"^shared_head\.", r"^embed_tokens\."]  # the target's own, with what adapters put there
 UNDER = r"^model\.mtp\.layers\.(\d+)\."
 LAYOUTS: Mapping[str, MtpLayout] = {
     "ernie4_5_moe": MtpLayout(
@@ -76,30 +76,51 @@ def layout_of(config: PreTrainedConfig) -> MtpLayout | None:
     return LAYOUTS.get(config.get_text_config(decoder=True).model_type)
 
 
-class LaidOutMtp(MtpModel):
-    """The layers of a model whose type is in ``LAYOUTS``."""
+class MtpModel(modeling_layers.MtpModel):
+    """transformers' class, also for models whose type is in ``LAYOUTS``. It keeps the name, by
+    which the conversions of weights' names are found.
+    """
+
+    _keys_to_ignore_on_load_missing = SHARED
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """No: transformers' conversions of names are for it, too."""
+        return False
 
     def tie_with_main_model(self, main_model: PreTrainedModel) -> None:
-        """Also share the decoder's last norm, as a copy, if the layers have none."""
+        """Also take a copy of the decoder's last norm, if the layers have none."""
         super().tie_with_main_model(main_model)
         layout = layout_of(main_model.config)
-        assert layout is not None
-        if not layout.normed:
+        self._norm: Derived[None] | None = None
+        if layout is not None and not layout.normed:
             self._keys_to_ignore_on_load_missing = [*SHARED, "post_norm"]
             for layer in self.layers:
                 layer.post_norm = copy.deepcopy(main_model.get_decoder().norm)
+            self._norm = Derived()
+            self.follow(main_model)
+
+    def follow(self, main_model: PreTrainedModel) -> None:
+        """Copy the decoder's last norm again if its weights have changed since."""
+        if self._norm is None:
+            return
+        norm: Any = main_model.get_decoder().norm
+        layers: Any = self.layers
+
+        def copied() -> None:
+            for layer in layers:
+                layer.post_norm.load_state_dict(norm.state_dict())
+
+        self._norm.of(list(norm.parameters()), copied)
 
     def get_weight_conversions(self, main_model: PreTrainedModel) -> list[WeightTransform]:
-        """The layout's renamings, and the model's own conversions within a layer."""
+        """A layout's renamings, and the model's own conversions within a layer."""
         layout = layout_of(main_model.config)
-        assert layout is not None
+        if layout is None:
+            found: list[WeightTransform] = super().get_weight_conversions(main_model)
+            return found
         named: list[WeightTransform] = [WeightRenaming(*pair) for pair in layout.names]
         return named + get_model_conversion_mapping(main_model)
-
-
-def class_of(main: PreTrainedModel) -> type[MtpModel]:
-    """The class that makes and reads the MTP layers of the ``main`` model."""
-    return MtpModel if layout_of(main.config) is None else LaidOutMtp
 
 
 def count_of(config: PreTrainedConfig, folder: str | Path | None) -> int:

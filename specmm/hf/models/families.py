@@ -17,9 +17,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from specmm.core.cache import LayerSize
-from specmm.core.derived import fact, facts
+from specmm.core.derived import Derived, fact, facts
 from specmm.hf.prompts.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.loading.hardware import prepack
@@ -49,6 +49,7 @@ LARGE = 2.0**60  # where a cap of any size is reached
 SMALL = 2.0**-10
 KNOWN = (SMALL, LARGE, -LARGE, -300.0, -30.0, -3.0, 0.0, 0.3, 3.0, 30.0, 300.0)  # P
 ROUNDINGS = 16  # of a few products and a tanh
+Rows = TypeVar("Rows", bound="FewRows")
 
 
 @dataclass(frozen=True)
@@ -293,6 +294,15 @@ class Family:
         """Whether positions have three parts (M-RoPE)."""
         return hasattr(self.body, "get_rope_index")
 
+    def plain_embedding(self, tokens: Tensor) -> Tensor:
+        """Embeddings [..., C] of ``tokens`` [...] as block drafters and MTP layers read them:
+        before a norm that some models put on top, and without gradients.
+        """
+        if not hasattr(self.embedding, "embed_norm"):
+            return self.embedding(tokens).detach()
+        weight: Any = self.model.get_input_embeddings().weight
+        return nn.functional.embedding(tokens, weight.detach())
+
     def logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of the decoder's ``states`` [..., C]."""
         return _without(self.all_logits(states), self._hidden)
@@ -303,14 +313,17 @@ class Family:
         return self.after_head(self.head(states.to(weight.dtype)))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v]."""
+        """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v].
+
+        It is of the weights that there are: ask again in each call.
+        """
         if ids is None:
             return self.logits
-        few = rows_of(self.head, ids)
+        few = few_rows(FewRows, self.head, ids)
         hidden = None if self._hidden is None else self._hidden[ids]
 
         def logits(states: Tensor) -> Tensor:
-            return _without(self.after_head(few(states.to(few.weight.dtype))), hidden)
+            return _without(self.after_head(few.scored(states)), hidden)
 
         return logits
 
@@ -561,15 +574,39 @@ def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
     return torch.tensor((plain * count)[:count])
 
 
-def rows_of(head: nn.Linear, ids: Tensor) -> nn.Linear:
-    """A head of the tokens ``ids`` [v] alone."""
-    bias = head.bias
-    few = nn.Linear(head.in_features, len(ids), bias=bias is not None, device="meta")
-    few.weight = nn.Parameter(head.weight.detach()[ids], requires_grad=False)
-    if bias is not None:
-        few.bias = nn.Parameter(bias.detach()[ids], requires_grad=False)
-    prepack(few)
-    return few
+class FewRows(nn.Module):
+    """A copy of the rows of ``head`` for the tokens ``ids`` [v]."""
+
+    @torch.inference_mode(False)
+    def __init__(self, head: nn.Linear, ids: Tensor) -> None:
+        super().__init__()
+        bias = head.bias is not None
+        few = nn.Linear(head.in_features, len(ids), bias, device="meta", dtype=head.weight.dtype)
+        self.few = prepack(few.to_empty(device=head.weight.device).requires_grad_(False))
+        self.ids = ids
+        self._read: Derived[None] = Derived()
+
+    def read(self, head: nn.Linear) -> None:
+        """Copy the rows again if those of ``head`` are others, to where programs find them."""
+        self._read.of(list(head.parameters()), partial(self._copy, head))
+
+    @torch.no_grad()
+    def _copy(self, head: nn.Linear) -> None:
+        self.few.weight.copy_(head.weight[self.ids])
+        if head.bias is not None:
+            self.few.bias.copy_(head.bias[self.ids])
+
+    def scored(self, states: Tensor) -> Tensor:
+        """Logits [..., v] of ``states`` [..., C]."""
+        found: Tensor = self.few(states.to(self.few.weight.dtype))
+        return found
+
+
+def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
+    """A ``kind`` of rows of ``head`` as it is now for the tokens ``ids`` [v], which calls share."""
+    found = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
+    found.read(head)
+    return found
 
 
 def _without(logits: Tensor, hidden: Tensor | None) -> Tensor:

@@ -13,21 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specmm.core.derived import Derived, fact
-from specmm.hf.models.families import rows_of
+from specmm.hf.models.families import FewRows, few_rows
 
 LEAST = 1024  # saving fewer rows gains nothing
 
 
-class RestrictedHead(nn.Module):
+class RestrictedHead(FewRows):
     """Logits [..., V] of states [..., C] from the rows ``ids`` [W] of ``head`` only; all other
     logits are the dtype's lowest number.
     """
 
     def __init__(self, head: nn.Linear, ids: Tensor) -> None:
-        super().__init__()
-        self.few = rows_of(head, ids)
-        self.ids = ids
+        super().__init__(head, ids)
         self.vocabulary = head.out_features
 
     @property
@@ -36,7 +33,7 @@ class RestrictedHead(nn.Module):
         return self.few.weight
 
     def forward(self, states: Tensor) -> Tensor:
-        few = self.few(states.to(self.weight.dtype))
+        few = self.scored(states)
         shape = (*few.shape[:-1], self.vocabulary)
         return few.new_full(shape, torch.finfo(few.dtype).min).index_copy_(-1, self.ids, few)
 
@@ -53,5 +50,4 @@ def restricted(head: Any, may_come: Tensor) -> Any:
     if weight.is_meta:  # accelerate brings the weight when the head runs
         return head
     ids = may_come.nonzero()[:, 0].to(weight.device)
-    made: Derived[RestrictedHead] = fact(head, ("rows", tuple(ids.tolist())), Derived)
-    return made.of(list(head.parameters()), lambda: RestrictedHead(head, ids))
+    return few_rows(RestrictedHead, head, ids)

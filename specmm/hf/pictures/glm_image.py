@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, T5EncoderModel
+from transformers import T5EncoderModel
 
 from specmm import zoo
 from specmm.core.guidance import AllowedTokens
@@ -28,6 +28,7 @@ from specmm.hf.pictures.picture_tokens import (
     Painting,
     PictureModel,
     Size,
+    own_sampling,
     unit_codebook,
 )
 
@@ -96,10 +97,7 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
 
 def _sampling(model: Any) -> dict[str, Any]:
     """Sampling settings of the model's own generate, which diffusers calls."""
-    usual = GenerationConfig._get_default_generation_params()
-    names = ("temperature", "top_k", "top_p")
-    given = {name: getattr(model.generation_config, name) for name in names}
-    found = {name: usual[name] if value is None else value for name, value in given.items()}
+    found = own_sampling(model, samples=True)
     width = int(model.config.get_text_config().vision_vocab_size)
     return {**found, "top_k": min(found["top_k"], width)}
 

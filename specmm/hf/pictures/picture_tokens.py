@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from specmm import zoo
 from specmm.core.cache import branched
@@ -75,14 +75,15 @@ class PictureModel:
     makes the decoder from tokens to pixels, from the model and the files in its folder, or raises
     ``ValueError``. ``codebook`` gives the picture tokens' ids [W], ascending, and their codes
     [W, E], None if the folder has no tokenizer. ``cfg`` is the usual guidance scale, ``sampling``
-    the usual settings by name. Tokens are ``shared`` if drawn ones have the same ids as in prompts.
-    ``parts`` are the folders of model and tokenizer in a diffusers pipeline, if the model comes in
-    one; ``paints``: its pixels are made by diffusion. ``check`` raises ``ValueError`` for a model
-    that cannot draw. A checkpoint must have weights with ``scores`` in their names; it may lack
-    those whose names begin with ``unneeded``, which ``fill`` then takes from elsewhere in the
-    folder. ``keep`` copies the files that ``decode`` reads into another folder. ``marks``,
-    for a class that also draws between words, gives the ids that begin and end a picture there, and
-    raises ``ValueError`` for a model that cannot.
+    the usual settings by name, by default those of a ``generation_config`` that samples. Tokens are
+    ``shared`` if drawn ones have the same ids as in prompts. ``parts`` are the folders of model and
+    tokenizer in a diffusers pipeline, if the model comes in one; ``paints``: its pixels are made by
+    diffusion. ``check`` raises ``ValueError`` for a model that cannot draw. A checkpoint must have
+    weights with ``scores`` in their names; it may lack those whose names begin with ``unneeded``,
+    which ``fill`` then takes from elsewhere in the folder. ``keep`` copies the files that
+    ``decode`` reads into another folder. ``marks``, for a class that also draws between words,
+    gives the ids that begin and end a picture there, and raises ``ValueError`` for a model that
+    cannot.
     """
 
     architecture: str  # the class
@@ -94,7 +95,7 @@ class PictureModel:
     head: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_output_embeddings()
     embed: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model.get_input_embeddings()
     cfg: float = 1.0
-    sampling: Callable[[Any], dict[str, Any]] = lambda model: {}
+    sampling: Callable[[Any], dict[str, Any]] = lambda model: own_sampling(model)
     shared: bool = True
     parts: tuple[str, str] = ("", "")
     paints: bool = False
@@ -110,6 +111,22 @@ class PictureModel:
         if not (folder / zoo.PIPELINE).is_file():
             return folder, folder
         return folder / self.parts[0], folder / self.parts[1]
+
+
+def own_sampling(model: Any, samples: bool = False) -> dict[str, Any]:
+    """How the ``model``'s generate guides, and samples if its ``generation_config`` does or it is
+    told to (``samples``); there the settings that the config leaves open are transformers'.
+    """
+    config = model.generation_config
+    scale = config.guidance_scale
+    found = {} if scale is None else {"cfg": float(scale)}
+    if not (samples or config.do_sample):
+        return found
+    usual = GenerationConfig._get_default_generation_params()
+    for name in ("temperature", "top_k", "top_p"):
+        value = getattr(config, name)
+        found[name] = usual[name] if value is None else value
+    return found
 
 
 class PictureTarget(VLMTarget):

@@ -4,19 +4,18 @@ the same calls as from generate, in the same order.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
-from types import CellType, FunctionType, MappingProxyType, ModuleType
-from typing import Any, TypeAlias, TypeVar
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
-    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -24,17 +23,16 @@ from transformers import (
 
 from specmm.core.processors import History
 from specmm.core.tree import DraftTree, paths
+from specmm.hf.prompts.copies import copied, state_of
 from specmm.hf.prompts.options import SCORES, Options
 from specmm.hf.prompts.penalties import Penalties
 from specmm.structured import Constrained, GrammarProcessor, Matchers
 
-T = TypeVar("T")
 Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by the sequence they have seen
 Place: TypeAlias = tuple[int, int]  # a row and a node
 
 WARPERS = ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
 SCORES_ONLY = tuple(getattr(transformers, f"{name}LogitsWarper") for name in WARPERS)
-KEPT = (int, float, str, list, dict, set, bytearray)
 XGRAMMAR = "xgrammar.contrib.hf"
 
 
@@ -44,10 +42,11 @@ class PathProcessor:
     Processors that only read the scores are called once for all nodes, the others along the paths,
     and never below a token that is not allowed. A processor that may have a memory gets ever longer
     sequences, as from generate: each node has its own copy of its parent's processor, and a row
-    continues with the copy of the last accepted node. Sequences come in batches of B, each in its
+    continues with the copy of the last accepted node. A single greedy row is asked about what is
+    kept alone, once and in order, and needs no copies. Sequences come in batches of B, each in its
     own row, since the memory may be by row (the part of its prompt to ignore, for instance). Raises
     ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for processors whose
-    memory cannot be copied or that answer the same sequence in two ways.
+    memory cannot be copied or is kept elsewhere, or that answer the same sequence in two ways.
     """
 
     def __init__(
@@ -75,8 +74,10 @@ class PathProcessor:
 
     @property
     def remembering(self) -> bool:
-        """Whether processors that may have a memory must not see drafts."""
-        return self.drafts and self._memory
+        """Whether processors that may have a memory would be asked about drafts that are rejected,
+        or about one row before another; a greedy row's are asked about what is kept alone.
+        """
+        return self.drafts and self._memory and not (self.greedy and len(self.input_ids) == 1)
 
     def check_vocabulary(self, size: int) -> None:
         """Does nothing: transformers' processors check their options by the vocabulary."""
@@ -108,13 +109,12 @@ class PathProcessor:
         ]
         reached: list[set[int]] = [set() for _ in nodes]
         for asked in _by_length(answers, nodes):
-            alive = [
-                (row, node)
-                for row, node in asked
-                if self._may_come(scores[row], reached[row], *nodes[row][node])
-            ]
-            for row, node in alive:
-                reached[row].add(node)
+            alike: dict[tuple[int, ...], list[Place]] = {}  # nodes of one path, asked once
+            for row, node in asked:
+                if self._may_come(scores[row], reached[row], *nodes[row][node]):
+                    reached[row].add(node)
+                    alike.setdefault((row, *nodes[row][node][1]), []).append((row, node))
+            alive = [places[0] for places in alike.values()]
             for batch in [[place] for place in alive] if self.remembering else _in_rows(alive):
                 # in rows that have none of this length left, another's
                 places = [next((x for x in batch if x[0] == row), batch[0]) for row in rows]
@@ -124,20 +124,22 @@ class PathProcessor:
                 row = batch[0][0]
                 processed = self._asked(ids, own, tuple(said[row]), told[row])
                 for row, node in batch:
-                    scores[row, node] = processed[row]
+                    for place in alike[row, *nodes[row][node][1]]:
+                        scores[place] = processed[row]
         if self.remembering:
             self.heard = told
+            self._check(state_of(self.processors) == self._state)
         return scores
 
     def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], told: Heard) -> Any:
         """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
-        outside = "" if answer else _outside(self.processors)
+        assert self._state, "as it is before the first call"
         told[answer] = copied(told[answer[:-1]] if answer else self.processors)
         processed = told[answer](ids, logits.clone())
-        if not answer:
-            self._check(outside, told[answer])
+        same = zip(self.processors, told[answer], strict=True)
+        self._check(not any(a is b and _may_remember(a) for a, b in same))
         if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
             raise ValueError(
                 f"logits processors must answer one sequence in one way, got two of {self._names}; "
@@ -145,16 +147,18 @@ class PathProcessor:
             )
         return processed
 
+    @cached_property
+    def _state(self) -> object:
+        """What the processors hold, none of which is called, and what their copies share."""
+        return state_of(self.processors)
+
     @property
     def _names(self) -> str:
         return ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
 
-    def _check(self, outside: str, copies: Any) -> None:
-        """Raise ``ValueError`` if the first call of the ``copies`` changed what the processors
-        reach ``outside`` of themselves, or if they are no copies.
-        """
-        same = (a is b and _may_remember(a) for a, b in zip(self.processors, copies, strict=True))
-        if any(same) or _outside(self.processors) != outside:
+    def _check(self, apart: bool) -> None:
+        """Raise ``ValueError`` unless copies keep ``apart`` what they remember."""
+        if not apart:
             raise ValueError(
                 "logits processors must keep what they remember in their attributes, which are "
                 f"copied for drafts that are rejected, got it elsewhere in {self._names}; move it "
@@ -236,67 +240,6 @@ def _may_remember(processor: Any) -> bool:
     return not known or isinstance(processor, odd)
 
 
-def copied(things: T) -> T:
-    """Copies of processors or criteria, with the models and tokenizers that they use shared.
-
-    Raises ``ValueError`` if their memory cannot be copied.
-    """
-    memo: dict[int, Any] = {}
-    try:
-        for thing in things:  # type: ignore[attr-defined]
-            _prepare(thing, memo)
-        return copy.deepcopy(things, memo)
-    except Exception as error:  # of any class
-        said = " ".join(str(error).split()) or type(error).__name__
-        names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
-        raise ValueError(
-            "what processors and criteria keep must be copied, for drafts that are rejected; of "
-            f"{names} it cannot be ({said}): go by the ids alone, or give method='ar'"
-        ) from error
-
-
-def _prepare(thing: Any, memo: dict[int, Any], levels: int = 2) -> None:
-    """Put into the ``memo`` of :func:`copy.deepcopy` what copies of ``thing`` share, and copies of
-    functions, which it would share: with variables and defaults of their own.
-    """
-    if isinstance(thing, nn.Module | PreTrainedTokenizerBase | ModuleType | type):
-        memo[id(thing)] = thing
-        return
-    function = isinstance(thing, FunctionType)
-    cells = [cell.cell_contents for cell in thing.__closure__ or ()] if function else []
-    for value in (*cells, *getattr(thing, "__dict__", {}).values()):
-        if levels and id(value) not in memo:
-            _prepare(value, memo, levels - 1)
-    if function:
-        made = tuple(CellType(copy.deepcopy(cell, memo)) for cell in cells)
-        defaults = copy.deepcopy(thing.__defaults__, memo)
-        memo[id(thing)] = FunctionType(
-            thing.__code__, thing.__globals__, thing.__name__, defaults, made
-        )
-        memo[id(thing)].__kwdefaults__ = copy.deepcopy(thing.__kwdefaults__, memo)
-
-
-def _outside(processors: Any) -> str:
-    """The numbers, texts and collections that ``processors`` may reach without being copied with
-    them: of their classes, and globals that their code names.
-    """
-    found = []
-    for processor in filter(_may_remember, processors):
-        thing = getattr(processor, "_prefix_allowed_tokens_fn", processor)
-        function = thing if isinstance(thing, FunctionType) else type(thing).__call__
-        known = getattr(function, "__globals__", {})
-        names = getattr(getattr(function, "__code__", None), "co_names", ())
-        places = [{name: known[name] for name in names if name in known}]
-        places += [dict(vars(kind)) for kind in type(thing).__mro__ if kind is not object]
-        found += [
-            (name, value)
-            for place in places
-            for name, value in place.items()
-            if isinstance(value, KEPT) and not name.startswith("__")
-        ]
-    return repr(found)
-
-
 def _by_length(
     answers: list[list[int]], nodes: list[list[tuple[int, list[int]]]]
 ) -> Iterator[list[Place]]:
@@ -325,15 +268,19 @@ class Criteria:
 
     Rows that end are padded if one of the criteria has an end token. Otherwise they continue until
     the last of them ends, as in generate. Criteria that are not transformers' own may have a
-    memory, so each row has its own copies, which see it in its place of a batch. Raises
-    ``ValueError`` for a criterion that does not answer row by row.
+    memory, so each of several rows has its own copies, which see it in its place of a batch. Raises
+    ``ValueError`` for a criterion that does not answer row by row, and for a memory elsewhere than
+    in its attributes.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
         self.input_ids = input_ids
         self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
         rows = range(len(input_ids))
+        self.own |= len(input_ids) == 1  # which hears what generate would tell it
         self.criteria = [criteria if self.own else copied(criteria) for _ in rows]  # by row
+        self._first = [] if self.own else list(criteria)  # which are not called
+        self._state = state_of(self._first)
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)
 
@@ -349,6 +296,13 @@ class Criteria:
             if self.ends[row] is None:
                 ids = torch.cat([self.input_ids[row], tokens[row]])
                 self.ends[row] = self._end(row, ids, *pair)
+        if state_of(self._first) != self._state:
+            names = ", ".join(type(own).__name__ for own in self._first)
+            raise ValueError(
+                "stopping criteria must keep what they remember in their attributes, of which each "
+                f"row has a copy, got it elsewhere in {names}; move it there, or ask one prompt at "
+                "a time"
+            )
         ends = [self.width] * len(self.ends) if self.together else self.ends
         counts = torch.tensor([-1 if end is None else end for end in ends], device=after.device)
         done = (counts >= 0) & (counts <= after)

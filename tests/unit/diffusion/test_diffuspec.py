@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from specmm.core.sorting import LARGE
 from specmm.diffusion_drafters.diffusion_chains import AdaptiveLength, Search, draft
-from specmm.diffusion_drafters.lattice_naive import best_paths
 from specmm.diffusion_drafters.lattice_search import Objective, beam_path, prune
 from specmm.diffusion_drafters.ngram import NGram
 from specmm.recipes.diffusion import fit_proxy
+from tests.unit.diffusion.lattice_naive import best_paths
 
 TEXTS = [[0, 1, 2, 3, 1, 2, 4], [1, 2, 3, 0], [], [4]]
 END = 5

@@ -3,6 +3,7 @@ would tell them, whatever is drafted; what cannot be copied is refused.
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -157,6 +158,160 @@ def test_a_function_that_says_what_may_come_may_remember(made, allowed):
     found = answers(made, "prompt-lookup", ROWS[:1], prefix_allowed_tokens_fn=allowed())
     assert torch.equal(found, wanted)
     assert not torch.equal(wanted, answers(made, None, ROWS[:1]))
+
+
+COUNTS = {"calls": 0}
+
+
+class Counter:
+    def __init__(self):
+        self.calls = 0
+
+    def count(self):
+        self.calls += 1
+        return self.calls
+
+    def allowed(self, row, ids):
+        return after(self.count())
+
+
+COUNTER = Counter()
+
+
+def counted():
+    """A helper, whose own globals remember."""
+    COUNTS["calls"] += 1
+    return COUNTS["calls"]
+
+
+def in_a_closure_of_a_class():
+    calls = []
+
+    class Closed(tf.LogitsProcessor):
+        def __call__(self, ids, scores):
+            calls.append(len(ids))
+            return left(scores, len(calls))
+
+    return [Closed()]
+
+
+def in_a_helpers_globals():
+    class Helped(tf.LogitsProcessor):
+        def __call__(self, ids, scores):
+            return left(scores, counted())
+
+    COUNTS["calls"] = 0
+    return [Helped()]
+
+
+def in_a_global_object():
+    class Global(tf.LogitsProcessor):
+        def __call__(self, ids, scores):
+            return left(scores, COUNTER.count())
+
+    COUNTER.calls = 0
+    return [Global()]
+
+
+def in_a_method_of_its_class():
+    class Classed(tf.LogitsProcessor):
+        counter = Counter()
+
+        def __call__(self, ids, scores):
+            return left(scores, self.counter.count())
+
+    return [Classed()]
+
+
+def in_a_partial():
+    return partial(lambda calls, row, ids: calls.append(row) or after(len(calls)), [])
+
+
+def in_a_partials_closure():
+    return partial(in_a_list())
+
+
+def in_a_bound_method():
+    return Counter().allowed
+
+
+def in_two_functions():
+    """Of one variable, which one counts and the other reads."""
+    calls = 0
+
+    def count():
+        nonlocal calls
+        calls += 1
+
+    def allowed(row, ids):
+        count()
+        return after(calls)
+
+    return allowed
+
+
+def left(scores, calls):
+    """The ``scores`` of the letters that are left after so many calls."""
+    kept = torch.full_like(scores, -torch.inf)
+    kept[:, after(calls)] = scores[:, after(calls)]
+    return kept
+
+
+COPIED = [in_a_partial, in_a_partials_closure, in_a_bound_method, in_two_functions]
+ELSEWHERE = [
+    in_a_closure_of_a_class,
+    in_a_helpers_globals,
+    in_a_global_object,
+    in_a_method_of_its_class,
+]
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["one", "two"])
+@pytest.mark.parametrize("allowed", COPIED)
+def test_what_is_held_by_functions_is_copied(made, rows, allowed):
+    wanted = answers(made, None, rows, prefix_allowed_tokens_fn=allowed())
+    found = answers(made, "prompt-lookup", rows, prefix_allowed_tokens_fn=allowed())
+    assert torch.equal(found, wanted)
+    assert not torch.equal(wanted, answers(made, None, rows))
+    model, words = made
+    ids = words(rows[:1], return_tensors="pt")["input_ids"]
+    fn = specmm.custom_generate(generator=torch.Generator().manual_seed(0))
+    given = dict(max_new_tokens=LENGTH, do_sample=True, temperature=4.0, custom_generate=fn)
+    out = model.generate(ids, prefix_allowed_tokens_fn=allowed(), **given)[0, ids.shape[1] :]
+    assert out[4::5].eq(4).all(), "drafts that were rejected count nothing"
+
+
+@pytest.mark.parametrize("processors", ELSEWHERE)
+def test_what_is_kept_elsewhere_is_told_what_generate_tells_or_refused(made, processors):
+    """A greedy row is asked about what is kept alone; others would hear more."""
+    wanted = answers(made, None, ROWS[:1], logits_processor=processors())
+    found = answers(made, "prompt-lookup", ROWS[:1], logits_processor=processors())
+    assert torch.equal(found, wanted)
+    assert not torch.equal(wanted, answers(made, None, ROWS[:1]))
+    with pytest.raises(ValueError, match=r"in their attributes, .* got it elsewhere in"):
+        answers(made, "prompt-lookup", logits_processor=processors())
+    fn = specmm.custom_generate(method="prompt-lookup")
+    ids = made[1](ROWS[:1], return_tensors="pt")["input_ids"]
+    with pytest.raises(ValueError, match=r"in their attributes, .* got it elsewhere in"):
+        made[0].generate(
+            ids, do_sample=True, logits_processor=processors(), custom_generate=fn, max_new_tokens=9
+        )
+
+
+def shy(count):
+    class Closed(tf.StoppingCriteria):
+        def __call__(self, ids, scores, **kwargs):
+            return torch.full((len(ids),), count() == 17)
+
+    return [Closed()]
+
+
+def test_criteria_that_count_elsewhere_end_one_row_as_generate_does(made):
+    wanted = answers(made, None, ROWS[:1], stopping_criteria=shy(Counter().count))
+    found = answers(made, "prompt-lookup", ROWS[:1], stopping_criteria=shy(Counter().count))
+    assert torch.equal(found, wanted) and wanted.shape[1] < LENGTH + 13
+    with pytest.raises(ValueError, match="criteria must keep what they remember in their attrib"):
+        answers(made, "prompt-lookup", stopping_criteria=shy(Counter().count))
 
 
 def test_the_callers_processor_has_heard_no_draft(made):

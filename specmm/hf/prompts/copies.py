@@ -1,0 +1,118 @@
+"""Copies of what transformers calls while it answers. Logits processors and stopping criteria may
+keep something from call to call: in attributes, closures and defaults, which are copied, or in
+classes and globals, which are not.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import gc
+import logging
+import sys
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+PLAIN = (int, float, complex, str, bytes, type(None))
+KEPT = (nn.Module, PreTrainedTokenizerBase, ModuleType, CodeType, logging.Logger)  # never copied
+CACHE = type(functools.cache(len))
+LIBRARIES = sys.stdlib_module_names | {"numpy", "specmm", "tokenizers", "torch", "transformers"}
+NOTED = ("__dict__", "__slotnames__", "__weakref__")  # by Python, of a class
+MOST = 10_000  # objects that are looked at
+
+
+def copied(things: T) -> T:
+    """Copies of processors or criteria, with the models and tokenizers that they use shared.
+
+    Raises ``ValueError`` if their memory cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    try:
+        _prepare(things, memo)
+        return copy.deepcopy(things, memo)
+    except Exception as error:  # of any class
+        said = " ".join(str(error).split()) or type(error).__name__
+        names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
+        raise ValueError(
+            "what processors and criteria keep must be copied, for drafts that are rejected; of "
+            f"{names} it cannot be ({said}): go by the ids alone, or give method='ar'"
+        ) from error
+
+
+def _prepare(things: Any, memo: dict[int, Any]) -> None:
+    """Put into the ``memo`` of :func:`copy.deepcopy` what copies of ``things`` share, and copies of
+    functions, which it would share: with variables and defaults of their own.
+    """
+    reached = [thing for thing, _ in _reached(things, shared=False)]
+    memo |= {id(thing): thing for thing in reached if isinstance(thing, KEPT)}
+    cells = {id(x): (x, CellType()) for x in reached if isinstance(x, CellType)}
+    functions = [x for x in reached if isinstance(x, FunctionType) and not _of_a_library(x)]
+    for function in functions:
+        own = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
+        given = (function.__code__, function.__globals__, function.__name__)
+        memo[id(function)] = FunctionType(*given, closure=own)
+    for cell, copied_cell in cells.values():
+        for content in gc.get_referents(cell):  # none of an empty one
+            copied_cell.cell_contents = copy.deepcopy(content, memo)
+    for function in functions:
+        memo[id(function)].__defaults__ = copy.deepcopy(function.__defaults__, memo)
+        memo[id(function)].__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+
+
+def state_of(things: Any) -> object:
+    """Equal as long as ``things`` and the variables that their code reaches hold the same: their
+    classes', globals that functions name, and closures.
+    """
+    return [
+        (thing.data_ptr(), 0 if thing.is_inference() else thing._version)
+        if isinstance(thing, Tensor)
+        else ("" if inner else repr(thing), [x if type(x) in PLAIN else id(x) for x in inner])
+        for thing, inner in _reached(things, shared=True)
+    ]
+
+
+def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
+    """The objects that ``things`` reach, each with those that it holds; of many the first. What
+    copies have in common, classes and globals, is looked into if ``shared``.
+    """
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    left = list(things)
+    for thing in left:
+        if id(thing) not in found and type(thing) not in PLAIN:
+            found[id(thing)] = thing, _held(thing, shared)
+            left += found[id(thing)][1]
+        if len(found) == MOST:
+            break
+    return list(found.values())
+
+
+def _held(thing: Any, shared: bool) -> list[Any]:
+    if isinstance(thing, (*KEPT, CACHE, Tensor)) or _of_a_library(thing):
+        return []
+    if isinstance(thing, type):
+        own = {name: x for name, x in vars(thing).items() if name not in NOTED}
+        return [*own.values(), *thing.__bases__] if shared else []
+    if not isinstance(thing, FunctionType):
+        getattr(thing, "__dict__", None)  # made now, and not by the first who asks
+        return gc.get_referents(thing)
+    known = thing.__globals__
+    named = [known[name] for name in _names(thing.__code__) if name in known] if shared else []
+    return [*(thing.__closure__ or ()), thing.__defaults__, thing.__kwdefaults__, *named]
+
+
+def _of_a_library(thing: Any) -> bool:
+    code = isinstance(thing, FunctionType | type)
+    return code and str(thing.__module__).split(".")[0] in LIBRARIES
+
+
+@functools.lru_cache(1000)
+def _names(code: CodeType) -> set[str]:
+    """The globals that ``code`` and what is defined in it read or set."""
+    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
+    own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
+    return own.union(*map(_names, inner))
