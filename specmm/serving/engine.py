@@ -458,7 +458,8 @@ class BatchEngine:
 
     def _leave(self, row: int, reason: str) -> None:
         answer = self.answers[row]
-        claim = run_claim(Matching(), self.rows.progress, None).under(answer.options.settings)
+        settings = answer.options.settings | self.target.noise
+        claim = run_claim(Matching(), self.rows.progress, None).under(settings)
         self._keep_answer(row)  # first, for whoever is told may ask the next question
         answer.end(reason, self.drafts.method, str(claim), self._why(reason))
         self.made[reason] += 1

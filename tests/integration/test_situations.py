@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 
 import pytest
@@ -200,9 +201,12 @@ def test_a_model_that_rounds_its_inputs_is_served(method, caplog):
     """Its own forwards of one token and of several differ."""
     model = rounded(scaled("yarn"))
     ids = torch.tensor([[5, 6, 7, 8, 5, 6]])
+    custom = specmm.custom_generate(method=method)
     with caplog.at_level(logging.WARNING, "specmm"):
-        found = generated(model, ids, method)
+        found = model.generate(ids, custom_generate=custom, max_new_tokens=8, do_sample=False)
     assert "two forwards of its own differ by" in caplog.text
+    said = str(custom.last.certificate)
+    assert re.search(r"forwards that differ by \d+\.\d% of their range\)", said)
     assert torch.equal(found, generated(model, ids))
 
 

@@ -455,7 +455,7 @@ class Pipeline:
         stops = self.stops(options)
         ends = EndTokens(self.ends(), device)
         stop = all_of(ends, stops) if stops.texts else ends
-        settings = options.settings
+        settings = options.settings | target.noise
         told: dict[str, Any] = dict(
             prompt_tokens=prompts.lengths, longest=length, ends=frozenset(self.ends())
         )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from specmm.core.derived import fact
+from specmm.core.derived import fact, facts
 from specmm.core.target import Target
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.families import WAYS, Family, Way, own_logits, plain_tokens
@@ -41,6 +41,7 @@ ROUNDED = 0.03  # the same in half precision
 STATES = 0.06  # there, where layers have states
 NOISES = 2.0  # largest distance between our scores and the model's own, in units of its noise
 NOISIEST = 0.1  # of the range: with more noise than that, nothing can be distinguished
+NOISE = "noise"
 LOGGER = logging.getLogger(__name__)
 LEAST = -80.0  # a log-probability whose exponential float32 still distinguishes from 0
 DIFFERS = "its scores of a small draft tree differ from its own"
@@ -207,8 +208,17 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
             family.model.config.model_type,
             100 * own,
         )
+        facts(family.model)[NOISE] = {"forwards that differ by": f"{own:.1%} of their range"}
         return way
     return f"{fault}, its own forwards by {own:.1%}" if own > close else fault
+
+
+def own_noise(model: PreTrainedModel) -> dict[str, str]:
+    """By how much forwards of a checked ``model`` differ from one another, for certificates, if by
+    more than rounding.
+    """
+    found: dict[str, str] = facts(model).get(NOISE, {})
+    return found
 
 
 def _embeds_alike(family: Family) -> bool:

@@ -31,7 +31,7 @@ from specmm.hf.models.aux_states import AuxStates
 from specmm.hf.models.cache_layers import as_transformers
 from specmm.hf.models.families import WAYS, Family, Way
 from specmm.hf.models.mixers import StateLayer
-from specmm.hf.models.probe import check_model, way_of
+from specmm.hf.models.probe import check_model, own_noise, way_of
 from specmm.hf.models.states import States
 from specmm.hf.prompts.prompt import VLMPrompt as VLMPrompt
 from specmm.kernels.tree_attention import Mask, RaggedMask, TreeMask
@@ -165,6 +165,11 @@ class VLMTarget:
     def _weight(self) -> Tensor:
         embedding = getattr(self.family.decoder.get_input_embeddings(), "weight", None)
         return next(self.family.decoder.parameters()) if embedding is None else embedding
+
+    @property
+    def noise(self) -> dict[str, str]:
+        """What certificates say of a model whose own forwards differ, as quantised ones' do."""
+        return own_noise(self.family.model)
 
     @property
     def image_tokens(self) -> tuple[int, ...]:
