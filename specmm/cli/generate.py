@@ -128,7 +128,7 @@ def generate(
         seed,
         given(**sampling),
         batch_size,
-        writable(out or Path("out") / f"{method}-{seed}"),
+        writable(out or Path("out") / f"{chosen.name}-{seed}"),
         compiled_as(compiled, compile_all),
         batch_invariant,
         given(**wanted),

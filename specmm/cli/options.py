@@ -14,7 +14,12 @@ Model = Annotated[
     str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")
 ]
 Options = Annotated[
-    list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")
+    list[str],
+    typer.Option(
+        "--option",
+        "-o",
+        help="KEY=VALUE of the method, as in --method NAME(KEY=VALUE); may be repeated.",
+    ),
 ]
 Drafter = Annotated[
     str | None,
