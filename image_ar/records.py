@@ -65,12 +65,15 @@ class Recorder:
         rows: int,
         compiled: Sequence[bool],
         certificate: Certificate,
+        padded: bool,
     ) -> list[Record]:
-        """The record of each picture of a ``part`` that was drawn together, ``rows`` at a time."""
+        """The record of each picture of a ``part`` that was drawn together, ``rows`` at a time;
+        ``padded`` pictures depend on the longest of them.
+        """
         pairs = zip(self.wanted[part], generators, strict=True)
         asked = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
         pipe = self.pipe
-        invariant = self.maker["batch_invariant"] and pipe.batch_invariant
+        invariant = self.maker["batch_invariant"] and not padded
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}

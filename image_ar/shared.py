@@ -237,7 +237,8 @@ class PicturePipeline(ABC, Generic[M]):
                 parts.append(drawn)
                 claim = drawn.certificate.under(self.claimed(target))
                 programs = turn.compiled[part]
-                found = recorder.records(part, own, decided, batch_size, programs, claim)
+                padded = self.padded(asked[part])
+                found = recorder.records(part, own, decided, batch_size, programs, claim, padded)
                 records += found if drawn.whole else [one | {"interrupted": True} for one in found]
                 move.ended(first + len(own) - move.done)
                 move()
@@ -424,6 +425,10 @@ class PicturePipeline(ABC, Generic[M]):
     def grid(self) -> int:
         """Tokens along a side of a picture that is drawn token by token, else 0."""
         return int(getattr(self.transformer.config, "grid", 0))
+
+    def padded(self, asked: Any) -> bool:
+        """Whether pictures ``asked`` for together are padded to the longest, and round by it."""
+        return False
 
     def length_of(self, prompt: str) -> int:
         """Tokens of a ``prompt``; 0 where the batch does not depend on it."""

@@ -342,6 +342,9 @@ class TransformersImagePictures(TokenPictures):
         check_whole(height=height, width=width)
         return self.facts.layout(self.transformer, (height, width))
 
+    def padded(self, asked: Sequence[Wanted]) -> bool:
+        return len({(len(one.ids), len(one.away)) for one in asked}) > 1
+
     def length_of(self, prompt: str) -> int:
         return len(self._ids(prompt, self._layout()))
 
