@@ -60,7 +60,8 @@ def generate(
     height: Height = None,
     width: Width = None,
     steps: Annotated[
-        int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
+        int | None,
+        typer.Option(help="MAR's iterations, or of the diffusion that paints GLM-Image's pixels."),
     ] = None,
     method: MethodName = "ar",
     option: Options = [],  # noqa: B006

@@ -380,6 +380,8 @@ def check(pipe: Images, run: PictureRun) -> None:
         raise ValueError(f"{run.model} draws classes, give --class NAME or ID in place of --prompt")
     if run.kind == "prompt" and getattr(pipe, "text_encoder", pipe) is None:
         raise ValueError(f"{run.model} reads prompts by a T5, give --text-encoder FOLDER")
+    if pipe.steps_option and "num_inference_steps" in run.wanted:
+        run.sampling[pipe.steps_option] = run.wanted.pop("num_inference_steps")
     for name in run.wanted.keys() - set(pipe.call_options):
         option = {"num_inference_steps": "steps"}.get(name, name.replace("_", "-"))
         raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")

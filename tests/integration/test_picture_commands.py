@@ -52,9 +52,18 @@ def test_what_others_do_not_take_is_told(tmp_path):
     words = ["--class", "heart", "--out", tmp_path]
     tokens, scales = "pocket/llamagen", "pocket/var"
     wrong = [(tokens, "--height", 48), (tokens, "--steps", 3), (scales, "--drafter", tmp_path)]
+    wrong += [(scales, "--steps", 3)]
     for model, *option in wrong:
         said = refused("generate", model, *words, *option)
         assert "leave" in said and option[0] in said
+
+
+def test_steps_are_a_mars_iterations(tmp_path):
+    words = ["--class", 1, "--seed", 0, "--out", tmp_path]
+    succeed("generate", "pocket/mar", *words, "--steps", 3)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["sampling"]["num_iter"] == 3 and facts["rounds"] == 3
+    assert "num_iter must be" in refused("generate", "pocket/mar", *words, "--steps", 0)
 
 
 @pytest.fixture(scope="module")
