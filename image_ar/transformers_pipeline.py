@@ -304,15 +304,16 @@ class TransformersImagePictures(TokenPictures):
         if self.paints:
             raise ValueError(f"decode_tokens has no preview of {self.name}: a diffusion paints it")
         layout = self._drew or self._layout()
-        assert self.parts.code_ids is not None
-        codes = tokens.where(tokens >= 0, int(self.parts.code_ids[0]))
         painting = Painting("", torch.Generator(), {})
-        return self.pixels([(row, layout, painting) for row in codes.split(1)])
+        return self.pixels([(row, layout, painting) for row in tokens.split(1)])
 
     @torch.inference_mode()
     def pixels(self, latents: Any) -> Tensor:
         decoder = self.decoder()
-        return torch.cat([to_uint8(decoder(*each)) for each in latents])  # [B, H, W, 3]
+        assert self.parts.code_ids is not None
+        some = int(self.parts.code_ids[0])
+        codes = [(tokens.where(tokens >= 0, some), *rest) for tokens, *rest in latents]
+        return torch.cat([to_uint8(decoder(*each)) for each in codes])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
         """Options for the diffusion model; raises ``ValueError`` if given without such a model."""

@@ -38,7 +38,7 @@ Prompt = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, gsd, speculative, eagle, lantern, lantern++, self, draft, "
+        help="LlamaGen: ar, sjd, gsd, speculative, eagle, lantern, lantern++, draft, "
         "auto; models of transformers: these and prompt-lookup; "
         "VAR: ar, code, auto; MAR: ar, cspd."
     ),

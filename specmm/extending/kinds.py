@@ -32,7 +32,8 @@ def check_at_least(least: float, hint: str = "", /, **values: Any) -> None:
     """
     check_numbers(**values)
     for name, value in values.items():
-        if not least <= value <= MOST:
+        # PyTorch takes no longer whole numbers
+        if not least <= value <= (2**63 - 1 if isinstance(value, Integral) else MOST):
             got = shown(value)
             raise ValueError(f"{name} must be finite and at least {least}, got {got}{hint}")
 
@@ -42,6 +43,13 @@ def check_whole(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
             raise ValueError(f"{name} must be a whole number, got {shown(value)}")
+
+
+def check_flags(**values: object) -> None:
+    """Raise ``ValueError`` naming the first of ``values`` that is neither True nor False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_kind(kind: object, **values: object) -> None:
@@ -61,6 +69,7 @@ def texts_of(name: str, given: object) -> list[str]:
     """
     # what has no order, or numbers in one, is no list of texts
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
+    several = several and getattr(given, "ndim", 1) > 0
     found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
     for text in found:
         if not isinstance(text, str):

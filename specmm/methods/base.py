@@ -172,8 +172,13 @@ def filed(method: Any) -> Hashable:
     objects may behave differently.
     """
     found = [getattr(method, one.name) for one in fields(method)]
+    return type(method), *map(keyed, found)
+
+
+def keyed(value: Any) -> Hashable:
+    """``value`` as a part of a cache's key: by value if it is plain, else by identity."""
     plain = (str, int, float, bool, tuple, type(None))
-    return type(method), *(x if type(x) in plain else Itself(x) for x in found)
+    return value if type(value) in plain else Itself(value)
 
 
 @dataclass(frozen=True)
