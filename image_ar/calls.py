@@ -42,18 +42,15 @@ WITHOUT = {  # arguments of diffusers' pipelines, and why some models do without
 TENSOR_INPUTS = ("tokens",)  # what callbacks may ask for
 
 
-def check_call(
-    output_type: str, batch_size: int, num_images_per_prompt: int, return_dict: bool
-) -> None:
+def check_call(output_type: str, batch_size: int, each: int, return_dict: bool) -> None:
     """Raise ``ValueError`` for options that no pipeline supports."""
     check_flags(return_dict=return_dict)
     if not isinstance(output_type, str) or output_type not in OUTPUT_TYPES:
         raise unknown("output_type", output_type, OUTPUT_TYPES)
-    check_whole(batch_size=batch_size, num_images_per_prompt=num_images_per_prompt)
-    if batch_size < 1 or num_images_per_prompt < 1:
+    check_whole(batch_size=batch_size, num_images_per_prompt=each)
+    if batch_size < 1 or each < 1:
         raise ValueError(
-            "batch_size and num_images_per_prompt must be at least 1, "
-            f"got {batch_size} and {num_images_per_prompt}"
+            f"batch_size and num_images_per_prompt must be at least 1, got {batch_size} and {each}"
         )
 
 
@@ -63,8 +60,7 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
     """
     for name, value in given.items():
         if name in ("height", "width"):
-            fits = isinstance(value, Real) and value == pipe.side
-            if not (value is None or fits):
+            if value is not None and not (isinstance(value, Real) and value == pipe.side):
                 raise ValueError(
                     f"{name} must be {pipe.side} for {pipe.name}, which draws one size, got "
                     f"{shown(value)}"

@@ -198,8 +198,7 @@ class PicturePipeline(ABC, Generic[M]):
     def _called(self, given: dict[str, Any]) -> Any:
         check_holds_numbers(self.transformer, self.name)
         batch_size, output_type = given["batch_size"], given["output_type"]
-        each, return_dict = given["num_images_per_prompt"], given["return_dict"]
-        check_call(output_type, batch_size, each, return_dict)
+        check_call(output_type, batch_size, given["num_images_per_prompt"], given["return_dict"])
         names = (*self.sampling_options, *self.call_options, "guidance_scale")
         typed = {name: given[name] for name in names} | given.pop("elsewhere")
         given |= dict.fromkeys(names) | self.settle_names(typed)
@@ -257,7 +256,7 @@ class PicturePipeline(ABC, Generic[M]):
             compiled=turn.compiled,
             records=records,
         )
-        return output if return_dict else output.to_tuple()
+        return output if given["return_dict"] else output.to_tuple()
 
     def settle_names(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The ``options`` of a call that are not None, by the names they have in this family, whose

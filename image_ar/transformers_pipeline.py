@@ -16,7 +16,7 @@ from torch import Tensor
 from specmm import methods, zoo
 from specmm.choose.when_compiled import Compiled
 from specmm.core.randomness import further
-from specmm.extending.kinds import check_numbers, check_whole, texts_of
+from specmm.extending.kinds import check_at_least, check_numbers, check_whole, texts_of
 from specmm.extending.outside import with_own
 from specmm.hf.drafters.drafter_formats import ModelFolder
 from specmm.hf.loading.placing import Placing
@@ -325,9 +325,8 @@ class TransformersImagePictures(TokenPictures):
                 "model paints; cfg is the guidance of its tokens"
             )
         check_whole(num_inference_steps=1 if steps is None else steps)
+        check_at_least(1, num_inference_steps=1 if steps is None else steps)
         check_numbers(guidance_scale=1 if guidance is None else guidance)
-        if steps is not None and steps < 1:
-            raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
         if guidance is not None and not guidance > 0:
             raise ValueError(
                 f"guidance_scale must be above 0, got {guidance}, use 1 for no guidance"

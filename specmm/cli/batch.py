@@ -255,8 +255,5 @@ def _repaired(repaired: int, otherwise: int) -> str:
         return "nothing was damaged or missing"
     same = "bit for bit"
     if otherwise:
-        same = (
-            f"{otherwise} of them with other bytes: but in float32 on a CPU, results are rounded "
-            "by what is made beside them"
-        )
+        same = f"{otherwise} of them with other bytes: rounded by what is made beside them"
     return f"{repaired} damaged or missing results made again, {same}"

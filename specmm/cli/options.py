@@ -14,12 +14,7 @@ Model = Annotated[
     str, typer.Argument(help="A folder, a pocket model (see specmm zoo) or a hub id.")
 ]
 Options = Annotated[
-    list[str],
-    typer.Option(
-        "--option",
-        "-o",
-        help="KEY=VALUE of the method, as in --method NAME(KEY=VALUE); may be repeated.",
-    ),
+    list[str], typer.Option("--option", "-o", help="KEY=VALUE of the method; may be repeated.")
 ]
 Drafter = Annotated[
     str | None,
@@ -36,10 +31,7 @@ Seed = Annotated[
 
 
 def _check_device(name: str) -> str:
-    """``name`` of a device that computes; raises ``ValueError`` for the one that holds no numbers.
-
-    Only commands refuse it: models may be opened there.
-    """
+    """``name``; raises ``ValueError`` for the device without numbers, where nothing runs."""
     if name.partition(":")[0] == "meta":
         raise ValueError("device must be one of this machine's, such as cpu, got 'meta'")
     return name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 MOST = 3.4e38  # of float32, in which larger numbers are infinite
 
@@ -52,14 +52,19 @@ def check_flags(**values: object) -> None:
             raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
-def check_kind(kind: object, **values: object) -> None:
+def check_kind(kind: Any, **values: object) -> None:
     """Raise ``ValueError`` naming the first of ``values`` that an option annotated as ``kind``, a
-    number, cannot have; others are not looked at.
+    number or one of some texts, cannot have; others are not looked at.
     """
     if kind in ("int", int):
         check_whole(**values)
     elif kind in ("float", float):
         check_numbers(**values)
+    elif get_origin(kind) is Literal:
+        for name, value in values.items():
+            if not isinstance(value, str) or value not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ValueError(f"{name} must be one of {known}, got {shown(value)}")
 
 
 def texts_of(name: str, given: object) -> list[str]:

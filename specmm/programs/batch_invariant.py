@@ -25,10 +25,7 @@ TILE = 4
 
 
 class batch_invariant(TorchFunctionMode):
-    """A block in which products, attention and convolutions of any model are batch-invariant.
-
-    What runs instead has PyTorch's names of arguments, by which some models give them.
-    """
+    """A block in which products, attention and convolutions of any model are batch-invariant."""
 
     def __torch_function__(
         self,
@@ -109,7 +106,7 @@ def _concerned(x: Tensor) -> bool:
 
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise
-INSTEAD: dict[object, Callable[..., Tensor]] = {
+INSTEAD: dict[object, Callable[..., Tensor]] = {  # with arguments of PyTorch's names
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
     F.conv2d: convolution,

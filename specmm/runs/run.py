@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
@@ -162,8 +160,7 @@ def open_model(
 
 
 def parse_method(registry: Registry, text: str, options: Sequence[str] = ()) -> Any:
-    """The one method of ``registry`` that ``text``, NAME or NAME(KEY=VALUE, …), names, with more
-    ``options`` "KEY=VALUE".
+    """The one method that ``text`` names, NAME or NAME(KEY=VALUE, …), with ``options`` KEY=VALUE.
 
     Raises ``ValueError`` for another number of methods, and for a name, an option or a value that
     is not known.
@@ -502,10 +499,3 @@ def _draw_batch(pipe: Images, run: PictureRun, rows: range, method: Any, callbac
         write_pictures([image], [record], [file])
         run.outputs.append(str(file))
         run.records.append(record)
-
-
-def save_picture(image: Image.Image, file: Path) -> None:
-    """Write a picture as PNG, whole or not at all."""
-    packed = io.BytesIO()
-    image.save(packed, format="PNG")
-    write_whole(file, packed.getvalue())
