@@ -9,6 +9,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from specmm.extending.kinds import check_whole, shown, texts_of
+from specmm.extending.kinds import check_flags, check_whole, shown, texts_of
 from specmm.extending.registry import OPTION, unknown
 
 Classes: TypeAlias = str | int | Sequence[str | int] | Tensor | npt.NDArray[np.integer[Any]]
@@ -41,15 +42,15 @@ WITHOUT = {  # arguments of diffusers' pipelines, and why some models do without
 TENSOR_INPUTS = ("tokens",)  # what callbacks may ask for
 
 
-def check_call(output_type: str, batch_size: int, num_images_per_prompt: int) -> None:
+def check_call(output_type: str, batch_size: int, each: int, return_dict: bool) -> None:
     """Raise ``ValueError`` for options that no pipeline supports."""
-    if output_type not in OUTPUT_TYPES:
+    check_flags(return_dict=return_dict)
+    if not isinstance(output_type, str) or output_type not in OUTPUT_TYPES:
         raise unknown("output_type", output_type, OUTPUT_TYPES)
-    check_whole(batch_size=batch_size, num_images_per_prompt=num_images_per_prompt)
-    if batch_size < 1 or num_images_per_prompt < 1:
+    check_whole(batch_size=batch_size, num_images_per_prompt=each)
+    if batch_size < 1 or each < 1:
         raise ValueError(
-            "batch_size and num_images_per_prompt must be at least 1, "
-            f"got {batch_size} and {num_images_per_prompt}"
+            f"batch_size and num_images_per_prompt must be at least 1, got {batch_size} and {each}"
         )
 
 
@@ -59,7 +60,7 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
     """
     for name, value in given.items():
         if name in ("height", "width"):
-            if value not in (None, pipe.side):
+            if value is not None and not (isinstance(value, Real) and value == pipe.side):
                 raise ValueError(
                     f"{name} must be {pipe.side} for {pipe.name}, which draws one size, got "
                     f"{shown(value)}"
@@ -90,9 +91,7 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
 
     Raises ``ValueError`` for what cannot be called, and for inputs that there are not.
     """
-    if callback is None:
-        return None
-    if not callable(callback):
+    if not (callback is None or callable(callback)):
         raise ValueError(
             "callback_on_step_end must be a function of the pipeline, a round's number, the "
             f"tokens so far and a dict, got {shown(callback)}"
@@ -102,6 +101,8 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
     for name in chosen:
         if name not in TENSOR_INPUTS:
             raise unknown("callback_on_step_end_tensor_inputs", name, TENSOR_INPUTS)
+    if callback is None:
+        return None
 
     def tell(round_: int, count: int, tensors: dict[str, Any]) -> None:
         callback(pipe, round_, count, {name: tensors[name] for name in chosen})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import platform
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from specmm.extending.kinds import shown, texts_of
 from specmm.extending.registry import unknown
 from specmm.image_ar.calls import class_ids, listed, negatives_of
 from specmm.loading.files import write_whole
+from specmm.loading.pictures import packed
 from specmm.methods import label
 from specmm.programs.batch_invariant import any_invariant, serves
 
@@ -65,12 +65,13 @@ class Recorder:
         rows: int,
         compiled: Sequence[bool],
         certificate: Certificate,
+        padded: bool,
     ) -> list[Record]:
-        """The record of each picture of a ``part`` that was drawn together, ``rows`` at a time."""
+        """The records of a ``part`` drawn together, ``rows`` at a time, ``padded`` or not."""
         pairs = zip(self.wanted[part], generators, strict=True)
         asked = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
         pipe = self.pipe
-        invariant = self.maker["batch_invariant"] and pipe.batch_invariant
+        invariant = self.maker["batch_invariant"] and not padded
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
@@ -155,17 +156,14 @@ def sum_of(record: Record) -> str:
 
 def picture_file(image: Image.Image, kind: str, record: Record) -> bytes:
     """The bytes of ``image`` in format ``kind``, with its ``record``."""
-    packed = io.BytesIO()
     if kind == "png":
         info = PngInfo()
         info.add_text(KEY, sealed(record))
-        image.save(packed, format=FORMATS[kind], pnginfo=info)
-        return packed.getvalue()
+        return packed(image, pnginfo=info)
     exif = Image.Exif()
     exif[DESCRIPTION] = sealed(record)
     quality: dict[str, Any] = {"quality": 95} if kind == "jpeg" else {"lossless": True}
-    image.save(packed, format=FORMATS[kind], exif=exif, **quality)
-    return packed.getvalue()
+    return packed(image, FORMATS[kind], exif=exif, **quality)
 
 
 def write_pictures(

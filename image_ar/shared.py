@@ -42,7 +42,7 @@ from specmm.image_ar.calls import (
 )
 from specmm.image_ar.files import save_module, with_options, write_index, write_settings
 from specmm.image_ar.records import Recorder, write_pictures
-from specmm.loading.hardware import named_device
+from specmm.loading.hardware import check_holds_numbers, named_device
 from specmm.zoo.model_files import digest_of_models
 
 M = TypeVar("M", bound=methods.Declared)
@@ -196,8 +196,9 @@ class PicturePipeline(ABC, Generic[M]):
             return self._called(given)
 
     def _called(self, given: dict[str, Any]) -> Any:
+        check_holds_numbers(self.transformer, self.name)
         batch_size, output_type = given["batch_size"], given["output_type"]
-        check_call(output_type, batch_size, given["num_images_per_prompt"])
+        check_call(output_type, batch_size, given["num_images_per_prompt"], given["return_dict"])
         names = (*self.sampling_options, *self.call_options, "guidance_scale")
         typed = {name: given[name] for name in names} | given.pop("elsewhere")
         given |= dict.fromkeys(names) | self.settle_names(typed)
@@ -236,7 +237,8 @@ class PicturePipeline(ABC, Generic[M]):
                 parts.append(drawn)
                 claim = drawn.certificate.under(self.claimed(target))
                 programs = turn.compiled[part]
-                found = recorder.records(part, own, decided, batch_size, programs, claim)
+                padded = self.padded(asked[part])
+                found = recorder.records(part, own, decided, batch_size, programs, claim, padded)
                 records += found if drawn.whole else [one | {"interrupted": True} for one in found]
                 move.ended(first + len(own) - move.done)
                 move()
@@ -423,6 +425,10 @@ class PicturePipeline(ABC, Generic[M]):
     def grid(self) -> int:
         """Tokens along a side of a picture that is drawn token by token, else 0."""
         return int(getattr(self.transformer.config, "grid", 0))
+
+    def padded(self, asked: Any) -> bool:
+        """Whether pictures ``asked`` for together are padded to the longest, and round by it."""
+        return False
 
     def length_of(self, prompt: str) -> int:
         """Tokens of a ``prompt``; 0 where the batch does not depend on it."""

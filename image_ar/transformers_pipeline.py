@@ -16,7 +16,7 @@ from torch import Tensor
 from specmm import methods, zoo
 from specmm.choose.when_compiled import Compiled
 from specmm.core.randomness import further
-from specmm.extending.kinds import check_numbers, check_whole, texts_of
+from specmm.extending.kinds import check_at_least, check_numbers, check_whole, texts_of
 from specmm.extending.outside import with_own
 from specmm.hf.drafters.drafter_formats import ModelFolder
 from specmm.hf.loading.placing import Placing
@@ -304,15 +304,16 @@ class TransformersImagePictures(TokenPictures):
         if self.paints:
             raise ValueError(f"decode_tokens has no preview of {self.name}: a diffusion paints it")
         layout = self._drew or self._layout()
-        assert self.parts.code_ids is not None
-        codes = tokens.where(tokens >= 0, int(self.parts.code_ids[0]))
         painting = Painting("", torch.Generator(), {})
-        return self.pixels([(row, layout, painting) for row in codes.split(1)])
+        return self.pixels([(row, layout, painting) for row in tokens.split(1)])
 
     @torch.inference_mode()
     def pixels(self, latents: Any) -> Tensor:
         decoder = self.decoder()
-        return torch.cat([to_uint8(decoder(*each)) for each in latents])  # [B, H, W, 3]
+        assert self.parts.code_ids is not None
+        some = int(self.parts.code_ids[0])
+        codes = [(tokens.where(tokens >= 0, some), *rest) for tokens, *rest in latents]
+        return torch.cat([to_uint8(decoder(*each)) for each in codes])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
         """Options for the diffusion model; raises ``ValueError`` if given without such a model."""
@@ -324,9 +325,8 @@ class TransformersImagePictures(TokenPictures):
                 "model paints; cfg is the guidance of its tokens"
             )
         check_whole(num_inference_steps=1 if steps is None else steps)
+        check_at_least(1, num_inference_steps=1 if steps is None else steps)
         check_numbers(guidance_scale=1 if guidance is None else guidance)
-        if steps is not None and steps < 1:
-            raise ValueError(f"num_inference_steps must be at least 1, got {steps}")
         if guidance is not None and not guidance > 0:
             raise ValueError(
                 f"guidance_scale must be above 0, got {guidance}, use 1 for no guidance"
@@ -341,6 +341,9 @@ class TransformersImagePictures(TokenPictures):
             raise ValueError(f"give both height and width, got {height} and {width}")
         check_whole(height=height, width=width)
         return self.facts.layout(self.transformer, (height, width))
+
+    def padded(self, asked: Sequence[Wanted]) -> bool:
+        return len({(len(one.ids), len(one.away)) for one in asked}) > 1
 
     def length_of(self, prompt: str) -> int:
         return len(self._ids(prompt, self._layout()))

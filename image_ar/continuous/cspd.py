@@ -287,7 +287,9 @@ class CSpDRun:
 def decode_release(
     batch: CSpDBatch, rule: ReleaseRule, window: DraftWindow
 ) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration."""
+    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration: what is
+    drafted and not yet verified is no token.
+    """
     run = CSpDRun(batch)
     length = begun = batch.orders.shape[1]
     settings = batch.target.settings
@@ -300,5 +302,6 @@ def decode_release(
         elif k % window.size == 0 or k == len(parts) - 1:
             run.verify(rule, Iteration(part.first, begun, part.scale))
             begun = part.first
-        yield MARProgress(run.tokens, length - part.first)
+        drafted = run.orders[:, part.first : begun, None].expand(-1, -1, run.tokens.shape[-1])
+        yield MARProgress(run.tokens.scatter(1, drafted, 0.0), length - begun)
     yield run.finish()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specmm.core.processors import Processor
 from specmm.core.randomness import UniformSource, categorical
-from specmm.extending.kinds import check_at_least
+from specmm.extending.kinds import check_at_least, check_flags
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 
 Temperature = float | tuple[float, ...]  # one, or one for each scale
@@ -58,6 +58,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_at_least(0, ", use 0 for no guidance", cfg=self.cfg)
+        check_flags(more_smooth=self.more_smooth)
         for value in self.by_scale:
             Processor(value, self.top_k, self.top_p)
             if self.more_smooth and value != 1:

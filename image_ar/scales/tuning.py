@@ -184,7 +184,7 @@ def _plain(
     model: VAR, feature_map: FeatureMap, labels: Tensor, sampling: Sampling
 ) -> Callable[[range], list[float]]:
     """A function that draws scales by ``model`` and returns the seconds of each."""
-    uniforms = _uniforms(len(labels), model.device)
+    uniforms = Uniforms([torch.Generator(model.device).manual_seed(i) for i in range(len(labels))])
     sampler = InverseCDF(sampling, uniforms, len(feature_map.schedule))
 
     def draw(steps: range) -> list[float]:
@@ -198,10 +198,6 @@ def _plain(
         return seconds
 
     return draw
-
-
-def _uniforms(batch: int, device: torch.device) -> Uniforms:
-    return Uniforms([torch.Generator(device).manual_seed(i) for i in range(batch)])
 
 
 def _now(device: torch.device) -> float:

@@ -189,8 +189,10 @@ def _block(
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
     head = parts.head("block")
     device = target.device
-    tree = choice.tree or parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
-    shape = parts.once((tree, device), lambda: static_tree(tree, device, parts.acceptance))
+    usual = parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
+    tree = usual if choice.tree is None else choice.tree
+    key = methods.keyed(tree), device
+    shape = parts.once(key, lambda: static_tree(tree, device, parts.acceptance))
     siblings = rule_kind(choice.rule).siblings or "distinct"
     return BlockDrafter(head, llamagen(target), shape, sampled, choice.rejected_weight, siblings)
 
@@ -246,8 +248,9 @@ def _outside(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """A drafter that others wrote."""
-    tree = choice.tree or usual_tree(choice.drafter)
-    shape = parts.once((tree, target.device), lambda: make_tree(tree, target.device))
+    tree = usual_tree(choice.drafter) if choice.tree is None else choice.tree
+    key = methods.keyed(tree), target.device
+    shape = parts.once(key, lambda: make_tree(tree, target.device))
     siblings = rule_kind(choice.rule).siblings or "distinct"
     return make_drafter(choice.drafter, target, DraftRequest(shape, sampled, siblings))
 

@@ -257,8 +257,9 @@ class LlamaGenPictures(TokenPictures):
         """Classes or prompts; raises ``ValueError`` for a kind the model does not draw from."""
         wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
         classes = [] if wanted is None else listed(wanted)
-        prompt, repeats = given["prompt"], given["num_images_per_prompt"]
-        if bool(classes) == bool(prompt):
+        prompt = [] if given["prompt"] is None else texts_of("prompt", given["prompt"])
+        repeats = given["num_images_per_prompt"]
+        if bool(classes) == any(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
         if classes:
             if self.takes == "prompt":
@@ -270,7 +271,7 @@ class LlamaGenPictures(TokenPictures):
             raise ValueError("this model draws classes, give classes=… instead of prompt")
         if self.text_encoder is None:
             raise ValueError("prompt needs from_pretrained(…, text_encoder=FOLDER), that of the T5")
-        found = self.text_encoder(texts_of("prompt", prompt))
+        found = self.text_encoder(prompt)
         features = found.condition.to(self.device, self.transformer.dtype)
         assert found.mask is not None
         mask = found.mask.to(self.device)

@@ -13,7 +13,7 @@ from specmm.app.lanes import warm_up
 from specmm.app.models import MOST_SECONDS, AppModels, local
 from specmm.app.trace import Node, drawing_of, table_of
 from specmm.methods import AR
-from specmm.runs.run import Kind, methods_of, parse_methods
+from specmm.runs.run import Kind, methods_of, parse_method
 
 MOST_PARAMETERS = 10
 TRACED = 3  # components of a trace
@@ -64,10 +64,7 @@ def parameter_boxes(own: Mapping[str, Any]) -> list[Any]:
 
 def method_of(models: AppModels, kind: Kind, model: str, text: str) -> Any:
     """The one method that ``text`` names for a model, with its options."""
-    found = parse_methods(methods_of(kind, local(model)), text)
-    if len(found) != 1:
-        raise ValueError(f"a side of the race must be one method, got {len(found)}: {text}")
-    return found[0]
+    return parse_method(methods_of(kind, local(model)), text)
 
 
 def raced(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from specmm.app.models import in_sentences
 from specmm.app.page import KEEP, WAITING
 from specmm.app.words import LARGEST
 from specmm.loading.files import sentence_of
+from specmm.loading.pictures import packed
 from specmm.runs.load import (
     CHAT,
     COMPLETIONS,
@@ -93,9 +93,7 @@ def _content(content: Any) -> Any:
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if part["type"] == "text":
         return {"type": "text", "text": part["text"]}
-    packed = io.BytesIO()
-    open_image(part["file"]["path"]).save(packed, "PNG")
-    data = base64.b64encode(packed.getvalue()).decode()
+    data = base64.b64encode(packed(open_image(part["file"]["path"]))).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 

@@ -21,6 +21,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar
 import torch
 
 from specmm.choose.notes import Notes, sizes_of
+from specmm.extending.kinds import shown
 from specmm.programs import program_cache
 from specmm.programs.compiled import uncompiled_calls
 
@@ -70,8 +71,8 @@ class Seconds:
 
 def check_compiled(compiled: object) -> None:
     """Raise ``ValueError`` unless ``compiled`` is True, False or "auto"."""
-    if not isinstance(compiled, bool) and compiled != "auto":
-        raise ValueError(f'compiled must be True, False or "auto", got {compiled!r}')
+    if not (isinstance(compiled, bool) or (isinstance(compiled, str) and compiled == "auto")):
+        raise ValueError(f'compiled must be True, False or "auto", got {shown(compiled)}')
 
 
 @dataclass

@@ -255,5 +255,5 @@ def _repaired(repaired: int, otherwise: int) -> str:
         return "nothing was damaged or missing"
     same = "bit for bit"
     if otherwise:
-        same = f"{otherwise} of them with other bytes: this machine or version differs"
+        same = f"{otherwise} of them with other bytes: rounded by what is made beside them"
     return f"{repaired} damaged or missing results made again, {same}"

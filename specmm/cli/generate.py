@@ -38,9 +38,9 @@ Prompt = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="LlamaGen: ar, sjd, gsd, speculative, eagle, lantern, lantern++, self, draft, "
+        help="LlamaGen: ar, sjd, gsd, speculative, eagle, lantern, lantern++, draft, "
         "auto; models of transformers: these and prompt-lookup; "
-        "VAR: ar, code, auto; MAR: ar, cspd."
+        "VAR: ar, code, auto; MAR: ar, cspd. Options in brackets, too: code(n=2)."
     ),
 ]
 
@@ -60,7 +60,8 @@ def generate(
     height: Height = None,
     width: Width = None,
     steps: Annotated[
-        int | None, typer.Option(help="Of the diffusion that paints GLM-Image's pixels.")
+        int | None,
+        typer.Option(help="MAR's iterations, or of the diffusion that paints GLM-Image's pixels."),
     ] = None,
     method: MethodName = "ar",
     option: Options = [],  # noqa: B006
@@ -114,10 +115,10 @@ def generate(
     chosen = runs.parse_method(runs.methods_of("images", model), method, option)
     chosen, drafter = with_own(runs.methods_of("images", model), chosen, drafter)
     seed = secrets.randbelow(2**31) if seed is None else seed
-    sampling = dict(
+    sampling = given(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    wanted = dict(
+    wanted = given(
         negative_prompt=negative_prompt, height=height, width=width, num_inference_steps=steps
     )
     run = runs.PictureRun(
@@ -126,12 +127,12 @@ def generate(
         "classes" if classes else "prompt",
         [text for text in classes or prompt for _ in range(n)],
         seed,
-        given(**sampling),
+        sampling,
         batch_size,
-        writable(out or Path("out") / f"{method}-{seed}"),
+        writable(out or Path("out") / f"{chosen.name}-{seed}"),
         compiled_as(compiled, compile_all),
         batch_invariant,
-        given(**wanted),
+        wanted,
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)

@@ -28,8 +28,20 @@ Width = Annotated[int | None, typer.Option(help="Pixels; goes with --height.")]
 Seed = Annotated[
     int | None, typer.Option(min=0, max=2**63 - 1, help="Without it one is drawn and printed.")
 ]
+
+
+def _check_device(name: str) -> str:
+    """``name``; raises ``ValueError`` for the device without numbers, where nothing runs."""
+    if name.partition(":")[0] == "meta":
+        raise ValueError("device must be one of this machine's, such as cpu, got 'meta'")
+    return name
+
+
 Device = Annotated[
-    str, typer.Option(help="auto (a GPU where there is one), cpu, cuda, cuda:1 and so on.")
+    str,
+    typer.Option(
+        callback=_check_device, help="auto (a GPU where there is one), cpu, cuda, cuda:1 and so on."
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option(help="auto (the device's fastest), float32, bfloat16 or float16.")

@@ -149,7 +149,7 @@ def sample_generators(
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
     name, given, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _whole)
-    if isinstance(given, Sequence) and not isinstance(given, str):
+    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
         if len(given) != count:
             raise ValueError(
                 f"{name} must be one or one for each of the {count} samples, got {len(given)}"

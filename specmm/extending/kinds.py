@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 MOST = 3.4e38  # of float32, in which larger numbers are infinite
 
@@ -32,7 +32,8 @@ def check_at_least(least: float, hint: str = "", /, **values: Any) -> None:
     """
     check_numbers(**values)
     for name, value in values.items():
-        if not least <= value <= MOST:
+        # PyTorch takes no longer whole numbers
+        if not least <= value <= (2**63 - 1 if isinstance(value, Integral) else MOST):
             got = shown(value)
             raise ValueError(f"{name} must be finite and at least {least}, got {got}{hint}")
 
@@ -44,14 +45,26 @@ def check_whole(**values: object) -> None:
             raise ValueError(f"{name} must be a whole number, got {shown(value)}")
 
 
-def check_kind(kind: object, **values: object) -> None:
+def check_flags(**values: object) -> None:
+    """Raise ``ValueError`` naming the first of ``values`` that is neither True nor False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_kind(kind: Any, **values: object) -> None:
     """Raise ``ValueError`` naming the first of ``values`` that an option annotated as ``kind``, a
-    number, cannot have; others are not looked at.
+    number or one of some texts, cannot have; others are not looked at.
     """
     if kind in ("int", int):
         check_whole(**values)
     elif kind in ("float", float):
         check_numbers(**values)
+    elif get_origin(kind) is Literal:
+        for name, value in values.items():
+            if not isinstance(value, str) or value not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ValueError(f"{name} must be one of {known}, got {shown(value)}")
 
 
 def texts_of(name: str, given: object) -> list[str]:
@@ -61,6 +74,7 @@ def texts_of(name: str, given: object) -> list[str]:
     """
     # what has no order, or numbers in one, is no list of texts
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
+    several = several and getattr(given, "ndim", 1) > 0
     found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
     for text in found:
         if not isinstance(text, str):

@@ -155,8 +155,7 @@ class ImageWorker:
 
     def key(self, item: Item) -> Hashable:
         # a prompt's padding depends on the longest of its batch, and rounding on the padding
-        length = 0 if self.pipe.batch_invariant else self.pipe.length_of(item.text)
-        return item.alike, length
+        return item.alike, self.pipe.length_of(item.text)
 
     def _check_options(self, item: Item) -> None:
         """Raise ``ValueError`` for options of an ``item`` that this model does not take."""

@@ -107,11 +107,20 @@ def named_device(name: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError, ImportError) as error:
         raise ValueError(
             f"device must be one of this machine's, such as cpu, got {name!r}"
         ) from error
     return device
+
+
+def check_holds_numbers(network: nn.Module, name: str) -> None:
+    """Raise ``ValueError`` for a ``network``, of the model ``name``, whose weights are nowhere."""
+    if next(network.parameters()).is_meta:
+        raise ValueError(
+            f"{name} must have weights on a device, got none there (device meta); load them, "
+            "or leave at least its first layer where it runs (device_map)"
+        )
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ Errors begin with "must", for the file's name to be put before them.
 
 from __future__ import annotations
 
+import io
 import sys
 import warnings
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
@@ -25,6 +26,13 @@ def endings() -> set[str]:
     """Of files that are pictures, in lower case with their dot: those of Pillow and its plugins."""
     known = Image.registered_extensions()
     return {ending for ending, kind in known.items() if kind not in NO_PICTURES}
+
+
+def packed(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The bytes of a file of ``image``, of a ``kind`` and with ``options`` of Pillow's."""
+    data = io.BytesIO()
+    image.save(data, format=kind, **options)
+    return data.getvalue()
 
 
 def header(source: str | IO[bytes] | Image.Image, most: int | None = None) -> Image.Image:

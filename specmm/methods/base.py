@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_type_hints
 
 from specmm.extending.kinds import check_kind, shown
 from specmm.extending.registry import (
@@ -47,14 +47,14 @@ class _Checked(type):
     """Makes methods of options of the right kinds."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
-        fields: tuple[dataclasses.Field[Any], ...] = ()
-        if dataclasses.is_dataclass(cls):
-            fields = dataclasses.fields(cls)
-        kinds = {field.name: field.type for field in fields}
+        hints = get_type_hints(cls)
+        known: Any = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+        kinds = {field.name: hints[field.name] for field in known}
         if strange := [name for name in options if kinds and name not in kinds]:
             raise TypeError(str(unknown(f"option of {cls.__name__}", strange[0], kinds, OPTION)))
         for name, value in (dict(zip(kinds, values, strict=False)) | options).items():
-            check_kind(kinds.get(name), **{name: value})
+            # names of drafters are those that may be typed: another may be one's own
+            check_kind(kinds.get(name) if name != "drafter" else None, **{name: value})
         return super().__call__(*values, **options)
 
     @property
@@ -172,8 +172,13 @@ def filed(method: Any) -> Hashable:
     objects may behave differently.
     """
     found = [getattr(method, one.name) for one in fields(method)]
+    return type(method), *map(keyed, found)
+
+
+def keyed(value: Any) -> Hashable:
+    """``value`` as a part of a cache's key: by value if it is plain, else by identity."""
     plain = (str, int, float, bool, tuple, type(None))
-    return type(method), *(x if type(x) in plain else Itself(x) for x in found)
+    return value if type(value) in plain else Itself(value)
 
 
 @dataclass(frozen=True)
@@ -200,11 +205,6 @@ class Auto(Declared):
     tv: float = TV
 
     def __post_init__(self) -> None:
-        if self.certificate not in ("exact", "bounded"):
-            raise ValueError(
-                f"certificate must be exact or bounded, the weakest that auto may take, got "
-                f"{self.certificate!r}"
-            )
         if self.tv != TV and not self.relaxes:
             raise ValueError("tv needs certificate bounded: exact methods are off by nothing")
         if not 0 < self.tv <= 1:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, get_args, get_type_hints
+from typing import ClassVar, Literal, TypeAlias
 
-from specmm.methods.base import Choice, Composed, Declared, Tree, check_rejected_weight
+from specmm.methods.base import Choice, Composed, Declared, Draft, Tree, check_rejected_weight
 
 Init: TypeAlias = Literal["last", "left", "above", "random"]
 """What Jacobi guesses begin from: see specmm/image_ar/tokens/drafters/jacobi.py."""
@@ -27,9 +27,6 @@ class SJD(Composed):
     init: Init = "above"
     coupled: bool = True
     rule: str = "recursive"
-
-    def __post_init__(self) -> None:
-        check_init(self.init)
 
     @property
     def choice(self) -> Choice:
@@ -55,9 +52,6 @@ class GSD(Composed):
     init: Init = "last"
     coupled: bool = False
 
-    def __post_init__(self) -> None:
-        check_init(self.init)
-
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
@@ -66,7 +60,7 @@ class GSD(Composed):
 
 
 @dataclass(frozen=True)
-class Speculative(Composed):
+class Speculative(Draft):
     """A tree of siblings drawn without replacement from recorded distributions; exact.
 
     A block drafter draws from a mixture with the target's distributions at rejected positions,
@@ -74,18 +68,11 @@ class Speculative(Composed):
     """
 
     name: ClassVar[str] = "speculative"
+    claims: ClassVar[str] = "exact"
     drafter: Literal["block", "eagle"] = "block"
     tree: Tree = None
     rule: str = "traversal"
     rejected_weight: float = 0.3
-
-    def __post_init__(self) -> None:
-        check_rejected_weight(self.rejected_weight)
-
-    @property
-    def choice(self) -> Choice:
-        """Drafter, tree and rule."""
-        return Choice(self.drafter, self.tree, self.rule, self.rejected_weight)
 
 
 @dataclass(frozen=True)
@@ -124,9 +111,6 @@ class Lantern(Composed):
     depth: int = 4
     top_k: int = 6
 
-    def __post_init__(self) -> None:
-        _check_residual(self.residual)
-
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule."""
@@ -152,7 +136,6 @@ class LanternPP(Composed):
 
     def __post_init__(self) -> None:
         check_rejected_weight(self.rejected_weight)
-        _check_residual(self.residual)
 
     @property
     def choice(self) -> Choice:
@@ -207,31 +190,10 @@ class CSpD(Declared):
     prefill: float = 0.05
     relax: float = 42.0
 
-    def __post_init__(self) -> None:
-        _check_choice(CSpD, "variant", self.variant)
-
     @property
     def static_shapes(self) -> bool:
         """Of rounds that are one call of the target's own head."""
         return self.variant == "exact"
-
-
-def check_init(init: str) -> None:
-    """Raise ``ValueError`` for an ``init`` that Jacobi drafts do not have."""
-    if init not in get_args(Init):
-        raise ValueError(f"init must be one of {', '.join(get_args(Init))}, got {init!r}")
-
-
-def _check_residual(residual: str) -> None:
-    """Raise ``ValueError`` for a ``residual`` that no method has."""
-    _check_choice(Lantern, "residual", residual)
-
-
-def _check_choice(kind: type, option: str, value: str) -> None:
-    """Raise ``ValueError`` for a ``value`` that ``option`` of the method ``kind`` cannot have."""
-    known = get_args(get_type_hints(kind)[option])
-    if value not in known:
-        raise ValueError(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:

@@ -53,23 +53,30 @@ def outside_batch_invariant() -> Iterator[None]:
         yield
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear`` of ``x`` [..., K], as oneDNN sums it."""
-    return fused(x, weight, bias, "none", [], "") if _concerned(x) else F.linear(x, weight, bias)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of ``input`` [..., K], as oneDNN sums it."""
+    if not _concerned(input):
+        return F.linear(input, weight, bias)
+    return fused(input, weight, bias, "none", [], "")
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *given: Any, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *given: Any,
+    **options: Any,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` of ``q`` [..., T, D], padded to ``TILE`` queries."""
-    queries = q.shape[-2]
-    if queries >= TILE or not _concerned(q):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask, *given, **options)
-    more = (0, 0, 0, TILE - queries)
-    if attn_mask is not None and attn_mask.shape[-2] > 1:
-        # the queries added may attend everything
-        attn_mask = F.pad(attn_mask, more, value=attn_mask.dtype == torch.bool)
-    found = F.scaled_dot_product_attention(F.pad(q, more), k, v, attn_mask, *given, **options)
+    """``F.scaled_dot_product_attention`` of ``query`` [..., T, D], padded to ``TILE`` queries."""
+    queries = query.shape[-2]
+    if queries < TILE and _concerned(query):
+        more = (0, 0, 0, TILE - queries)
+        query = F.pad(query, more)
+        if attn_mask is not None and attn_mask.shape[-2] > 1:
+            # the queries added may attend everything
+            attn_mask = F.pad(attn_mask, more, value=attn_mask.dtype == torch.bool)
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
     return found[..., :queries, :]
 
 
@@ -80,11 +87,11 @@ def fused(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
     return POINTWISE(x.expand(2, *x.shape), weight, *given)[0]
 
 
-def convolution(x: Tensor, *given: Any, **options: Any) -> Tensor:
+def convolution(input: Tensor, *given: Any, **options: Any) -> Tensor:
     """``F.conv2d``, picture by picture: oneDNN has another algorithm for one than for several."""
-    if x.ndim < 4 or not _concerned(x):
-        return F.conv2d(x, *given, **options)
-    parts = [F.conv2d(part.contiguous(), *given, **options) for part in x.split(1)]
+    if input.ndim < 4 or not _concerned(input):
+        return F.conv2d(input, *given, **options)
+    parts = [F.conv2d(part.contiguous(), *given, **options) for part in input.split(1)]
     return torch.cat([part.contiguous() for part in parts])
 
 
@@ -99,7 +106,7 @@ def _concerned(x: Tensor) -> bool:
 
 
 POINTWISE = torch.ops.mkldnn._linear_pointwise
-INSTEAD: dict[object, Callable[..., Tensor]] = {
+INSTEAD: dict[object, Callable[..., Tensor]] = {  # with arguments of PyTorch's names
     F.linear: linear,
     F.scaled_dot_product_attention: attention,
     F.conv2d: convolution,

@@ -30,7 +30,7 @@ from specmm.loading.files import sentence_of, writable, write_whole
 from specmm.loading.hardware import Place
 from specmm.loading.pictures import upright
 from specmm.programs.batch_invariant import batch_invariant
-from specmm.runs.run import open_model, parse_methods
+from specmm.runs.run import open_model, parse_method
 from specmm.zoo.model_files import digest_of_models
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def draw_again(record: Record, pipe: Images) -> Image.Image:
     given: dict[str, Any] = {pipe.takes: [one[kind] for one in asked]}
     if any("negative_prompt" in one for one in asked):
         given["negative_prompt"] = [one.get("negative_prompt", "") for one in asked]
-    method = parse_methods(pipe.registry, record["method"])[0]
+    method = parse_method(pipe.registry, record["method"])
     seeds = [one["seed"] for one in asked]
     invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
     with settled(pipe.transformer, record["threads"]), invariant:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,10 @@ from PIL import Image, ImageDraw, ImageFont
 from specmm.choose.threads import settled
 from specmm.image_ar.records import write_pictures
 from specmm.loading.files import slug, write_whole
+from specmm.loading.pictures import packed
 from specmm.methods import IMAGE_TOKENS
 from specmm.runs.race import Lane, race, summaries
-from specmm.runs.run import Place, open_model, parse_methods, save_picture
+from specmm.runs.run import Place, open_model, parse_methods
 
 METHODS = "ar,speculative,lantern++"
 FAVOURITES = ("face-smiling", "heart", "food-fruit", "country-flag")
@@ -93,7 +93,7 @@ def compare(
     rows = [{**row, "threads": threads.count} for row in rows]
     captioned = [(_captions(row), lane.images) for row, lane in zip(rows, lanes, strict=True)]
     sheet = _sheet(captioned, names, n)
-    save_picture(sheet, folder / "side_by_side.png")
+    write_whole(folder / "side_by_side.png", packed(sheet))
     write_whole(folder / "index.html", _page(sheet, rows, model).encode())
     whole = [str(folder / name) for name in ("index.html", "side_by_side.png")]
     return rows, [*whole, *(file for saved in files.values() for file in saved)]
@@ -178,8 +178,6 @@ def _left(column: int, repeats: int) -> int:
 
 def _page(sheet: Image.Image, rows: Sequence[dict[str, Any]], model: str) -> str:
     """A self-contained page with the table, the notes and the sheet."""
-    packed = io.BytesIO()
-    sheet.save(packed, format="PNG")
     head, *body = table_of(rows)
     table = _table_row(head, "th") + "".join(_table_row(row, "td") for row in body)
     return PAGE.format(
@@ -187,7 +185,7 @@ def _page(sheet: Image.Image, rows: Sequence[dict[str, Any]], model: str) -> str
         model=html.escape(model),
         table=table,
         notes=html.escape(notes(rows)),
-        image=base64.b64encode(packed.getvalue()).decode(),
+        image=base64.b64encode(packed(sheet)).decode(),
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
-from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
@@ -161,34 +159,35 @@ def open_model(
 # ---- methods from text
 
 
-def parse_method(registry: Registry, name: str, options: Sequence[str] = ()) -> Any:
-    """The method ``name`` of ``registry`` with ``options`` "KEY=VALUE".
+def parse_method(registry: Registry, text: str, options: Sequence[str] = ()) -> Any:
+    """The one method that ``text`` names, NAME or NAME(KEY=VALUE, …), with ``options`` KEY=VALUE.
 
-    Raises ``ValueError`` for a name, an option or a value that is not known.
+    Raises ``ValueError`` for another number of methods, and for a name, an option or a value that
+    is not known.
     """
-    kind = registry.get(name)
+    if len(_split(text)) != 1:
+        raise ValueError(f"method must be one, got {text!r}")
+    name, bracket, rest = text.strip().partition("(")
+    if bracket and not rest.endswith(")"):
+        raise ValueError(f"a method must read NAME or NAME(KEY=VALUE, …), got {text!r}")
+    kind = registry.get(name.strip())
     hints = get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind)}
     given: dict[str, object] = {}
-    for option in options:
-        key, equals, text = option.partition("=")
+    for option in (*_split(rest.removesuffix(")")), *options):
+        key, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"a method's option must read KEY=VALUE, got {option!r}")
         key = key.strip().replace("-", "_")
         key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
-        text = text.strip()
-        given[key] = _value(key, text, hints[key]) if key in known else text
-    return methods.make(registry, name, **given)
+        value = value.strip()
+        given[key] = _value(key, value, hints[key]) if key in known else value
+    return methods.make(registry, kind.name, **given)
 
 
 def parse_methods(registry: Registry, text: str) -> list[Any]:
-    """Methods separated by commas, each a name or name(key=value, …)."""
-    found = []
-    for item in _split(text):
-        name, bracket, rest = item.partition("(")
-        if bracket and not rest.endswith(")"):
-            raise ValueError(f"a method must read NAME or NAME(KEY=VALUE, …), got {item!r}")
-        found.append(parse_method(registry, name.strip(), _split(rest[:-1]) if bracket else ()))
+    """Methods separated by commas, as :func:`parse_method` reads each."""
+    found = [parse_method(registry, one) for one in _split(text)]
     if not found:
         raise ValueError("methods must name at least one, such as ar,lantern++")
     return found
@@ -378,6 +377,8 @@ def check(pipe: Images, run: PictureRun) -> None:
         raise ValueError(f"{run.model} draws classes, give --class NAME or ID in place of --prompt")
     if run.kind == "prompt" and getattr(pipe, "text_encoder", pipe) is None:
         raise ValueError(f"{run.model} reads prompts by a T5, give --text-encoder FOLDER")
+    if pipe.steps_option and "num_inference_steps" in run.wanted:
+        run.sampling[pipe.steps_option] = run.wanted.pop("num_inference_steps")
     for name in run.wanted.keys() - set(pipe.call_options):
         option = {"num_inference_steps": "steps"}.get(name, name.replace("_", "-"))
         raise ValueError(f"--{option} does not serve models such as {run.model}; leave it out")
@@ -498,10 +499,3 @@ def _draw_batch(pipe: Images, run: PictureRun, rows: range, method: Any, callbac
         write_pictures([image], [record], [file])
         run.outputs.append(str(file))
         run.records.append(record)
-
-
-def save_picture(image: Image.Image, file: Path) -> None:
-    """Write a picture as PNG, whole or not at all."""
-    packed = io.BytesIO()
-    image.save(packed, format="PNG")
-    write_whole(file, packed.getvalue())

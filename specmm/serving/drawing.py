@@ -11,7 +11,7 @@ from typing import Any
 
 from specmm import methods
 from specmm.image_ar.records import picture_file
-from specmm.runs.run import Place, check_sampling, methods_of, open_model, parse_methods
+from specmm.runs.run import Place, check_sampling, methods_of, open_model, parse_method
 from specmm.serving.fields import Fields, Refused
 
 MOST = 16  # pictures of a request
@@ -39,7 +39,7 @@ class Painter:
         """
         registry = methods_of("images", model)
         known = method if method != methods.Auto.name or method in registry else methods.AR.name
-        made = _method(registry, known)
+        made = parse_method(registry, known)
         return cls(model, open_model("images", model, place, made, drafter), made)
 
     def wanted(self, fields: Fields, most: int) -> Callable[[Callable[[], bool]], dict[str, Any]]:
@@ -55,7 +55,7 @@ class Painter:
         n = fields.whole("n", 1, min(MOST, most)) or 1
         seed = fields.whole("seed", 0, 2**63 - 1)
         name = fields.text("method")
-        method = self.method if name is None else _method(self.pipe.registry, name)
+        method = self.method if name is None else parse_method(self.pipe.registry, name)
         sampling = {
             "cfg": fields.number("cfg", 0, 1000),
             "temperature": fields.number("temperature", 0, 100),
@@ -103,14 +103,6 @@ class Painter:
                 "seeds": [record["seed"] for record in out.records],
             },
         }
-
-
-def _method(registry: Any, text: str) -> Any:
-    """The one method of a ``text``, NAME or NAME(KEY=VALUE, …)."""
-    found = parse_methods(registry, text)
-    if len(found) > 1:
-        raise ValueError(f"method must be one, got {text!r}")
-    return found[0]
 
 
 def _size(fields: Fields) -> dict[str, int]:

@@ -144,7 +144,7 @@ def test_trials_are_no_part_of_the_pictures_seconds(make_tiny, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"certificate": "heuristic"}, "certificate must be exact or bounded"),
+        ({"certificate": "heuristic"}, "certificate must be one of exact, bounded, got"),
         ({"certificate": "bounded", "tv": 0.0}, "tv must be a total variation a token above 0"),
         ({"certificate": "bounded", "tv": 1.5}, "at most 1, got 1.5"),
         ({"tv": 0.1}, "tv needs certificate bounded"),

@@ -191,8 +191,9 @@ METHODS = {
 @pytest.mark.parametrize("count", [1, 4])
 def test_callbacks_see_the_pictures_so_far(pipe, draw, count):
     """Whatever is drafted or stale behind their ends; what they write changes nothing."""
+    several = {"num_iter": 6} if pipe.name == "pocket/mar" else {}  # windows of drafts
     for method in METHODS.get(pipe.name, METHODS["tiny"]):
-        given = dict(classes=list(range(count)), method=method)
+        given = dict(classes=list(range(count)), method=method) | several
         wanted = draw(**given)
         whole = wanted.tokens
         shares = []
@@ -253,6 +254,14 @@ WRONG = [
     (dict(num_images_per_prompt=1.5), "num_images_per_prompt must be a whole number, got 1.5"),
     (dict(output_type=3), "unknown output_type 3; choose from"),
     (dict(callback_on_step_end=3), "callback_on_step_end must be a function of the pipeline"),
+    (dict(callback_on_step_end_tensor_inputs=torch.tensor(1)), "must be a text or a list of texts"),
+    (dict(return_dict=torch.ones(2)), "return_dict must be True or False, got a Tensor"),
+    (dict(compiled=torch.ones(2)), "compiled must be True, False or .auto., got a Tensor"),
+    (dict(output_type=torch.ones(2)), "unknown output_type"),
+    (dict(height=torch.ones(2)), "height must be .*, got a Tensor"),
+    (dict(temperature=10**30), "temperature must be .*finite"),
+    (dict(cfg=10**30), "cfg must be finite"),
+    (dict(generator=None, seed=b"x"), "seed must be a whole number or a list of them, got a bytes"),
 ]
 
 
@@ -261,6 +270,19 @@ def test_wrong_kinds_are_one_line(draw, wrong, said):
     with pytest.raises(ValueError, match=said) as told:
         draw(**{"classes": [3], **wrong})
     assert "\n" not in str(told.value)
+
+
+def test_flags_and_trees_of_odd_kinds_are_one_line(tiny):
+    """What only some families take."""
+    tokens, scales = map(specmm.ImagePipeline.from_pretrained, (tiny, "pocket/var"))
+    with pytest.raises(ValueError, match="more_smooth must be True or False, got a Tensor"):
+        scales(classes=[1], more_smooth=torch.ones(2))
+    for tree in (torch.ones(2), {"a": 1}, {1}, 3):
+        with pytest.raises(ValueError, match="tree must be a name or numbers such as"):
+            tokens(classes=[1], method="speculative", tree=tree)
+    for prompt in (torch.ones(2), torch.tensor(1), np.array(1.0)):
+        with pytest.raises(ValueError, match="prompt must be a text or a list of texts, got"):
+            tokens(prompt=prompt)
 
 
 def test_components(pipe):

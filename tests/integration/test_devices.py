@@ -32,6 +32,8 @@ def test_everything_of_a_pipeline_is_opened_on_its_device(name):
     weights = chain.from_iterable((*part.parameters(), *part.buffers()) for part in networks(pipe))
     assert {weight.device.type for weight in weights} == {"meta"}
     assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="must have weights on a device, got none there"):
+        pipe(classes=[1], seed=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -93,6 +95,7 @@ def commands(tiny: Path, text_folder: Path, out: Path) -> dict[str, list[str]]:
 def test_unknown_devices_and_dtypes_are_one_line(tiny, text_folder, tmp_path):
     unknown = "device must be one of this machine's"
     wrong = [("--device", "tpu9", unknown), ("--dtype", "float3", "float32")]
+    wrong += [("--device", name, unknown) for name in ("meta", "meta:0", "privateuseone")]
     wrong += [] if torch.cuda.is_available() else [("--device", "cuda", unknown)]
     for command, arguments in commands(tiny, text_folder, tmp_path).items():
         for option, value, message in wrong:

@@ -8,8 +8,10 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from specmm.programs.batch_invariant import batch_invariant
+from specmm.runs.again import draw_again
 from tests.commands import as_json, refused, run, succeed
-from tests.tiny.picture_kinds import KINDS, saved, sized
+from tests.tiny.picture_kinds import KINDS, opened, saved, sized
 
 
 @pytest.fixture(scope="module", params=["janus", "emu3"])
@@ -50,9 +52,18 @@ def test_what_others_do_not_take_is_told(tmp_path):
     words = ["--class", "heart", "--out", tmp_path]
     tokens, scales = "pocket/llamagen", "pocket/var"
     wrong = [(tokens, "--height", 48), (tokens, "--steps", 3), (scales, "--drafter", tmp_path)]
+    wrong += [(scales, "--steps", 3)]
     for model, *option in wrong:
         said = refused("generate", model, *words, *option)
         assert "leave" in said and option[0] in said
+
+
+def test_steps_are_a_mars_iterations(tmp_path):
+    words = ["--class", 1, "--seed", 0, "--out", tmp_path]
+    succeed("generate", "pocket/mar", *words, "--steps", 3)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["sampling"]["num_iter"] == 3 and facts["rounds"] == 3
+    assert "num_iter must be" in refused("generate", "pocket/mar", *words, "--steps", 0)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +90,37 @@ def test_jobs_of_prompts(squares, tmp_path):
     succeed(*words, "--method", "sjd", "--seed", 0)
     pictures = sorted((tmp_path / "out").rglob("*.png"))
     assert len(pictures) == 2 and Image.open(pictures[0]).size == (12, 12)
+
+
+def test_a_prompts_file_is_the_same_whatever_is_made_beside_it(squares, tmp_path):
+    """Byte for byte, also where prompts of other lengths are in the job."""
+    texts = ("a tree", "red barn", "blue hill on a tree", "a hill")
+    (tmp_path / "job.jsonl").write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts))
+    words = ["batch", tmp_path / "job.jsonl", "--model", squares, "--dtype", "float32"]
+    made = []
+    for size in (1, 4):
+        out = tmp_path / str(size)
+        given = [*words, "--method", "sjd", "--out", out, "--batch-size", size]
+        succeed(*given)
+        made.append({file.name: file.read_bytes() for file in out.rglob("*.png")})
+    assert made[0] == made[1] and len(made[0]) == 4
+    next(out.rglob("*.png")).unlink()
+    assert "made again, bit for bit" in succeed(*given, "--repair").stdout
+
+
+def test_a_record_names_the_prompts_that_lengthened_its_own(squares):
+    pipe = opened(squares)
+    with batch_invariant():
+        alike, padded = (
+            pipe(prompt=texts, seed=[1, 2], temperature=1.0)
+            for texts in (["a tree", "red barn"], ["a tree", "blue hill on a tree"])
+        )
+        away = pipe(prompt=["a tree"] * 2, negative_prompt=["a", "red barn on a"], seed=[1, 2])
+    assert not any("batch" in record for record in alike.records)
+    for out in (padded, away):
+        assert [len(record["batch"]) for record in out.records] == [2, 2]
+        for image, record in zip(out.images, out.records, strict=True):
+            assert draw_again(record, pipe).tobytes() == image.tobytes()
 
 
 @pytest.mark.parametrize("name", KINDS)

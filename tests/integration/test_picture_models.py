@@ -263,3 +263,30 @@ def test_seeds_prompts_and_numbers_of_pictures(pipe, kind):
     out = pipe(PROMPTS, generator=seeds, batch_size=3, **given)
     alone = pipe(PROMPTS[1], generator=[torch.Generator().manual_seed(i) for i in (2, 3)], **given)
     assert torch.equal(out.tokens[2:], alone.tokens) and len(out.tokens.unique(dim=0)) == 4
+
+
+def test_callbacks_see_the_pictures_so_far_and_may_end_them(kind, pipe):
+    """As those of other families; pixels that a diffusion paints have no preview."""
+    given = dict(prompt=PROMPTS, seed=[1, 2], method="sjd", **sized(kind))
+    given |= STEPS if pipe.paints else {}
+    whole = pipe(**given)
+    seen = []
+
+    def look(pipe, step, fewest, state):
+        tokens = state["tokens"]
+        assert torch.equal(tokens[tokens >= 0], whole.tokens[tokens >= 0])
+        if not pipe.paints:
+            seen.append(pipe.decode_tokens(tokens).numpy())
+        tokens.zero_()
+
+    assert torch.equal(pipe(**given, callback_on_step_end=look).tokens, whole.tokens)
+    for last, image in zip(seen[-1] if seen else [], whole.images, strict=not pipe.paints):
+        assert (last == np.asarray(image)).all()
+
+    def stop(pipe, step, fewest, state):
+        pipe._interrupt = True
+
+    cut = pipe(**given, callback_on_step_end=stop)
+    assert len(cut.images) == 2 and all(record["interrupted"] for record in cut.records)
+    assert cut.images[0].size == whole.images[0].size and (cut.tokens < 0).any()
+    assert torch.equal(pipe(**given).tokens, whole.tokens)

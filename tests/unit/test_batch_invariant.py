@@ -53,6 +53,21 @@ def test_convolutions_take_pictures_one_by_one() -> None:
     assert torch.equal(one[0], whole[2]) and single.shape == (16, 12, 12)
 
 
+def test_arguments_may_be_given_by_pytorchs_names() -> None:
+    """As diffusers gives those of attention."""
+    x, weight, bias = normal(5, 16, 12, 12), normal(16, 12, seed=1), normal(16, seed=2)
+    kernel = normal(16, 16, 3, 3, seed=3)
+    for function, given in (
+        (F.linear, dict(input=x, weight=weight, bias=bias)),
+        (F.scaled_dot_product_attention, dict(query=x, key=x, value=x, attn_mask=None)),
+        (F.scaled_dot_product_attention, dict(query=x[:, :, :1], key=x, value=x)),
+        (F.conv2d, dict(input=x, weight=kernel, bias=bias, padding=1)),
+    ):
+        plain = function(**given)
+        with batch_invariant():
+            torch.testing.assert_close(function(**given), plain, atol=1e-4, rtol=1e-3)
+
+
 def test_other_dtypes_are_left_alone() -> None:
     x, weight = normal(3, 64).bfloat16(), normal(32, 64, seed=1).bfloat16()
     plain = F.linear(x, weight)

@@ -72,6 +72,18 @@ def test_options_from_text_have_their_types():
         assert parse_method(methods.TEXT, "block", [f"tree={text}"]).tree == tree
 
 
+def test_a_methods_options_may_stand_beside_its_name():
+    registry = methods.IMAGE_TOKENS
+    assert parse_method(registry, " sjd( window=4 )") == methods.SJD(4)
+    given = parse_method(registry, "lantern++(k=7, tree=(2,1))", ["lambda=3"])
+    assert given == methods.LanternPP(lambda_=3.0, k=7, tree=(2, 1))
+    for wrong in ("", "ar,sjd", "sjd(window=4), ar"):
+        with pytest.raises(ValueError, match="method must be one, got"):
+            parse_method(registry, wrong)
+    with pytest.raises(ValueError, match="must read NAME or NAME"):
+        parse_method(registry, "sjd(window=4")
+
+
 def test_lists_of_methods():
     found = parse_methods(
         methods.IMAGE_TOKENS, "ar, lantern++(lambda_=4, tree=(2,1)),sjd(window=4)"

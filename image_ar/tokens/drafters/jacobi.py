@@ -41,7 +41,8 @@ from specmm.core.drawing import DrawingTarget
 from specmm.core.randomness import UniformSource, categorical
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape, at_nodes
-from specmm.methods.images import Init, check_init
+from specmm.extending.kinds import check_kind
+from specmm.methods.images import Init
 from specmm.verify.exact import Trial, strict_step
 
 # Share of the newest distribution at the first place of a coupled window. The token before it has
@@ -76,7 +77,7 @@ class JacobiDrafter:
         if not 1 <= window < target.length:
             raise ValueError(f"window must be in [1, {target.length - 1}], got {window}")
         self.target = target
-        check_init(init)
+        check_kind(Init, init=init)
         self.init = init
         self.coupled = coupled
         self.steadied = coupled and not target.processor.greedy

@@ -107,7 +107,8 @@ def custom_generate(
     resolved: Method = methods.make(methods.GENERATE, method or _method_for(drafter))
     records: dict[Any, Record] = {}
     kind = _method_for(drafter) if resolved.name == methods.Auto.name else ""
-    drafter_of = _drafters(drafter, kind or _kind_of(resolved))
+    own = resolved.drafter if isinstance(resolved, methods.Draft) else resolved.name
+    drafter_of = _drafters(drafter, kind or own)
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
@@ -219,11 +220,6 @@ def _method_for(drafter: object) -> str:
             "too, as method='text-draft' for a language model"
         )
     return name
-
-
-def _kind_of(method: Method) -> Any:
-    """The method whose drafter ``method`` takes."""
-    return method.drafter if isinstance(method, methods.Draft) else method.name
 
 
 def _drafters(drafter: object, kind: Any) -> Callable[[PreTrainedModel], object]:

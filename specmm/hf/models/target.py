@@ -36,6 +36,7 @@ from specmm.hf.models.states import States
 from specmm.hf.prompts.prompt import VLMPrompt as VLMPrompt
 from specmm.kernels.tree_attention import Mask, RaggedMask, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
+from specmm.loading.hardware import check_holds_numbers
 from specmm.verify.rule import VerifyResult
 
 Past: TypeAlias = tuple[TransformersCache, States | None]
@@ -108,11 +109,7 @@ class VLMTarget:
         allowed: AllowedTokens | None = None,
         way: Way = WAYS[0],
     ) -> None:
-        if model.device.type == "meta":
-            raise ValueError(
-                f"{name} must have weights on a device, got none there (device meta); load them, "
-                "or leave at least its first layer where it runs (device_map)"
-            )
+        check_holds_numbers(model, name)
         self.model = model.eval() if model.training else model
         self.processor = processor
         self.name = name
