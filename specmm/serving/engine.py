@@ -45,7 +45,9 @@ ALL = 2**62  # tokens of a prompt, however long
 ALONE = 4096  # tokens of prompts that are read at once where nobody is answered
 ENDS = ("stop", "length", "cancelled", "timeout", "error")
 READ = ("requests", "prompt_tokens", "cached_tokens", "read_seconds")
-COUNTS = dict.fromkeys((*READ, "tokens", "rounds", "row_rounds", "round_seconds", *ENDS), 0)
+PLAYED = ("tokens", "rounds", "row_rounds", "round_seconds")
+DRAFTED = ("drafted_tokens", "kept_tokens", "network_seconds")
+COUNTS = dict.fromkeys((*READ, *PLAYED, *DRAFTED, *ENDS), 0)
 
 
 @dataclass
