@@ -7,9 +7,11 @@ no batch.
 from __future__ import annotations
 
 import csv
+import gc
 import hashlib
 import json
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +32,7 @@ OPTIONS = (  # of a call; each model takes some of them
     *("height", "width", "max_new_tokens", "stop"),
 )
 WORDS = ("cfg_schedule", "negative_prompt", "solver", "stop")  # those of them that are texts
+OF_CALLS = frozenset(OPTIONS)
 MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
@@ -111,14 +114,27 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
         raise ValueError(f"JOBS must be a file, got {path}, which is not there") from None
     found: dict[str, Item] = {}
     folder = path.parent.absolute()  # workers may be in another
-    for number, (where, row) in enumerate(reader(path)):
-        for item in parse(where, row, base, folder, f"{number:06d}"):
-            if item.id in found:
-                raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
-            found[item.id] = item
+    with uncollected():
+        for number, (where, row) in enumerate(reader(path)):
+            for item in parse(where, row, base, folder, f"{number:06d}"):
+                if item.id in found:
+                    raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
+                found[item.id] = item
     if not found:
         raise ValueError(f"{path} must hold at least one item, got none")
     return list(found.values())
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Context without Python's search for cycles, which looks at all items again and again."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = "") -> list[Item]:
@@ -137,6 +153,7 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = 
         except ValueError:
             message = f"{where}: {field} must be {wanted}, got {shown(value)}"
             raise ValueError(message) from None
+    given = OF_CALLS.intersection(found)
     if not found["id"]:
         raise ValueError(f"{where}: id must be text that is not empty, got none")
     kinds = [kind for kind in KINDS if kind in found]
@@ -144,23 +161,19 @@ def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = 
         got = " and ".join(kinds) or "none of them"
         raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
     kind: Any = kinds[0]
-    for field in ("image", "video", "draw"):
-        if field in found and kind != "question":
+    for field in ("image", "video", "draw") if kind != "question" else ():
+        if field in found:
             raise ValueError(f"{where}: {field} must come with a question, got a {kind}")
-    given = {
-        "images": found.get("image", ()),
-        "videos": found.get("video", ()),
-        "folder": str(folder) if "image" in found or "video" in found else "",
-        "method": found.get("method"),
-        "draw": found.get("draw"),
-        "options": tuple((one, found[one]) for one in OPTIONS if one in found),
-    }
+    images, videos = found.get("image", ()), found.get("video", ())
+    place = str(folder) if images or videos else ""
+    options = tuple((one, found[one]) for one in OPTIONS if one in given) if given else ()
+    rest = images, found.get("method"), place, videos, found.get("draw"), options
     # texts of classes come again and again
     text = intern(found[kind]) if kind == "class" else found[kind]
     count = found.get("n", 1)
     ids = [found["id"]] if count == 1 else [f"{found['id']}/{i}" for i in range(count)]
     return [
-        Item(one, kind, text, found["seed"] + i if "seed" in found else seed_of(one, base), **given)
+        Item(one, kind, text, found["seed"] + i if "seed" in found else seed_of(one, base), *rest)
         for i, one in enumerate(ids)
     ]
 

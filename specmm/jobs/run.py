@@ -38,7 +38,7 @@ def pending(
     left = []
     for item in items:
         done, digest = known.found(item.id)
-        changed = digest != item.digest
+        changed = not digest or digest != item.digest
         if done and changed:
             raise ValueError(
                 f"item {item.id!r} is done but has changed in the job file; "
