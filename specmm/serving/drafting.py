@@ -125,9 +125,7 @@ class Drafts:
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
         self.start_seconds = 0.0  # of reading a prompt by the network
-        self.kept_by = np.full(
-            BINS, HOPED
-        )  # of a network's draft by its chance, if those above are
+        self.kept_by = np.full(BINS, HOPED)  # of a network's drafts by chance, if those above are
         self.bins = np.zeros((0, deep), dtype=int)  # of the last drafts' chances
         self.usual = np.cumprod(np.full(deep, HOPED))  # of a network's drafts by depth
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
