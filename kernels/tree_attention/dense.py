@@ -33,13 +33,16 @@ def tree_attention(
 def ragged_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: RaggedMask, scale: float
 ) -> Tensor:
-    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D]."""
+    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D]; any
+    numbers for nodes that the ``mask`` has cut.
+    """
     grouped = q.shape[1] != keys.shape[1]
     found = torch.empty_like(q)
     for start, stop, slots, bias in mask.groups:
         k, v = (_seen(x[start:stop], slots, mask.first) for x in (keys, values))
-        found[start:stop] = F.scaled_dot_product_attention(
-            q[start:stop], k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
+        nodes = bias.shape[2]
+        found[start:stop, :, :nodes] = F.scaled_dot_product_attention(
+            q[start:stop, :, :nodes], k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
         )
     return found
 

@@ -30,7 +30,7 @@ class TreeMask:
 
 class RowGroup(NamedTuple):
     """Rows from ``start`` to ``stop``, which attend their first ``slots`` slots, the tree's, and
-    those by an additive ``bias`` [rows, 1, T, ``slots`` + T].
+    those by an additive ``bias`` [rows, 1, up to T, ``slots`` + T].
     """
 
     start: int
@@ -48,30 +48,40 @@ class RaggedMask:
     groups: Sequence[RowGroup]
     first: int
 
+    def cut(self, sizes: Sequence[int]) -> RaggedMask:
+        """That of rows of so many nodes: what comes after a group's longest is not attended for."""
+        cut = [
+            group._replace(bias=group.bias[:, :, : max(sizes[group.start : group.stop])])
+            for group in self.groups
+        ]
+        return RaggedMask(cut, self.first)
+
 
 class Nodes:
-    """``rows`` of at most ``most`` nodes: all of them, or those ``there`` [M], by number."""
+    """``rows`` of at most ``most`` nodes: all of them, or of each row the first ``sizes`` [R]."""
 
-    def __init__(self, rows: int, most: int, there: Tensor | None = None) -> None:
+    def __init__(self, rows: int, most: int, sizes: Tensor | None = None) -> None:
         self.rows = rows
         self.most = most
-        self.there = there
+        self.sizes = sizes
         self.size = rows * most  # M
-        if there is not None:
-            self.size = len(there)
-            self.back = there.new_zeros(rows * most)  # which of those there, or any
-            self.back[there] = torch.arange(self.size, device=there.device)
+        if sizes is not None:
+            each = torch.arange(most, device=sizes.device) < sizes[:, None]
+            self.there = each.flatten().nonzero()[:, 0]  # [M], by number
+            self.size = len(self.there)
+            self.back = self.there.new_zeros(rows * most)  # which of those there, or any
+            self.back[self.there] = torch.arange(self.size, device=sizes.device)
 
     def flat(self, x: Tensor, axis: int) -> Tensor:
         """``x`` [..., R, T, ...], whose rows lie along ``axis``, as [..., M, ...]."""
         tokens = x.flatten(axis, axis + 1)
-        return tokens if self.there is None else tokens.index_select(axis, self.there)
+        return tokens if self.sizes is None else tokens.index_select(axis, self.there)
 
     def rows_of(self, x: Tensor, axis: int) -> Tensor:
         """``x`` [..., M, ...], whose nodes lie along ``axis``, as [..., R, T, ...]; another node's
         in place of those that are not there.
         """
-        each = x if self.there is None else x.index_select(axis, self.back)
+        each = x if self.sizes is None else x.index_select(axis, self.back)
         return each.unflatten(axis, (self.rows, self.most))
 
 

@@ -23,7 +23,7 @@ from specmm.hf.models.families import WAYS, Family, Way
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
-from specmm.kernels.tree_attention import Nodes, PackedMask, Part
+from specmm.kernels.tree_attention import Nodes, PackedMask, Part, RaggedMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.loading.hardware import out_of_memory
 
@@ -223,9 +223,8 @@ class RowsTarget(VLMTarget):
         nothing.
         """
         if tree.sizes is not None:
-            there = (tree.shape.depths < tree.sizes[:, None]).flatten().nonzero()[:, 0]
             rows, most = tree.tokens.shape
-            self.drafted = Nodes(rows, most, there)
+            self.drafted = Nodes(rows, most, tree.sizes)
         try:
             return super().score(tree)
         finally:
@@ -248,7 +247,10 @@ class RowsTarget(VLMTarget):
         shapes = [shape, *(TreeShape.chain(x.shape[1] - 1, self.device) for x in ids[1:])]
         for target, own, kind in zip(targets, ids, shapes, strict=True):
             attended, positions = target.aim(kind)
-            parts.append(Part(target.drafted or Nodes(len(own), kind.size), attended))
+            nodes = target.drafted or Nodes(len(own), kind.size)
+            if isinstance(attended, RaggedMask) and nodes.sizes is not None:
+                attended = attended.cut(nodes.sizes.tolist())
+            parts.append(Part(nodes, attended))
             places.append(positions.clamp(max=target.last))
         mask = PackedMask(parts)
         rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}

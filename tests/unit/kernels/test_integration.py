@@ -17,7 +17,7 @@ from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.kernels.backend import backend
-from specmm.kernels.tree_attention import interface
+from specmm.kernels.tree_attention import interface, masks
 from specmm.verify.rule import VerifyResult
 
 
@@ -89,6 +89,42 @@ def test_what_is_read_beside_a_round_on_triton(device, monkeypatch):
     monkeypatch.setattr(interface, "tree_attention", lambda *given: calls.append(1) or real(*given))
     torch.testing.assert_close(read_beside(model, device, True), expected, rtol=1e-4, atol=1e-6)
     assert len(calls) == 2 * 2 * 2  # rounds, layers, parts
+
+
+@torch.inference_mode()
+def scored_rows(model, device, sizes):
+    """Distributions after the chains of three rows, of very different lengths."""
+    target = RowsTarget(model, "rows")
+    target.open(6, 3)
+    numbers = torch.Generator().manual_seed(2)
+    for row, length in enumerate((5, 60, 9)):
+        ids = torch.randint(3, 30, (length,), generator=numbers).tolist()
+        reading = Reading(target, VLMPrompt(padded([ids], device), 1), [Processor()], 90, 64)
+        reading.go_on(length)
+        target.join()
+        target.take(row, reading)
+    tokens = torch.randint(3, 30, (3, 6), generator=numbers).to(device)
+    return target.score(DraftTree(tokens, TreeShape.chain(5, device), sizes=sizes)).probs
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_rows_with_fewer_drafts_score_as_with_more(kernels, device, monkeypatch):
+    sizes = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    config = tf.LlamaConfig(vocab_size=40, max_position_embeddings=128, **sizes)
+    model = tf.LlamaForCausalLM(config).eval().to(device)
+    model.set_attn_implementation(interface.NAME)
+    monkeypatch.setattr(masks, "APART", 0)
+    monkeypatch.setenv("SPECMM_KERNELS", "torch")
+    wanted = scored_rows(model, device, None)
+    monkeypatch.setenv("SPECMM_KERNELS", kernels)
+    cut, real = [], masks.RaggedMask.cut
+    monkeypatch.setattr(masks.RaggedMask, "cut", lambda *given: cut.append(1) or real(*given))
+    own = torch.tensor([4, 1, 6], device=device)
+    found = scored_rows(model, device, own)
+    for row, size in enumerate(own.tolist()):
+        torch.testing.assert_close(found[row, :size], wanted[row, :size], rtol=1e-4, atol=1e-6)
+    assert bool(cut) is (kernels == "torch" and device.type == "cpu")
 
 
 def test_a_transformers_model_loaded_with_specmm_tree(device, monkeypatch):
