@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from specmm.core.derived import Derived
+from specmm.core.turns import turns_of
 from specmm.hf.answers.running import Pipeline
+from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import engine_of
 from specmm.serving.preparation import Limits
 from specmm.serving.requests import Asked, Ended, Piece
@@ -19,20 +22,35 @@ class Conversation:
 
     The ``messages`` so far are in OpenAI's form, and may be changed; ``last`` is how the last
     answer ended: tokens read and taken over from earlier turns, method, certificate. The keys and
-    values of earlier turns are kept, 1 GiB at most. ``options`` are those of each answer
-    (``max_new_tokens``, ``temperature``, ``seed``, ``stop``, ``grammar`` …). ``method``: "ar"
-    drafts nothing, "suffix" from what was said, "auto" also with the model's drafter; whatever is
-    drafted, a seed's tokens are plain decoding's.
+    values of earlier turns are kept, 1 GiB at most, as long as the model has the same weights.
+    ``options`` are those of each answer (``max_new_tokens``, ``temperature``, ``seed``, ``stop``,
+    ``grammar`` …). ``method``: "ar" drafts nothing, "suffix" from what was said, "auto" also with
+    the model's drafter; whatever is drafted, a seed's tokens are plain decoding's.
 
     Raises ``ValueError`` for a model whose rows cannot join others (see ``docs/serve.md``).
     """
 
     def __init__(self, pipe: Pipeline, method: str = "auto", **options: Any) -> None:
-        self.engine = engine_of(pipe, Limits(rows=1), method)
-        weakref.finalize(self, self.engine.close)
+        self.pipe = pipe
+        self.method = method
+        self._engine: Derived[BatchEngine] = Derived()
+        self._close: Callable[[], object] = lambda: None
         self.options = options
+        self.engine()
         self.messages: list[dict[str, Any]] = []
         self.last: Ended | None = None
+
+    def engine(self) -> BatchEngine:
+        """What answers; it is made anew where weights are others than in the last turn."""
+        model = self.pipe.model
+        with turns_of(model).take():
+            return self._engine.of([*model.parameters(), *model.buffers()], self._made)
+
+    def _made(self) -> BatchEngine:
+        self._close()
+        made = engine_of(self.pipe, Limits(rows=1), self.method)
+        self._close = weakref.finalize(self, made.close)
+        return made
 
     def ask(self, text: str, images: Sequence[Any] = ()) -> str:
         """The answer to ``text`` and ``images``, each a picture, path or address.
@@ -47,7 +65,7 @@ class Conversation:
         parts = [{"type": "image", "image": image} for image in images]
         content = [*parts, {"type": "text", "text": text}] if parts else text
         asked = [*self.messages, {"role": "user", "content": content}]
-        ticket = self.engine.submit(Asked(asked, options=self.options), said.put)
+        ticket = self.engine().submit(Asked(asked, options=self.options), said.put)
         answer = ""
         try:
             while isinstance(one := said.get(), Piece):

@@ -1,6 +1,9 @@
 """Turns of a conversation are the pipeline's answers, and read only what is new."""
 
+import copy
+
 import pytest
+import torch
 from PIL import Image
 
 import specmm
@@ -41,7 +44,29 @@ def test_what_goes_wrong_is_forgotten(talk):
 
 def test_a_conversation_that_is_forgotten_leaves_no_thread(llava_pipe):
     talk = specmm.Conversation(llava_pipe)
-    thread = talk.engine.thread
+    thread = talk.engine().thread
     assert thread.is_alive()
     del talk
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("change", ["in place", "load_state_dict", "a module"])
+def test_other_weights_forget_what_was_read(change):
+    pipe = specmm.VQAPipeline.from_pretrained("pocket/llava", torch_dtype=torch.float32)
+    talk = specmm.Conversation(pipe, temperature=0, max_new_tokens=8)
+    talk.ask("What is red, and what is beside it?")
+    layer = pipe.model.model.language_model.layers[0].mlp.down_proj
+    other = -layer.weight.data
+    if change == "in place":
+        layer.weight.data.copy_(other)
+    elif change == "load_state_dict":
+        layer.load_state_dict({"weight": other})
+    else:
+        pipe.model.model.language_model.layers[0].mlp.down_proj = copy.deepcopy(
+            layer
+        ).requires_grad_(False)
+        pipe.model.model.language_model.layers[0].mlp.down_proj.weight.copy_(other)
+    messages = [*talk.messages, {"role": "user", "content": "What color is it?"}]
+    wanted = pipe(messages=messages, method="ar", max_new_tokens=8).answers[0]
+    assert talk.ask("What color is it?") == wanted
+    assert talk.last.cached == 0
