@@ -371,11 +371,16 @@ def test_processors_with_a_memory_hear_no_draft(coder_pipe, choosing):
         out = coder_pipe(text, method="ar", max_new_tokens=20, logits_processor=[Budget()])
         assert said.tokens(i) == out.tokens[0].tolist()
         assert said.tokens(i)[8] == 42
-    locked = Budget()
-    locked.lock = threading.Lock()  # which no copy has
-    said.ask(prompt="x", options=dict(max_new_tokens=9, logits_processor=[locked]))
+    for temperature in (0.0, 1.0):
+        locked = Budget()
+        locked.lock = threading.Lock()  # which no copy has
+        given = dict(max_new_tokens=9, temperature=temperature, logits_processor=[locked])
+        said.ask(prompt="x", options=given)
     said.wait()
-    assert "must be copied, for drafts that are rejected" in said.end(len(TEXTS)).error
+    # what a greedy row hears is what is kept
+    out = coder_pipe("x", method="ar", max_new_tokens=9, logits_processor=[Budget()])
+    assert said.tokens(len(TEXTS)) == out.tokens[0].tolist()
+    assert "must be copied, for drafts that are rejected" in said.end(len(TEXTS) + 1).error
     with pytest.raises(ValueError, match="stopping_criteria is the server's"):
         said.ask(prompt="x", options=dict(stopping_criteria=[lambda *_: False]))
     engine.close()

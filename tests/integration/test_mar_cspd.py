@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from specmm.image_ar.continuous import cspd
 from specmm.image_ar.continuous.cspd import (
     ChainEnd,
     CSpDBatch,
     CSpDModel,
+    CSpDRun,
     DraftWindow,
     ReleaseRule,
     accept,
@@ -163,7 +165,9 @@ def test_chains_of_both_models(t, pair, facts):
 
 
 @pytest.mark.parametrize("run", FACTS["runs"], ids=lambda run: run["name"])
-def test_whole_runs_of_the_release(t, pair, run):
+def test_whole_runs_of_the_release(t, pair, run, monkeypatch):
+    runs = []
+    monkeypatch.setattr(cspd, "CSpDRun", lambda batch: runs.append(CSpDRun(batch)) or runs[-1])
     g = group(t, f"run.{run['name']}.")
     plan = MARSettings(
         run["num_iter"], "ddim8", run["cfg"], run["cfg_schedule"], run["temperature"]
@@ -184,14 +188,12 @@ def test_whole_runs_of_the_release(t, pair, run):
             normals += [] if kept.all() else [r["resample_noise"][0][rows]]
         numbers.append(PictureNumbers(uniforms, normals))
     window = DraftWindow(run["num_draft"], run["ratio"])
-    states = [
-        p.tokens.clone()
-        for p in decode_release(
-            CSpDBatch(*sides, g["orders"], noise, numbers),
-            ReleaseRule(run["inner_temperature"]),
-            window,
-        )
-    ]
+    states = []
+    given = CSpDBatch(*sides, g["orders"], noise, numbers)
+    for shown in decode_release(given, ReleaseRule(run["inner_temperature"]), window):
+        states.append(runs[-1].tokens.clone())  # with those that are only drafted
+        last = shown.tokens
+    assert torch.equal(last, states[-1])
     close(unpatchify(states[-1]), g["result_latent"], 2e-3)
     follow(g, run, states)
     assert len(states) == len(plan.iterations(16)) + 1

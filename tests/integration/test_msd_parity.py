@@ -111,6 +111,7 @@ def stage(case, temperature=0.0):
             longest=0,
         ),
         head=lambda states: states @ weight.T,
+        embed=case.head.embed_tokens,  # whose frozen copy the release has
         cache=SimpleNamespace(size=SimpleNamespace(capacity=length + 40)),
         context=Context(
             case.t["in.hidden_states"], case.t["in.inputs_embeds"], torch.tensor([length]), image

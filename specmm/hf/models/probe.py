@@ -41,7 +41,7 @@ ROUNDED = 0.03  # the same in half precision
 STATES = 0.06  # there, where layers have states
 NOISES = 2.0  # largest distance between our scores and the model's own, in units of its noise
 NOISIEST = 0.1  # of the range: with more noise than that, nothing can be distinguished
-NOISE = "noise"
+DIFFERING = "differing forwards"
 LOGGER = logging.getLogger(__name__)
 LEAST = -80.0  # a log-probability whose exponential float32 still distinguishes from 0
 DIFFERS = "its scores of a small draft tree differ from its own"
@@ -208,7 +208,7 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
             family.model.config.model_type,
             100 * own,
         )
-        facts(family.model)[NOISE] = {"forwards that differ by": f"{own:.1%} of their range"}
+        facts(family.model)[DIFFERING] = {"forwards that differ by": f"{own:.1%} of their range"}
         return way
     return f"{fault}, its own forwards by {own:.1%}" if own > close else fault
 
@@ -217,7 +217,7 @@ def own_noise(model: PreTrainedModel) -> dict[str, str]:
     """By how much forwards of a checked ``model`` differ from one another, for certificates, if by
     more than rounding.
     """
-    found: dict[str, str] = facts(model).get(NOISE, {})
+    found: dict[str, str] = facts(model).get(DIFFERING, {})
     return found
 
 
