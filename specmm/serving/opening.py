@@ -91,6 +91,8 @@ def warm_up(engine: BatchEngine) -> None:
             engine.submit(Asked(None, text, options, goes_on=True), tell)
         for _ in lengths:
             ends.get()
+        if engine.ended:  # it cannot go on, as it says to whoever asks
+            return
         if time.monotonic() - started > WARM_SECONDS:
             break
     engine.forget()
