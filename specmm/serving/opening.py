@@ -85,7 +85,7 @@ def warm_up(engine: BatchEngine) -> None:
                 ends.put(told)
 
         for length in lengths:
-            count = min(length, room // 2)  # chats have tokens around it
+            count = min(length, room // 2)  # a letter is a token at most
             text = "".join(random.choices(WARM_LETTERS, k=count))
             options = {"max_new_tokens": min(WARM_ANSWERS, room // 4), "temperature": 0}
             engine.submit(Asked(None, text, options, goes_on=True), tell)
