@@ -72,7 +72,7 @@ class Preparation:
         pipe, target = self.pipe, self.target
         options, prompt = self._read(asked)
         target.check(prompt)
-        if asked.echo and asked.logprobs is not None and not target.packs:
+        if asked.echo and asked.logprobs is not None and not target.reads_pieces:
             raise ValueError(
                 f"how likely a prompt is cannot be told of {target.name}; leave echo out"
             )

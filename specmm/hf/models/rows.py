@@ -218,6 +218,13 @@ class RowsTarget(VLMTarget):
         family = self.family
         return family.takes_trees and not (family.chains_only or self.way.whole or self.way.left)
 
+    @property
+    def reads_pieces(self) -> bool:
+        """Whether texts can be read as chains of nodes: drafters have M-RoPE's positions of whole
+        prompts alone.
+        """
+        return self.packs and not (self.wants_context and self.family.mrope)
+
     def score(self, tree: DraftTree) -> TargetOutput:
         """As :meth:`VLMTarget.score`, but for nodes that are no drafts, whose numbers mean
         nothing.
@@ -368,9 +375,8 @@ class Reading:
     @property
     def packs(self) -> bool:
         """Whether what comes next can be read beside a round."""
-        alone = self.alone
         pictures = bool(self.prompt.vision) and not self.read
-        return alone.packs and not pictures and not (alone.wants_context and alone.family.mrope)
+        return self.alone.reads_pieces and not pictures
 
     def next(self, count: int) -> Piece:
         """The next ``count`` tokens of a prompt, or all that there are; all of several prompts. The
