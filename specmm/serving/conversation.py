@@ -26,8 +26,6 @@ class Conversation:
     ``options`` are those of each answer (``max_new_tokens``, ``temperature``, ``seed``, ``stop``,
     ``grammar`` …). ``method``: "ar" drafts nothing, "suffix" from what was said, "auto" also with
     the model's drafter; whatever is drafted, a seed's tokens are plain decoding's.
-
-    Raises ``ValueError`` for a model whose rows cannot join others (see ``docs/serve.md``).
     """
 
     def __init__(self, pipe: Pipeline, method: str = "auto", **options: Any) -> None:

@@ -27,6 +27,7 @@ from specmm.core.turns import Turns, turns_of
 from specmm.hf.answers.run import finish_reason
 from specmm.hf.answers.running import Pipeline
 from specmm.hf.models.rows import Reading, RowsTarget
+from specmm.hf.models.single import engine_target
 from specmm.hf.models.target import Context
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
@@ -62,8 +63,8 @@ class BatchEngine:
     """Answers requests to the model of ``pipe``; see :class:`specmm.serving.requests.Engine`.
 
     ``stripped``: whether blanks around a chat's answer are left out. ``network(target)`` is what
-    drafts beside what was said: a name, and a drafter whose rows join and leave. Raises
-    ``ValueError`` for a model whose rows cannot join others.
+    drafts beside what was said: a name, and a drafter whose rows join and leave. Of a model whose
+    rows cannot join others, requests are answered one after the other.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class BatchEngine:
         self.make_network = network
         self.name = pipe.name
         self.limits = limits
-        self.target = RowsTarget(pipe.model, pipe.name)
+        self.target = engine_target(pipe.model, pipe.name)
+        if not self.target.joins:
+            self.limits = replace(limits, rows=1)
         self.ends = pipe.ends()
         self.stops = RowStops(self.ends, self.target.device)
         self.waiting: deque[Answer] = deque()
@@ -85,7 +88,8 @@ class BatchEngine:
         self.beside: list[_Read] = []  # which the next round reads pieces of
         self.pieces = Pieces()
         self.costs = RoundCosts()
-        resumes = not self.target.family.chains_only  # states are of a whole text
+        # states are of a whole text
+        resumes = self.target.joins and not self.target.family.chains_only
         self.prefixes = Prefixes(limits.prefixes if resumes else 0)
         self.made = Counter(COUNTS)
         self.closing = False

@@ -76,8 +76,8 @@ class Preparation:
             raise ValueError(
                 f"how likely a prompt is cannot be told of {target.name}; leave echo out"
             )
-        room = self.limits.tokens or target.family.room
         length = int(prompt.lengths[0])
+        room = min(filter(None, (self.limits.tokens, target.room_for(length))))
         limit = asked.options.get("max_new_tokens") or min(self.limits.answer, room - length)
         if limit < 1 or length + limit > room:
             raise ValueError(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,6 +104,7 @@ class RowsTarget(VLMTarget):
     ``ValueError`` for models that :func:`why_no_rows` rules out.
     """
 
+    joins: ClassVar[bool] = True
     processor: RowProcessors
     started: RowsTarget
 
@@ -110,7 +112,7 @@ class RowsTarget(VLMTarget):
         super().__init__(model, RowProcessors(), name)
         self.beside: list[Piece] = []  # read by the next forward, too
         self.drafted: Nodes | None = None  # what it scores, where rows have not as many drafts
-        if reason := why_no_rows(self.family, self.way):
+        if self.joins and (reason := why_no_rows(self.family, self.way)):
             raise ValueError(f"rows of {name} cannot join others: {reason}")
         self.scratch = 1
 
@@ -211,6 +213,10 @@ class RowsTarget(VLMTarget):
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         self.logits = logits  # [B, N, V], for those who ask how likely a token was
         return super()._probs(logits, tree)
+
+    def room_for(self, length: int) -> int:
+        """Tokens that a prompt of ``length`` and its answer may have."""
+        return self.family.room
 
     @property
     def packs(self) -> bool:
@@ -414,7 +420,7 @@ class Reading:
         prompt, alone = self.prompt, self.alone
         mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
         whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
-        whole |= alone.family.chains_only
+        whole |= alone.family.chains_only or not alone.joins
         count = self.left if whole else min(count, self.left)
         self.target.starting_row = True  # drafters' hooks are of the target itself
         try:
@@ -432,17 +438,21 @@ class Reading:
         """Read the first ``count`` tokens as the model itself does."""
         prompt, alone = self.prompt, self.alone
         last = count == self.left
-        ids = prompt.input_ids[:, :count]
-        part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
-        output = alone.prefill(part, 0 if last else self.most)
-        if why_no_rows(alone.family, alone.way):
-            raise ValueError(
-                f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
-                "join others"
-            )
-        alone.prompt = prompt
-        alone.history = History(prompt.input_ids, prompt.lengths, 1)
-        alone.begins = prompt.begins.clone()
+        if alone.joins:
+            ids = prompt.input_ids[:, :count]
+            part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
+            output = alone.prefill(part, 0 if last else self.most)
+            if why_no_rows(alone.family, alone.way):
+                raise ValueError(
+                    f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
+                    "join others"
+                )
+            alone.prompt = prompt
+            alone.history = History(prompt.input_ids, prompt.lengths, 1)
+            alone.begins = prompt.begins.clone()
+        else:  # the row will be just here
+            answer = max(self.room - alone.scratch - count, 1)
+            output = alone.prefill(replace(prompt, max_new_tokens=answer), alone.scratch)
         self.output = output if last else None
         self.read, self.left = count, self.left - count
 

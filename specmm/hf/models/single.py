@@ -1,0 +1,56 @@
+"""A target of an engine for models whose rows cannot join others: it has one row at a time."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from specmm.core.processors import Processor
+from specmm.core.target import TargetOutput
+from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
+from specmm.hf.prompts.prompt import VLMPrompt, padded
+
+
+class SingleTarget(RowsTarget):
+    """A model as the target of an engine; its row takes over all that the reading of a prompt left,
+    which was read whole.
+    """
+
+    joins: ClassVar[bool] = False
+    reads_ragged = False
+    packs = False
+
+    def open(self, scratch: int, rows: int = 1) -> None:
+        """Without a row; drafters may make their memory by that of a prompt of one token."""
+        self.scratch = scratch
+        self.processor.rows.clear()
+        self.make_room(VLMPrompt({**padded([[0]])}, 1).to(self.device, self.dtype), scratch)
+
+    def join(self) -> None:
+        self.processor.rows.append(Processor(0.0))
+
+    def leave(self, row: int) -> None:
+        self.processor.rows.pop()
+
+    def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
+        output = reading.output_of(source)
+        own = ("processor", "running", "starting_row", "beside", "wants_context", "aux")
+        read = {name: x for name, x in vars(reading.alone).items() if name not in own}
+        vars(self).update(read, started=reading.alone)
+        self.processor.rows[row] = reading.alone.processor.rows[source]
+        return output
+
+    def room_for(self, length: int) -> int:
+        """Rotary embeddings must not change amid an answer."""
+        family = self.family
+        bounds = [family.room]
+        if family.turning_point is not None and length <= family.turning_point:
+            bounds.append(family.turning_point)
+        if family.stretched_after is not None:
+            bounds.append(family.stretched_after)
+        return min(bounds)
+
+
+def engine_target(model: Any, name: str) -> RowsTarget:
+    """The target of an engine of ``model``, called ``name``: of many rows, or of one."""
+    single = SingleTarget(model, name)
+    return single if why_no_rows(single.family, single.way) else RowsTarget(model, name)
