@@ -88,9 +88,7 @@ class BatchEngine:
         self.beside: list[_Read] = []  # which the next round reads pieces of
         self.pieces = Pieces()
         self.costs = RoundCosts()
-        # states are of a whole text
-        resumes = self.target.joins and not self.target.family.chains_only
-        self.prefixes = Prefixes(limits.prefixes if resumes else 0)
+        self.prefixes = Prefixes(limits.prefixes if self.target.resumes else 0)
         self.made = Counter(COUNTS)
         self.closing = False
         self.deadline = 0.0

@@ -219,6 +219,11 @@ class RowsTarget(VLMTarget):
         return self.family.room
 
     @property
+    def resumes(self) -> bool:
+        """Whether a text can be gone on with from what was read of it, which states cannot."""
+        return self.joins and not self.family.chains_only
+
+    @property
     def packs(self) -> bool:
         """Whether tokens of other caches can go through the model beside those of its rows."""
         family = self.family
@@ -420,7 +425,7 @@ class Reading:
         prompt, alone = self.prompt, self.alone
         mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
         whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
-        whole |= alone.family.chains_only or not alone.joins
+        whole |= not alone.resumes
         count = self.left if whole else min(count, self.left)
         self.target.starting_row = True  # drafters' hooks are of the target itself
         try:
