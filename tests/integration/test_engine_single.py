@@ -110,13 +110,16 @@ def test_a_conversation(monkeypatch):
         assert talk.ask(question) == pipe(messages=messages, max_new_tokens=4).texts[0]
 
 
-def test_layers_that_attend_to_pictures_alone(monkeypatch):
+@pytest.mark.parametrize(("name", "joins"), [("mllama", False), ("gemma4", True), ("kimi", True)])
+def test_answers_about_pictures_are_the_pipelines(name, joins, monkeypatch):
+    """The first has layers that attend to pictures alone, the last two read ids, not embeddings."""
     at_random(monkeypatch)
-    pipe = specmm.VQAPipeline(parts.ending(random_model("mllama")), PROCESSORS["mllama"]())
+    pipe = specmm.VQAPipeline(parts.ending(random_model(name)), PROCESSORS[name]())
     engine = BatchEngine(pipe, Limits(rows=3))
+    assert engine.target.joins == joins
     said = Answers(engine)
     chats = []
-    for number, size in enumerate([(16, 16), None, (32, 16), None]):
+    for number, size in enumerate([(20, 12), None, (20, 12), None]):
         shown = [{"type": "text", "text": "what is it" * (number + 1)}]
         if size:
             image = Image.new("RGB", size, (90 * number, 40, 200))

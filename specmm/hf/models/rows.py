@@ -123,7 +123,7 @@ class RowsTarget(VLMTarget):
             return False
         prompt = VLMPrompt({**padded([[0, 0], [0]])}, 1).to(self.device, self.dtype)
         try:
-            return way_of(self.model, prompt, self._probing) == WAYS[0]
+            return way_of(self.model, prompt, self._probing) == self.way
         except ValueError:
             return False
 
@@ -332,7 +332,7 @@ def why_no_rows(family: Family, way: Way) -> str:
         return "it has layers with states alone"
     if family.reads_pictures_apart:
         return "its layers attend to all pictures of a batch side by side"
-    own = way.whole or (way.left and not family.chains_only)
+    own = way.left and (way.whole or not family.chains_only)
     return "its own generate prepares each step" if own else ""
 
 
