@@ -119,7 +119,7 @@ def batch(
     from specmm.jobs.folder import Job, Limits, Spec
     from specmm.jobs.items import read_items
     from specmm.jobs.progress import Metrics
-    from specmm.jobs.workers import kind_of_items
+    from specmm.jobs.workers import kind_of_work
     from specmm.runs.run import Place, methods_of, parse_method
 
     model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
@@ -139,7 +139,7 @@ def batch(
             raise ValueError(f"--parquet needs pyarrow, run: {install('batch')}")
         if engine == "local":
             Place.named(device)
-        kind = kind_of_items(model, items)
+        kind = kind_of_work(model, items.kinds)
         parse_method(methods_of(kind, model), method, option)
         if draw and kind != "questions":
             raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")

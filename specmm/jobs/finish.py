@@ -40,9 +40,10 @@ def finish(
             archive(folder, items, known, shard)
         totals = {"done": 0, "tokens": 0, "seconds": 0.0, "compiled_items": 0}
         claims: Counter[str] = Counter()
+        failed: list[str] = []
 
         def counted() -> Iterator[Record]:
-            for row in _index(items, known, spec, shard):
+            for row in _index(items, known, spec, shard, failed):
                 totals["done"] += 1
                 totals["tokens"] += row["stats"]["tokens"]
                 totals["seconds"] += row["stats"]["seconds"]
@@ -51,7 +52,6 @@ def finish(
                 yield row
 
         _write_lines(folder / "index.jsonl", counted())
-        failed = [item.id for item in items if not known.is_done(item.id) and item.id in known]
         _write_lines(folder / "failed.jsonl", (known[name] for name in failed))
         summary = {
             "model": spec.model,
@@ -67,15 +67,19 @@ def finish(
             **place_of_job(folder),
         }
         if parquet:
-            _write_parquet(folder / "index.parquet", list(_index(items, known, spec, shard)))
+            _write_parquet(folder / "index.parquet", list(_index(items, known, spec, shard, [])))
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)
         sync_folder(folder)
     return summary
 
 
-def _index(items: Sequence[Item], known: Ledger, spec: Spec, shard: int) -> Iterator[Record]:
-    """The index's rows of finished items, one at a time: a million at once would be gigabytes."""
+def _index(
+    items: Sequence[Item], known: Ledger, spec: Spec, shard: int, failed: list[str]
+) -> Iterator[Record]:
+    """The index's rows of finished items, one at a time: a million at once would be gigabytes. Ids
+    of those set aside go to ``failed``.
+    """
     for number, item in enumerate(items):
         if known.is_done(item.id):
             row = {k: v for k, v in known[item.id].items() if k not in HIDDEN}
@@ -83,6 +87,8 @@ def _index(items: Sequence[Item], known: Ledger, spec: Spec, shard: int) -> Iter
                 file["member"] = Path(file["file"]).name
                 file["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
             yield row
+        elif item.id in known:
+            failed.append(item.id)
 
 
 def _write_lines(file: Path, rows: Iterable[Record]) -> None:
