@@ -164,7 +164,7 @@ def batch(
             compiled_as(compiled, False),
         )
         limits = Limits(batch_size, retries, shard_size, device, workers)
-        job = Job(writable(folder), spec, limits)
+        job = Job(writable(folder), spec, limits, frozenset(items.kinds))
         metrics = None if metrics_port is None else Metrics(metrics_port)
         if metrics is not None:
             say(f"metrics at http://127.0.0.1:{metrics.port}/metrics")

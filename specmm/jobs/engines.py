@@ -18,7 +18,7 @@ import torch
 from specmm.extending.registry import unknown
 from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, occupied, prepare, remove_parts
-from specmm.jobs.items import Item, kinds_of
+from specmm.jobs.items import Item
 from specmm.jobs.making import Opener, making
 from specmm.jobs.programs import Programs, check_compiled_kinds
 from specmm.jobs.progress import Metrics, Progress
@@ -59,7 +59,6 @@ def run_job(
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-    job = replace(job, kinds=kinds_of(items))
     rank, mine = "", items
     if engine == "accelerate":
         number, count = _rank()

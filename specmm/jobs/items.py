@@ -36,7 +36,8 @@ OF_CALLS = frozenset(OPTIONS)
 MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
-Row = tuple[str, dict[str, Any], str]  # its place in the file, for messages, its fields, as JSON
+Fields = dict[str, Any]
+Row = tuple[str, Fields, str]  # its place in the file, for messages, its fields, as JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,8 @@ class Items(Sequence[Item]):
         first = self._ends[row]
         self._file.flush()
         data = os.pread(self._file.fileno(), self._ends[row + 1] - first, first)
-        fields = json_value("", data.decode())
-        (item,) = parse("", fields, self.base, self.folder, f"{row:06d}", turn)
-        return item
+        kind, fields = _read("", json_value("", data.decode()), f"{row:06d}")
+        return _item(kind, fields, turn, self.base, self.folder)
 
 
 @dataclass(frozen=True)
@@ -172,56 +172,42 @@ def read_items(path: Path, base: int = 0) -> Items:
     seen: set[int] = set()
     for number, (where, row, text) in enumerate(reader(path)):
         kind, fields = _read(where, row, f"{number:06d}")
-        names = _ids(fields)
-        for name in names:
-            mark = hash(name)  # two have the same almost never
+        count = fields.get("n", 1)
+        for turn in range(count):
+            mark = hash(name := _id(fields, turn))  # two have the same almost never
             if mark in seen and any(item.id == name for item in found):
                 raise ValueError(f"{where}: ids must differ, got {name!r} twice; rename one")
             seen.add(mark)
-        found.add(text, kind, len(names))
+        found.add(text, kind, count)
     if not found:
         raise ValueError(f"{path} must hold at least one item, got none")
     return found
 
 
-def kinds_of(items: Sequence[Item]) -> frozenset[str]:
-    """The kinds of all ``items``."""
-    return frozenset(items.kinds if isinstance(items, Items) else {item.kind for item in items})
-
-
-def parse(
-    where: str,
-    row: dict[str, Any],
-    base: int,
-    folder: Path,
-    name: str = "",
-    turn: int | None = None,
-) -> list[Item]:
+def parse(where: str, row: Fields, base: int, folder: Path, name: str = "") -> list[Item]:
     """The item of a ``row``, called ``name`` without an id, or the ``n`` of it, whose ids end in
-    /0, /1 and so on, or that of one ``turn`` alone; raises ``ValueError`` beginning with ``where``.
+    /0, /1 and so on; raises ``ValueError`` beginning with ``where``.
     """
     kind, fields = _read(where, row, name)
+    turns = range(fields.get("n", 1))
+    return [_item(kind, fields, turn, base, folder) for turn in turns]
+
+
+def _item(kind: Kind, fields: Fields, turn: int, base: int, folder: Path) -> Item:
+    """The item of a row's ``fields`` that comes in such a ``turn``."""
     images, videos = fields.get("image", ()), fields.get("video", ())
     none = OF_CALLS.isdisjoint(fields)
     options = () if none else tuple((one, fields[one]) for one in OPTIONS if one in fields)
-    rest = images, fields.get("method"), str(folder) if images or videos else "", videos
-    return [
-        Item(
-            one,
-            kind,
-            fields[kind],
-            fields["seed"] + place if "seed" in fields else seed_of(one, base),
-            *rest,
-            fields.get("draw"),
-            options,
-        )
-        for place, one in enumerate(_ids(fields, turn), start=turn or 0)
-    ]
+    place = str(folder) if images or videos else ""
+    rest = images, fields.get("method"), place, videos, fields.get("draw"), options
+    name = _id(fields, turn)
+    seed = fields["seed"] + turn if "seed" in fields else seed_of(name, base)
+    return Item(name, kind, fields[kind], seed, *rest)
 
 
-def _read(where: str, row: dict[str, Any], name: str) -> tuple[Kind, dict[str, Any]]:
+def _read(where: str, row: Fields, name: str) -> tuple[Kind, Fields]:
     """The kind and the values of a ``row``; see :func:`parse`."""
-    found: dict[str, Any] = {"id": name}
+    found: Fields = {"id": name}
     for field, value in row.items():
         if value is None or value == "":
             continue
@@ -254,11 +240,9 @@ def _kind(fields: tuple[str, ...]) -> Kind:
     return kind
 
 
-def _ids(fields: dict[str, Any], turn: int | None = None) -> list[str]:
-    """The ids of a row's items, or of that of one ``turn``."""
-    name, count = fields["id"], fields.get("n", 1)
-    turns = range(count) if turn is None else [turn]
-    return [name] if count == 1 else [f"{name}/{one}" for one in turns]
+def _id(fields: Fields, turn: int) -> str:
+    """The id of a row's item that comes in such a ``turn``."""
+    return f"{fields['id']}/{turn}" if fields.get("n", 1) > 1 else str(fields["id"])
 
 
 # ---- how fields are read: each raises ValueError for what it does not take
@@ -298,7 +282,7 @@ def _text(value: Any) -> str:
     return text
 
 
-def _id(value: Any) -> str:
+def _name(value: Any) -> str:
     text = _text(value)
     if len(text) > MOST_ID or not text.isprintable():
         raise ValueError
@@ -320,7 +304,7 @@ def _paths(value: Any) -> tuple[str, ...]:
 
 
 FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and what each must be
-    "id": (_id, f"text of at most {MOST_ID} printable characters"),
+    "id": (_name, f"text of at most {MOST_ID} printable characters"),
     **dict.fromkeys((*KINDS, "method"), (_text, "text that is not empty")),
     **dict.fromkeys(("image", "video"), (_paths, "a path or a list of paths")),
     "seed": (_whole(0, 2**63 - 1), "a whole number from 0 to 2**63 - 1"),
