@@ -24,8 +24,7 @@ from PIL import Image
 
 from specmm.extending.kinds import shown
 from specmm.loading.extras import install
-from specmm.loading.files import files_below
-from specmm.vlm.pictures import ADDRESS
+from specmm.loading.files import OF_PICTURES, files_below
 
 ROLES = {
     "human": "user",
@@ -315,7 +314,7 @@ def _source(value: Any, folder: Path) -> Any:
         return value
     if not isinstance(value, str):
         raise Unusable(f"a picture is {shown(value)}", "a picture is none")
-    if ADDRESS.match(value):
+    if OF_PICTURES.match(value):
         return value
     if value.startswith("file:"):
         value = unquote(urlparse(value).path)

@@ -99,7 +99,7 @@ def batch(
         bool, typer.Option("--status", help="Say how far the job is; JOBS may be its folder then.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Make damaged and missing results again, bit for bit.")
+        bool, typer.Option("--repair", help="Make damaged and missing results again.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -21,7 +21,15 @@ from typing import Any, Literal
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.loading.extras import install
-from specmm.loading.files import JSON_LINES, json_value, numbered_lines, sentence_of, text_lines
+from specmm.loading.files import (
+    ADDRESS,
+    JSON_LINES,
+    OF_PICTURES,
+    json_value,
+    numbered_lines,
+    sentence_of,
+    text_lines,
+)
 from specmm.zoo.model_files import digest
 
 KINDS = ("class", "prompt", "question")
@@ -77,11 +85,8 @@ class Item:
     @property
     def pictures(self) -> list[str]:
         """Paths of ``images``; addresses unchanged."""
-        from specmm.vlm.pictures import ADDRESS
-
-        return [
-            name if ADDRESS.match(name) else str(Path(self.folder) / name) for name in self.images
-        ]
+        own = Path(self.folder)
+        return [name if OF_PICTURES.match(name) else str(own / name) for name in self.images]
 
     @property
     def films(self) -> list[str]:
@@ -298,7 +303,8 @@ def _flag(value: Any) -> bool:
 
 def _paths(value: Any) -> tuple[str, ...]:
     given = value if isinstance(value, list) else [value]
-    if not all(isinstance(v, str) and v and "\0" not in v for v in given):
+    fine = all(isinstance(v, str) and v and "\0" not in v for v in given)
+    if not fine or any(ADDRESS.match(v) and not OF_PICTURES.match(v) for v in given):
         raise ValueError
     return tuple(given)
 
@@ -306,7 +312,7 @@ def _paths(value: Any) -> tuple[str, ...]:
 FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and what each must be
     "id": (_name, f"text of at most {MOST_ID} printable characters"),
     **dict.fromkeys((*KINDS, "method"), (_text, "text that is not empty")),
-    **dict.fromkeys(("image", "video"), (_paths, "a path or a list of paths")),
+    **dict.fromkeys(("image", "video"), (_paths, "a path or a list of paths, here or at https://")),
     "seed": (_whole(0, 2**63 - 1), "a whole number from 0 to 2**63 - 1"),
     "draw": (_flag, "true or false"),
     "n": (_whole(1, MOST_OF_ONE), f"from 1 to {MOST_OF_ONE}"),

@@ -17,7 +17,8 @@ from typing import IO, Any
 
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = json.JSONDecoder()
-ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/")  # a Path's has a single slash
+OF_PICTURES = re.compile(r"https?://|data:image/", re.IGNORECASE)
 # what file systems answer to a call that they lack: some of NFS, CIFS and FUSE
 LACKING = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 STORAGE = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "huggingface_hub")
@@ -189,7 +190,7 @@ def json_value(where: str, line: str) -> Any:
 
 def writable(folder: Path, option: str = "--out") -> Path:
     """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
-    if isinstance(folder, Path) and re.match(r"[a-z][a-z0-9+.-]+:/", str(folder)):
+    if isinstance(folder, Path) and ADDRESS.match(str(folder)):
         raise ValueError(
             f"{option} must be a folder of this machine, got the address {folder}; write to a "
             "folder and copy it there, or mount it"

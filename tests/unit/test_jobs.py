@@ -173,6 +173,7 @@ def test_csv_parquet_and_class_lists(tmp_path):
         ("a.jsonl", '{"id": "a", "class": "x", "image": "y"}', "with a question"),
         ("a.jsonl", '{"id": "a", "class": "x", "video": "y"}', "video must come with a question"),
         ("a.jsonl", '{"id": "a", "question": "x", "video": 3}', "video must be a path or a list"),
+        ("a.jsonl", '{"id": "a", "question": "x", "image": "s3://a.png"}', "https://, got 's3"),
         ("a.jsonl", '{"id": "a", "class": "x", "draw": true}', "draw must come with a question"),
         ("a.jsonl", '{"id": "a", "question": "x", "draw": 1}', "draw must be true or false, got 1"),
         ("a.jsonl", '{"id": "a", "class": "x", "seed": -1}', "seed must be"),
