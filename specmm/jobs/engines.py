@@ -25,7 +25,7 @@ from specmm.jobs.progress import Metrics, Progress
 from specmm.jobs.run import Here, Loop, pending
 from specmm.jobs.verify import outcome_of_repair, to_repair
 from specmm.jobs.workers import ImageWorker, Worker, kind_of_work
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.zoo.model_files import files_of_models
 
 ENGINES = ("local", "accelerate", "ray")
@@ -75,7 +75,9 @@ def run_job(
             job = replace(job, left=Counter(item.method for item in left))
         with Progress(len(mine), len(mine) - len(left), metrics) as progress:
             if left and engine == "ray":
-                _on_ray(job, left, opener, progress)
+                with needed("engine ray", "ray"):
+                    from specmm.jobs.cluster import run_ray
+                run_ray(job, left, opener, progress)
             elif left:
                 with making(job, opener, rank or "local") as maker:
                     crew = Here(maker, progress)
@@ -104,16 +106,3 @@ def _own_device(device: str) -> str:
     """The device of this process: its own GPU or the CPU, or where asked."""
     own = torch.cuda.is_available() and device in ("auto", "cuda")
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if own else device
-
-
-def _on_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
-    """Make ``items`` with the actors of a Ray cluster, see :mod:`specmm.jobs.cluster`; raises
-    ``ValueError`` without ray.
-    """
-    try:
-        from specmm.jobs.cluster import run_ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
-    run_ray(job, items, opener, progress)

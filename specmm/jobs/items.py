@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.loading.files import (
     ADDRESS,
     JSON_LINES,
@@ -347,10 +347,8 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    try:
+    with needed("reading Parquet", "batch"):
         from pyarrow import ArrowException, parquet
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reading Parquet needs pyarrow, run: {install('batch')}") from error
     with path.open("rb") as stream:
         try:
             batches = parquet.ParquetFile(stream).iter_batches()
