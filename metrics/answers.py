@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.loading.files import json_lines, sentence_of, text_lines
 from specmm.metrics.features import Protocol
 from specmm.metrics.intervals import Bootstrap
@@ -34,7 +34,6 @@ QUESTION = ("question_id", "questionId", "id")
 LISTS = ("annotations", "data")
 ANLS_THRESHOLD = 0.5  # as published
 TOLERANCE = 0.05  # of ChartQA
-EXTRA = f"captions need sacrebleu and pycocoevalcap; run: {install('captions')}"
 
 
 def mean_score(
@@ -147,10 +146,8 @@ def exact_match(
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:
     """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002), sacrebleu's tokenizer and ``parts``."""
     _check_questions(predictions, answers)
-    try:
+    with needed("BLEU", "captions"):
         from sacrebleu.metrics.bleu import BLEU
-    except ImportError:
-        raise ValueError(EXTRA) from None
     metric = BLEU()
     most = max(len(given) for given in answers.values())
     padded = [[*given, *[None] * (most - len(given))] for given in answers.values()]
@@ -167,10 +164,8 @@ def cider(predictions: Predictions, answers: Answers) -> Measurement:
     _check_questions(predictions, answers)
     if len(answers) < 2:
         raise ValueError(f"CIDEr needs at least 2 captions to weight words, got {len(answers)}")
-    try:
+    with needed("CIDEr", "captions"):
         from pycocoevalcap.cider.cider import Cider
-    except ImportError:
-        raise ValueError(EXTRA) from None
     given = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
     value, _ = Cider().compute_score(given, {q: [tokenised(predictions[q])] for q in answers})
     tokens = "lower case, words and numbers, no punctuation"

@@ -28,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from specmm.loading.files import files_below, hidden, sentence_of
+from specmm.loading.files import ADDRESS, files_below, hidden, sentence_of
 from specmm.loading.pictures import endings, header, upright
 from specmm.metrics.features import Protocol
 
@@ -236,10 +236,10 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
                 left_out["broken archive"] += 1
     if not found:
         others = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        got = "an address" if ADDRESS.match(source) else f"none but {others}" if others else "none"
         raise ValueError(
-            f"{source} must be or hold pictures (.png, .jpg or what else Pillow reads), got "
-            f"{f'none but {others}' if others else 'none'}; pass a folder, a glob, a .zip, a .tar "
-            "or an .npz"
+            f"{source} must be or hold pictures (.png, .jpg or what else Pillow reads), got {got}; "
+            "pass a folder, a glob, a .zip, a .tar or an .npz of this machine"
         )
     return found, left_out
 

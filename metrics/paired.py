@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.metrics.extractors import Extractor, batches, channels_first, checked
 from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import FeatureStatistics, frechet_distance
@@ -101,10 +101,8 @@ def psnr(first: Tensor, second: Tensor) -> Tensor:
 
 def ssim(first: Tensor, second: Tensor) -> Tensor:
     """Structural similarity [n] of pairs [n, 3, H, W] of 0..255, by torchmetrics, in float64."""
-    try:
+    with needed("SSIM", "fid"):
         from torchmetrics.functional.image import structural_similarity_index_measure as measure
-    except ImportError:
-        raise ValueError(f"SSIM needs torchmetrics; run: {install('fid')}") from None
     if min(first.shape[2:]) < WINDOW:
         got = list(first.shape[2:])
         raise ValueError(f"SSIM needs pictures of at least {WINDOW} pixels, got {got}")

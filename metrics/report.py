@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.loading.files import text_lines
 from specmm.metrics.measurement import Measurement, difference, parse_measurements, read_json
 
@@ -166,12 +166,10 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
 
 
 def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
-    try:
+    with needed("a plot", "bench"):
         from matplotlib import color_sequences
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError(f"a plot needs matplotlib; run: {install('bench')}") from None
     figure = Figure(figsize=(9, 5.5), dpi=120, layout="constrained")  # no pyplot: no global state
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

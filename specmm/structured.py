@@ -30,7 +30,7 @@ from specmm.core.processors import History, Processor
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape, paths
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 
 BITS = 32  # of a word of a mask
 LATEST = 256  # masks that are kept: those of a round are asked for twice
@@ -63,12 +63,8 @@ class Grammar:
         return known[key]
 
     def _compile(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int]) -> Any:
-        try:
+        with needed(f"a {self.kind}", "structured"):
             import xgrammar
-        except ImportError as error:
-            raise ValueError(
-                f"a {self.kind} needs xgrammar, which is not installed: {install('structured')}"
-            ) from error
         if not ends:
             raise ValueError(f"a {self.kind} needs a model with an end token, this one has none")
         try:

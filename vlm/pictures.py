@@ -6,7 +6,6 @@ Shape letters: H and W pixels of the sides, C channels.
 from __future__ import annotations
 
 import io
-import re
 import urllib.request
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -17,13 +16,13 @@ from PIL import Image
 from torch import Tensor
 
 from specmm.extending.kinds import shown
+from specmm.loading.files import OF_PICTURES
 from specmm.loading.pictures import header, upright
 
 Source: TypeAlias = str | Path | bytes | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
 MOST_BYTES = 200_000_000  # of a picture from the network
 PATIENCE = 30  # seconds that a server may keep silent
-ADDRESS = re.compile(r"https?://|data:image/", re.IGNORECASE)
 
 
 def open_image(source: Source) -> Image.Image:
@@ -55,7 +54,7 @@ def _named(source: Source) -> tuple[str | io.BytesIO | Image.Image, str]:
             "picture must be a file, its bytes, an address, a PIL image, an array or a tensor, "
             f"got {shown(source)}"
         )
-    if isinstance(source, str) and ADDRESS.match(source):
+    if isinstance(source, str) and OF_PICTURES.match(source):
         return io.BytesIO(fetched(source)), source[:60]
     return str(source), str(source)
 

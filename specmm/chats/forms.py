@@ -23,9 +23,8 @@ from urllib.parse import unquote, urlparse
 from PIL import Image
 
 from specmm.extending.kinds import shown
-from specmm.loading.extras import install
-from specmm.loading.files import files_below
-from specmm.vlm.pictures import ADDRESS
+from specmm.loading.extras import needed
+from specmm.loading.files import OF_PICTURES, files_below
 
 ROLES = {
     "human": "user",
@@ -315,7 +314,7 @@ def _source(value: Any, folder: Path) -> Any:
         return value
     if not isinstance(value, str):
         raise Unusable(f"a picture is {shown(value)}", "a picture is none")
-    if ADDRESS.match(value):
+    if OF_PICTURES.match(value):
         return value
     if value.startswith("file:"):
         value = unquote(urlparse(value).path)
@@ -400,11 +399,9 @@ def _parsed(line: bytes) -> Any:
 
 def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
     """The rows of a file of parquet, or of one that ``datasets`` saved."""
-    try:
+    with needed(f"reading {file}", "batch"):
         import pyarrow as pa
         import pyarrow.parquet as pq
-    except ImportError as error:
-        raise ValueError(f"reading {file} needs pyarrow, run: {install('batch')}") from error
     try:
         if file.suffix.lower() == ".parquet":
             batches = pq.ParquetFile(file).iter_batches(256)

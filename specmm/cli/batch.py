@@ -99,7 +99,7 @@ def batch(
         bool, typer.Option("--status", help="Say how far the job is; JOBS may be its folder then.")
     ] = False,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Make damaged and missing results again, bit for bit.")
+        bool, typer.Option("--repair", help="Make damaged and missing results again.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -119,7 +119,7 @@ def batch(
     from specmm.jobs.folder import Job, Limits, Spec
     from specmm.jobs.items import read_items
     from specmm.jobs.progress import Metrics
-    from specmm.jobs.workers import kind_of_items
+    from specmm.jobs.workers import kind_of_work
     from specmm.runs.run import Place, methods_of, parse_method
 
     model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
@@ -139,7 +139,7 @@ def batch(
             raise ValueError(f"--parquet needs pyarrow, run: {install('batch')}")
         if engine == "local":
             Place.named(device)
-        kind = kind_of_items(model, items)
+        kind = kind_of_work(model, items.kinds)
         parse_method(methods_of(kind, model), method, option)
         if draw and kind != "questions":
             raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
@@ -164,7 +164,7 @@ def batch(
             compiled_as(compiled, False),
         )
         limits = Limits(batch_size, retries, shard_size, device, workers)
-        job = Job(writable(folder), spec, limits)
+        job = Job(writable(folder), spec, limits, frozenset(items.kinds))
         metrics = None if metrics_port is None else Metrics(metrics_port)
         if metrics is not None:
             say(f"metrics at http://127.0.0.1:{metrics.port}/metrics")

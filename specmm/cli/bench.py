@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +25,7 @@ from specmm.cli.options import (
     refuse,
 )
 from specmm.cli.output import emit, say, stdout_reserved, table
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.loading.files import writable
 
 if TYPE_CHECKING:
@@ -301,7 +299,7 @@ def _open(
 
     alone = host == LOCAL and not share
     models = AppModels(extra, place, anything=alone, text_encoder=text_encoder)
-    with _gradio():
+    with needed("the app", "app"):
         from specmm.app.page import build, serve
     say("loading the models and opening the app; Ctrl-C ends it")
     serve(build(models), host, port, share)
@@ -312,18 +310,9 @@ def _chat(server: str, key: str, host: str, port: int | None, share: bool) -> No
 
     Raises ``ValueError`` without gradio, and for a server that lists no models.
     """
-    with _gradio():
+    with needed("the app", "app"):
         from specmm.app.page import serve
         from specmm.app.served import Served, chat
     page = chat(Served(server, key))
     say(f"opening a chat with {server}; Ctrl-C ends it")
     serve(page, host, port, share)
-
-
-@contextmanager
-def _gradio() -> Iterator[None]:
-    """Say what to install where the app's package is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ValueError(f"the app needs {error.name}, run: {install('app')}") from error

@@ -11,7 +11,7 @@ import typer
 from specmm.cli.options import Device, Drafter, Dtype, Json, Key, Threads, given
 from specmm.cli.output import emit, say, stdout_reserved, table
 from specmm.cli.starting import started, starting
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 
 
 def serve(
@@ -69,11 +69,9 @@ def serve(
     SIGTERM or Ctrl-C lets requests that there are end; a second one does not.
     """
     starting()
-    try:
+    with needed("serve", "serve"):
         from specmm.serving.opening import application
         from specmm.serving.process import Server
-    except ModuleNotFoundError as error:
-        raise ValueError(f"serve needs {error.name}, run: {install('serve')}") from error
     from specmm.loading.hardware import Place
     from specmm.serving.asking import Settings
     from specmm.serving.preparation import Limits
@@ -138,10 +136,8 @@ def bench_serve(
     """Load a server of OpenAI's protocol: tokens a second, seconds to the first token, between
     tokens, between pieces of a stream, and of whole answers.
     """
-    try:
+    with needed("bench serve", "serve"):
         from specmm.runs.load import Load, bodies_of, run
-    except ModuleNotFoundError as error:
-        raise ValueError(f"bench serve needs {error.name}, run: {install('serve')}") from error
 
     ways = [way for way in (clients, rate, trace) if way is not None]
     if len(ways) > 1 or (trace is not None and (prompts is not None or n is not None)):

@@ -58,7 +58,7 @@ def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress)
         except (RuntimeError, ConnectionError) as error:  # of another Python, such as
             raise ValueError(f"the Ray cluster cannot be used: {_sentence(error)}") from error
     job = replace(job, folder=job.folder.absolute())
-    crew = Cluster(job, opener)
+    crew = Cluster(job, opener, len(items))
     try:
         journal = Journal(job.journals, "ray-driver")
         Loop(job, crew, journal, progress, attrgetter("alike")).run(items)
@@ -118,7 +118,7 @@ class Actor:
         if self.maker is None:
             job, opener, name = self.given
             self.open = ExitStack()  # as long as the actor
-            self.maker = self.open.enter_context(making(job, items, opener, name))
+            self.maker = self.open.enter_context(making(job, opener, name))
         return self.maker.make(items)
 
 
@@ -140,7 +140,7 @@ class Node:
 class Cluster:
     """Actors, on nodes as they come and go."""
 
-    def __init__(self, job: Job, opener: Opener) -> None:
+    def __init__(self, job: Job, opener: Opener, most: int) -> None:
         self.job = job
         self.opener = opener
         self.code = code()
@@ -148,7 +148,7 @@ class Cluster:
         self.shares = 0  # actors of a GPU
         self.idle: list[Member] = []
         self.calls: dict[Any, Member] = {}  # by Ray's references; without items it joins
-        self.most = sum(job.left.values())  # items at a time, less once memory ran out
+        self.most = most  # items at a time, less once memory ran out
         self.looked = 0.0
         self.said: set[str] = set()
 

@@ -20,21 +20,21 @@ from specmm.jobs.finish import finish
 from specmm.jobs.folder import Job, occupied, prepare, remove_parts
 from specmm.jobs.items import Item
 from specmm.jobs.making import Opener, making
-from specmm.jobs.programs import Programs, check_compiled_items
+from specmm.jobs.programs import Programs, check_compiled_kinds
 from specmm.jobs.progress import Metrics, Progress
 from specmm.jobs.run import Here, Loop, pending
 from specmm.jobs.verify import outcome_of_repair, to_repair
-from specmm.jobs.workers import ImageWorker, Worker, kind_of_items
-from specmm.loading.extras import install
+from specmm.jobs.workers import ImageWorker, Worker, kind_of_work
+from specmm.loading.extras import needed
 from specmm.zoo.model_files import files_of_models
 
 ENGINES = ("local", "accelerate", "ray")
 
 
-def open_worker(job: Job, items: Sequence[Item]) -> Worker:
-    """The worker of the job's model for ``items``; raises ``ValueError`` where they do not fit."""
-    check_compiled_items(job.spec.compiled, items)
-    kind = kind_of_items(job.spec.model, items)
+def open_worker(job: Job) -> Worker:
+    """The worker of the job's model; raises ``ValueError`` where its kinds of items do not fit."""
+    check_compiled_kinds(job.spec.compiled, job.kinds)
+    kind = kind_of_work(job.spec.model, job.kinds)
     if kind == "images":
         return ImageWorker(job.spec, job.limits.device, programs=Programs(job))
     from specmm.jobs.answers import AnswerWorker  # which imports transformers
@@ -54,12 +54,12 @@ def run_job(
 ) -> tuple[dict[str, Any], Progress]:
     """The whole job: the summary of all that is done so far, and what this process did of it.
 
-    ``opener`` opens the worker of a job for its first items. Raises ``ValueError`` for what does
-    not fit the job in the folder, and where another process works there.
+    ``opener`` opens the worker of a job. Raises ``ValueError`` for what does not fit the job in the
+    folder, and where another process works there.
     """
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-    rank, mine = "", list(items)
+    rank, mine = "", items
     if engine == "accelerate":
         number, count = _rank()
         rank, mine = f"rank-{number:05d}", mine[number::count]  # done or not: always the same
@@ -71,12 +71,15 @@ def run_job(
             remove_parts(job.folder)
         damaged = to_repair(job.folder, mine) if repair else {}
         left = pending(job.folder, mine, retry_failed, damaged)
-        job = replace(job, left=Counter(item.method for item in left))
+        if job.spec.compiled:
+            job = replace(job, left=Counter(item.method for item in left))
         with Progress(len(mine), len(mine) - len(left), metrics) as progress:
             if left and engine == "ray":
-                _on_ray(job, left, opener, progress)
+                with needed("engine ray", "ray"):
+                    from specmm.jobs.cluster import run_ray
+                run_ray(job, left, opener, progress)
             elif left:
-                with making(job, left, opener, rank or "local") as maker:
+                with making(job, opener, rank or "local") as maker:
                     crew = Here(maker, progress)
                     Loop(job, crew, maker.journal, progress, maker.worker.key).run(left)
         summary = finish(job.folder, job.spec, items, job.limits.shard, parquet)
@@ -103,16 +106,3 @@ def _own_device(device: str) -> str:
     """The device of this process: its own GPU or the CPU, or where asked."""
     own = torch.cuda.is_available() and device in ("auto", "cuda")
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if own else device
-
-
-def _on_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
-    """Make ``items`` with the actors of a Ray cluster, see :mod:`specmm.jobs.cluster`; raises
-    ``ValueError`` without ray.
-    """
-    try:
-        from specmm.jobs.cluster import run_ray
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ValueError(f"engine ray needs ray, run: {install('ray')}") from error
-    run_ray(job, items, opener, progress)

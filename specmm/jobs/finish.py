@@ -21,7 +21,7 @@ from specmm.jobs.items import Item
 from specmm.jobs.journal import Ledger
 from specmm.jobs.programs import place_of_job
 from specmm.jobs.results import files_of
-from specmm.loading.files import files_in, sync_folder, whole, write_whole
+from specmm.loading.files import files_in, json_lines, sync_folder, whole, write_whole
 
 log = logging.getLogger(__name__)
 HIDDEN = ("state", "at", "item")  # of a journal's record, not needed in an index
@@ -40,9 +40,17 @@ def finish(
             archive(folder, items, known, shard)
         totals = {"done": 0, "tokens": 0, "seconds": 0.0, "compiled_items": 0}
         claims: Counter[str] = Counter()
+        failed: list[str] = []
 
-        def counted() -> Iterator[Record]:
-            for row in _index(items, known, spec, shard):
+        def rows() -> Iterator[Record]:  # one at a time: a million at once would be gigabytes
+            for number, item in enumerate(items):
+                if not known.is_done(item.id):
+                    failed.extend([item.id] if item.id in known else [])
+                    continue
+                row = {k: v for k, v in known[item.id].items() if k not in HIDDEN}
+                for file in files_of(row) if spec.layout == "tar" else ():
+                    file["member"] = Path(file["file"]).name
+                    file["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
                 totals["done"] += 1
                 totals["tokens"] += row["stats"]["tokens"]
                 totals["seconds"] += row["stats"]["seconds"]
@@ -50,8 +58,7 @@ def finish(
                 claims[row["certificate"]["kind"]] += 1
                 yield row
 
-        _write_lines(folder / "index.jsonl", counted())
-        failed = [item.id for item in items if not known.is_done(item.id) and item.id in known]
+        _write_lines(folder / "index.jsonl", rows())
         _write_lines(folder / "failed.jsonl", (known[name] for name in failed))
         summary = {
             "model": spec.model,
@@ -67,22 +74,11 @@ def finish(
             **place_of_job(folder),
         }
         if parquet:
-            _write_parquet(folder / "index.parquet", list(_index(items, known, spec, shard)))
+            _write_parquet(folder / "index.parquet", folder / "index.jsonl")
         text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
         write_whole(folder / "run.json", text.encode(), durable=True)
         sync_folder(folder)
     return summary
-
-
-def _index(items: Sequence[Item], known: Ledger, spec: Spec, shard: int) -> Iterator[Record]:
-    """The index's rows of finished items, one at a time: a million at once would be gigabytes."""
-    for number, item in enumerate(items):
-        if known.is_done(item.id):
-            row = {k: v for k, v in known[item.id].items() if k not in HIDDEN}
-            for file in files_of(row) if spec.layout == "tar" else ():
-                file["member"] = Path(file["file"]).name
-                file["file"] = f"{ARCHIVES}/{_archive_name(number, shard)}"
-            yield row
 
 
 def _write_lines(file: Path, rows: Iterable[Record]) -> None:
@@ -90,10 +86,11 @@ def _write_lines(file: Path, rows: Iterable[Record]) -> None:
     write_whole(file, lines, durable=True)
 
 
-def _write_parquet(file: Path, rows: list[Record]) -> None:
+def _write_parquet(file: Path, index: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
+    rows = [row for _, row in json_lines(index)]
     names = dict.fromkeys(name for row in rows for name in row)  # not those of the first row alone
     whole = [{name: row.get(name) for name in names} for row in rows]
     packed = io.BytesIO()

@@ -80,12 +80,14 @@ class Limits:
 class Job:
     """The job in an output ``folder``, whose results are made by ``spec``.
 
-    ``left``: how many items one worker is to make, by method (None: the job's own).
+    ``kinds``: those of its items. ``left``: how many items one worker is to make, by method (None:
+    the job's own), where that decides what is compiled.
     """
 
     folder: Path
     spec: Spec
     limits: Limits = Limits()
+    kinds: frozenset[str] = frozenset()
     left: Mapping[str | None, int] = field(default_factory=dict)
 
     @property

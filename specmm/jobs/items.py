@@ -7,21 +7,29 @@ no batch.
 from __future__ import annotations
 
 import csv
-import gc
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+import os
+import tempfile
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from sys import intern
 from typing import Any, Literal
 
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
-from specmm.loading.extras import install
-from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentence_of, text_lines
+from specmm.loading.extras import needed
+from specmm.loading.files import (
+    ADDRESS,
+    JSON_LINES,
+    OF_PICTURES,
+    json_value,
+    numbered_lines,
+    sentence_of,
+    text_lines,
+)
 from specmm.zoo.model_files import digest
 
 KINDS = ("class", "prompt", "question")
@@ -36,10 +44,11 @@ OF_CALLS = frozenset(OPTIONS)
 MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
 Kind = Literal["class", "prompt", "question"]
-Row = tuple[str, dict[str, Any]]  # its place in the file, for messages, and its fields
+Fields = dict[str, Any]
+Row = tuple[str, Fields, str]  # its place in the file, for messages, its fields, as JSON
 
 
-@dataclass(frozen=True, slots=True)  # a million are half a gigabyte less by slots
+@dataclass(frozen=True, slots=True)
 class Item:
     """One thing to make: ``text`` is the class, prompt or question, ``options`` are those of a
     call, which go before the job's.
@@ -76,11 +85,8 @@ class Item:
     @property
     def pictures(self) -> list[str]:
         """Paths of ``images``; addresses unchanged."""
-        from specmm.vlm.pictures import ADDRESS
-
-        return [
-            name if ADDRESS.match(name) else str(Path(self.folder) / name) for name in self.images
-        ]
+        own = Path(self.folder)
+        return [name if OF_PICTURES.match(name) else str(own / name) for name in self.images]
 
     @property
     def films(self) -> list[str]:
@@ -99,7 +105,62 @@ def seed_of(identity: str, base: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{base}\0{identity}".encode()).digest()[:8], "big") >> 2
 
 
-def read_items(path: Path, base: int = 0) -> list[Item]:
+class Items(Sequence[Item]):
+    """The items of rows that were added, made whenever they are asked for, with seeds of ``base``
+    and paths from ``folder``.
+
+    Rows lie in a file without a name, which is gone with them: as objects, a million items would be
+    a quarter of a gigabyte.
+    """
+
+    def __init__(self, base: int, folder: Path) -> None:
+        self.base = base
+        self.folder = folder
+        self.kinds: set[str] = set()
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115
+        self._ends = array("Q", [0])  # of rows in it
+        self._rows = array("I")  # of items
+        self._turns = array("I")  # of items in their rows
+
+    def add(self, row: str, kind: Kind, count: int) -> None:
+        """Add the ``count`` items of a ``row`` in JSON."""
+        self.kinds.add(kind)
+        self._rows.extend([len(self._ends) - 1] * count)
+        self._turns.extend(range(count))
+        self._ends.append(self._ends[-1] + self._file.write(row.encode()))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        numbers = range(len(self))[at]
+        return Some(self, numbers) if isinstance(numbers, range) else self._item(numbers)
+
+    def _item(self, number: int) -> Item:
+        row, turn = self._rows[number], self._turns[number]
+        first = self._ends[row]
+        self._file.flush()
+        data = os.pread(self._file.fileno(), self._ends[row + 1] - first, first)
+        kind, fields = _read("", json_value("", data.decode()), f"{row:06d}")
+        return _item(kind, fields, turn, self.base, self.folder)
+
+
+@dataclass(frozen=True)
+class Some(Sequence[Item]):
+    """Those of ``items`` with ``numbers``."""
+
+    items: Sequence[Item]
+    numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        found: Any = self.numbers[at]
+        return self.items[found] if isinstance(found, int) else Some(self.items, found)
+
+
+def read_items(path: Path, base: int = 0) -> Items:
     """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a ``.txt`` of classes.
 
     Paths of pictures and videos are relative to the file. Raises ``ValueError`` naming the line for
@@ -112,70 +173,81 @@ def read_items(path: Path, base: int = 0) -> list[Item]:
         path.stat()  # at an address is_file would be False without credentials, too
     except FileNotFoundError:
         raise ValueError(f"JOBS must be a file, got {path}, which is not there") from None
-    found: dict[str, Item] = {}
-    folder = path.parent.absolute()  # workers may be in another
-    with uncollected():
-        for number, (where, row) in enumerate(reader(path)):
-            for item in parse(where, row, base, folder, f"{number:06d}"):
-                if item.id in found:
-                    raise ValueError(f"{where}: ids must differ, got {item.id!r} twice; rename one")
-                found[item.id] = item
+    found = Items(base, path.parent.absolute())  # workers may be in another folder
+    seen: set[int] = set()
+    for number, (where, row, text) in enumerate(reader(path)):
+        kind, fields = _read(where, row, f"{number:06d}")
+        count = fields.get("n", 1)
+        for turn in range(count):
+            mark = hash(name := _id(fields, turn))  # two have the same almost never
+            if mark in seen and any(item.id == name for item in found):
+                raise ValueError(f"{where}: ids must differ, got {name!r} twice; rename one")
+            seen.add(mark)
+        found.add(text, kind, count)
     if not found:
         raise ValueError(f"{path} must hold at least one item, got none")
-    return list(found.values())
+    return found
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Context without Python's search for cycles, which looks at all items again and again."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
-
-
-def parse(where: str, row: dict[str, Any], base: int, folder: Path, name: str = "") -> list[Item]:
+def parse(where: str, row: Fields, base: int, folder: Path, name: str = "") -> list[Item]:
     """The item of a ``row``, called ``name`` without an id, or the ``n`` of it, whose ids end in
     /0, /1 and so on; raises ``ValueError`` beginning with ``where``.
     """
-    found: dict[str, Any] = {"id": name}
+    kind, fields = _read(where, row, name)
+    turns = range(fields.get("n", 1))
+    return [_item(kind, fields, turn, base, folder) for turn in turns]
+
+
+def _item(kind: Kind, fields: Fields, turn: int, base: int, folder: Path) -> Item:
+    """The item of a row's ``fields`` that comes in such a ``turn``."""
+    images, videos = fields.get("image", ()), fields.get("video", ())
+    none = OF_CALLS.isdisjoint(fields)
+    options = () if none else tuple((one, fields[one]) for one in OPTIONS if one in fields)
+    place = str(folder) if images or videos else ""
+    rest = images, fields.get("method"), place, videos, fields.get("draw"), options
+    name = _id(fields, turn)
+    seed = fields["seed"] + turn if "seed" in fields else seed_of(name, base)
+    return Item(name, kind, fields[kind], seed, *rest)
+
+
+def _read(where: str, row: Fields, name: str) -> tuple[Kind, Fields]:
+    """The kind and the values of a ``row``; see :func:`parse`."""
+    found: Fields = {"id": name}
     for field, value in row.items():
         if value is None or value == "":
             continue
         if field not in FIELDS:
             raise ValueError(f"{where}: {unknown('field', field, FIELDS)}")
-        read, wanted = FIELDS[field]
         try:
-            found[field] = read(value)
+            found[field] = FIELDS[field][0](value)
         except ValueError:
-            message = f"{where}: {field} must be {wanted}, got {shown(value)}"
+            message = f"{where}: {field} must be {FIELDS[field][1]}, got {shown(value)}"
             raise ValueError(message) from None
-    given = OF_CALLS.intersection(found)
     if not found["id"]:
         raise ValueError(f"{where}: id must be text that is not empty, got none")
-    kinds = [kind for kind in KINDS if kind in found]
+    try:
+        return _kind(tuple(found)), found
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+@cache  # a million lines have the same few fields
+def _kind(fields: tuple[str, ...]) -> Kind:
+    """The kind of an item with ``fields``; raises ``ValueError`` where they do not go together."""
+    kinds = [kind for kind in KINDS if kind in fields]
     if len(kinds) != 1:
         got = " and ".join(kinds) or "none of them"
-        raise ValueError(f"{where}: an item must hold one of class, prompt or question, got {got}")
+        raise ValueError(f"an item must hold one of class, prompt or question, got {got}")
     kind: Any = kinds[0]
     for field in ("image", "video", "draw") if kind != "question" else ():
-        if field in found:
-            raise ValueError(f"{where}: {field} must come with a question, got a {kind}")
-    images, videos = found.get("image", ()), found.get("video", ())
-    place = str(folder) if images or videos else ""
-    options = tuple((one, found[one]) for one in OPTIONS if one in given) if given else ()
-    rest = images, found.get("method"), place, videos, found.get("draw"), options
-    # texts of classes come again and again
-    text = intern(found[kind]) if kind == "class" else found[kind]
-    count = found.get("n", 1)
-    ids = [found["id"]] if count == 1 else [f"{found['id']}/{i}" for i in range(count)]
-    return [
-        Item(one, kind, text, found["seed"] + i if "seed" in found else seed_of(one, base), *rest)
-        for i, one in enumerate(ids)
-    ]
+        if field in fields:
+            raise ValueError(f"{field} must come with a question, got a {kind}")
+    return kind
+
+
+def _id(fields: Fields, turn: int) -> str:
+    """The id of a row's item that comes in such a ``turn``."""
+    return f"{fields['id']}/{turn}" if fields.get("n", 1) > 1 else str(fields["id"])
 
 
 # ---- how fields are read: each raises ValueError for what it does not take
@@ -215,7 +287,7 @@ def _text(value: Any) -> str:
     return text
 
 
-def _id(value: Any) -> str:
+def _name(value: Any) -> str:
     text = _text(value)
     if len(text) > MOST_ID or not text.isprintable():
         raise ValueError
@@ -231,15 +303,16 @@ def _flag(value: Any) -> bool:
 
 def _paths(value: Any) -> tuple[str, ...]:
     given = value if isinstance(value, list) else [value]
-    if not all(isinstance(v, str) and v and "\0" not in v for v in given):
+    fine = all(isinstance(v, str) and v and "\0" not in v for v in given)
+    if not fine or any(ADDRESS.match(v) and not OF_PICTURES.match(v) for v in given):
         raise ValueError
     return tuple(given)
 
 
 FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and what each must be
-    "id": (_id, f"text of at most {MOST_ID} printable characters"),
+    "id": (_name, f"text of at most {MOST_ID} printable characters"),
     **dict.fromkeys((*KINDS, "method"), (_text, "text that is not empty")),
-    **dict.fromkeys(("image", "video"), (_paths, "a path or a list of paths")),
+    **dict.fromkeys(("image", "video"), (_paths, "a path or a list of paths, here or at https://")),
     "seed": (_whole(0, 2**63 - 1), "a whole number from 0 to 2**63 - 1"),
     "draw": (_flag, "true or false"),
     "n": (_whole(1, MOST_OF_ONE), f"from 1 to {MOST_OF_ONE}"),
@@ -252,10 +325,11 @@ FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and what each must be
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    for where, row in json_lines(path):
+    for where, line in numbered_lines(path):
+        row = json_value(where, line)
         if not isinstance(row, dict):
             raise ValueError(f"{where}: must be a JSON object, got a {type(row).__name__}")
-        yield where, row
+        yield where, row, line
 
 
 def _csv(path: Path) -> Iterator[Row]:
@@ -267,22 +341,20 @@ def _csv(path: Path) -> Iterator[Row]:
             if row.pop("", None) is not None:
                 count = len(reader.fieldnames or ())
                 raise ValueError(f"{where}: must have {count} fields, got more")
-            yield where, row
+            yield where, row, json.dumps(row)
     except csv.Error as error:
         raise ValueError(f"{path} must be CSV with a header, got: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    try:
+    with needed("reading Parquet", "batch"):
         from pyarrow import ArrowException, parquet
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reading Parquet needs pyarrow, run: {install('batch')}") from error
     with path.open("rb") as stream:
         try:
             batches = parquet.ParquetFile(stream).iter_batches()
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield f"{path} row {number}", row
+                yield f"{path} row {number}", row, json.dumps(row, default=str)
         except (ArrowException, OSError, ValueError) as error:
             raise ValueError(
                 f"{path} must be a Parquet file, got: {sentence_of(error)[:200]}"
@@ -290,7 +362,8 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _classes(path: Path) -> Iterator[Row]:
-    return ((where, {"class": line.strip()}) for where, line in numbered_lines(path))
+    rows = ((where, {"class": line.strip()}) for where, line in numbered_lines(path))
+    return ((where, row, json.dumps(row)) for where, row in rows)
 
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

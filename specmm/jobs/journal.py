@@ -9,6 +9,7 @@ of a job has its own journal and reads all of them.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 import zlib
@@ -20,6 +21,8 @@ from specmm.image_ar.records import Record
 from specmm.jobs.items import Item
 from specmm.loading.files import sync_folder, write_whole
 
+# of a line, where nothing in the id is escaped; a fifth of the time of JSON
+HEAD = re.compile(rb'{"id":"([^"\\]*)","state":"(\w+)","at":([\d.]+),"item":"(\w+)"[,}]')
 PART = 2**18  # bytes of a journal's file, all of which are written again for each append
 
 
@@ -29,15 +32,10 @@ def pack(record: Record) -> bytes:
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
-def unpack(line: bytes) -> Record | None:
-    """The record of a line; None for a line that is not whole."""
-    try:
-        if line[-1:] != b"\n" or int(line[:8], 16) != zlib.crc32(line[9:-1]):
-            return None
-        found = json.loads(line[9:])
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+def unpack(line: bytes) -> bytes | None:
+    """The record of a line as JSON; None for a line that is not whole."""
+    text = line[9:-1]
+    return text if line == b"%08x %s\n" % (zlib.crc32(text), text) else None
 
 
 def failure(item: Item, error: str, tries: int) -> Record:
@@ -68,24 +66,26 @@ class Journal:
             self._begin()
 
 
-def read_journals(folder: Path, name: str = "") -> Iterator[tuple[str, Record, str]]:
-    """The records of all journals, or of the one called ``name``, each after its journal's name and
-    before its text; lines that are not whole are skipped.
+def read_journals(folder: Path, name: str = "") -> Iterator[tuple[str, bytes]]:
+    """The records of all journals, or of the one called ``name``, as JSON, each after its journal's
+    name; lines that are not whole are skipped.
     """
     for file in sorted(folder.glob(f"{name}*.log")):
+        journal = file.name.rpartition("-")[0]
         with file.open("rb") as stream:
-            for line in stream:
-                record = unpack(line)
-                if record is not None:
-                    yield file.name.rpartition("-")[0], record, line[9:].decode()
+            yield from ((journal, text) for text in map(unpack, stream) if text is not None)
 
 
 def _rows(folder: Path, name: str) -> Iterator[tuple[Any, ...]]:
     """The rows of a ledger's table."""
-    for journal, record, text in read_journals(folder, name):
-        if "state" in record:
-            done = record["state"] == "done"
-            yield record["id"], done, record.get("at", 0), record.get("item", ""), journal, text
+    for journal, text in read_journals(folder, name):
+        if head := HEAD.match(text):
+            identity, state, at, digest = map(bytes.decode, head.groups())
+        else:
+            record = json.loads(text)
+            names = "id", "state", "at", "item"
+            identity, state, at, digest = (record.get(name, "") for name in names)
+        yield identity, state == "done", float(at or 0), digest, journal, text
 
 
 class Ledger(Mapping[str, Record]):

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 FIRST = 4  # items at a time
 MOST = 256
 GAIN = 1.05  # a doubled batch must make this much more a second to be worth its latency
-Opener = Callable[[Job, Sequence[Item]], Worker]  # of the first items
+Opener = Callable[[Job], Worker]
 
 
 @dataclass
@@ -141,11 +141,9 @@ class BatchSizer:
 
 
 @contextmanager
-def making(job: Job, items: Sequence[Item], opener: Opener, name: str) -> Iterator[Maker]:
-    """Context with a maker of the ``job``, whose first are ``items``, with its number of threads
-    and a journal ``name``.
-    """
-    worker = opener(job, items)
+def making(job: Job, opener: Opener, name: str) -> Iterator[Maker]:
+    """Context with a maker of the ``job``, with its number of threads and a journal ``name``."""
+    worker = opener(job)
     with one_number_of_threads(job.folder, worker.network):
         yield Maker(job, worker, name)
 

@@ -9,7 +9,7 @@ none is. The decisions are stored in ``job.json``; a resumed job follows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,11 +94,11 @@ class Programs:
             return self.known.setdefault(method, rows)
 
 
-def check_compiled_items(compiled: Compiled, items: Sequence[Item]) -> None:
-    """Raise ``ValueError`` for a job to be ``compiled`` of ``items`` that would then depend on
-    their batch: programs fit the longest prompt in it.
+def check_compiled_kinds(compiled: Compiled, kinds: Collection[str]) -> None:
+    """Raise ``ValueError`` for a job to be ``compiled`` of ``kinds`` of items that would then
+    depend on their batch: programs fit the longest prompt in it.
     """
-    others = {item.kind for item in items} - {"class"}
+    others = {*kinds} - {"class"}
     if compiled and others:
         raise ValueError(
             f"--compiled serves jobs of classes, got a {min(others)}: programs depend on the "

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 
 EVERY = 60  # seconds between two states of the bar in a log
 
@@ -67,10 +67,8 @@ class Metrics:
     """Counters for Prometheus at http://127.0.0.1:``port``/metrics; 0 takes a free port."""
 
     def __init__(self, port: int) -> None:
-        try:
+        with needed("--metrics-port", "batch"):
             from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
-        except ModuleNotFoundError as error:
-            raise ValueError(f"metrics need prometheus_client, run: {install('batch')}") from error
         kind: Any = dict(namespace="specmm", registry=(registry := CollectorRegistry()))
         self.done = Counter("items_done", "Items finished by this process.", **kind)
         self.failed = Counter("items_failed", "Items set aside by this process.", **kind)

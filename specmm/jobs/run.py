@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import statistics
+from array import array
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from specmm.jobs.folder import JOURNALS, Job
-from specmm.jobs.items import Item
+from specmm.jobs.items import Item, Some
 from specmm.jobs.journal import Journal, Ledger, failure
 from specmm.jobs.making import Fault, Made, Maker, full_disk_explained
 from specmm.jobs.progress import Progress
@@ -23,20 +25,23 @@ from specmm.runs.run import moving
 
 log = logging.getLogger(__name__)
 MOST_SAID = 1000  # characters of what is wrong with an item
+AHEAD = 4096  # items among which those of one batch are found
 SLOW = 0.5  # of the usual rate of a member is worth telling
 
 
 def pending(
     folder: Path, items: Sequence[Item], retry_failed: bool = False, damaged: Container[str] = ()
-) -> list[Item]:
+) -> Sequence[Item]:
     """The items to run: items neither done nor set aside, items set aside that have changed since
     (with ``retry_failed`` all set aside), and items with ids in ``damaged``.
 
     Raises ``ValueError`` for an item that is done and has changed since.
     """
     known = Ledger(folder / JOURNALS)
-    left = []
-    for item in items:
+    left = array("I")
+    if not known:
+        return items
+    for number, item in enumerate(items):
         done, digest = known.found(item.id)
         changed = not digest or digest != item.digest
         if done and changed:
@@ -45,8 +50,8 @@ def pending(
                 "give it a new id or choose another --out"
             )
         if item.id in damaged or (not done and (changed or retry_failed)):
-            left.append(item)
-    return left
+            left.append(number)
+    return Some(items, left)
 
 
 @dataclass(eq=False)
@@ -118,6 +123,8 @@ class Loop:
     journal: Journal
     progress: Progress
     key: Callable[[Item], Hashable]
+    unread: Iterator[Item] = field(default_factory=lambda: iter(()))
+    left: int = 0  # unread ones
     waiting: deque[Item] = field(default_factory=deque)
     suspects: deque[list[Item]] = field(default_factory=deque)
     tried: dict[str, list[Hashable]] = field(default_factory=dict)  # where an item failed alone
@@ -125,13 +132,11 @@ class Loop:
 
     def run(self, items: Sequence[Item]) -> None:
         """Have ``items`` made; those that fail are set aside."""
-        groups: dict[Hashable, list[Item]] = {}
-        for item in items:
-            groups.setdefault(self.key(item), []).append(item)
-        self.waiting.extend(item for group in groups.values() for item in group)
+        self.unread, self.left = iter(items), len(items)
         try:
-            while self.waiting or self.suspects or self.busy:
-                for member in self.crew.free(len(self.waiting) + len(self.suspects)):
+            while self.left or self.waiting or self.suspects or self.busy:
+                left = self.left + len(self.waiting) + len(self.suspects)
+                for member in self.crew.free(left):
                     self._give(member)
                     if member.items:
                         self.busy += 1
@@ -142,8 +147,18 @@ class Loop:
         except KeyboardInterrupt:
             self.progress.interrupted = True
 
+    def _read(self) -> None:
+        """Read the next items, those of one key together."""
+        groups: dict[Hashable, list[Item]] = {}
+        for item in islice(self.unread, AHEAD):
+            groups.setdefault(self.key(item), []).append(item)
+            self.left -= 1
+        self.waiting.extend(chain.from_iterable(groups.values()))
+
     def _give(self, member: Member) -> None:
         """Give ``member`` items, none if there are none for it."""
+        if len(self.waiting) < member.wanted:
+            self._read()
         for items in self.suspects:
             nodes = self._tried(items)
             # what failed alone is tried elsewhere, if there is an elsewhere, and later
@@ -152,7 +167,8 @@ class Loop:
                 member.items, member.suspect = items, True
                 return
         member.items, member.suspect = [], False
-        share = -(-len(self.waiting) // len(self.crew.members))  # the last ones end together
+        # the last ones end together
+        share = -(-(self.left + len(self.waiting)) // len(self.crew.members))
         while self.waiting and len(member.items) < min(member.wanted, share):
             if member.items and self.key(self.waiting[0]) != self.key(member.items[0]):
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +52,8 @@ class Worker(Protocol):
         """The results of ``items``, in their order, ``rows`` at a time (0: all at once)."""
 
 
-def kind_of_items(model: str, items: Sequence[Item]) -> Kind:
-    """The kind of work for ``model`` on ``items``; raises ``ValueError`` if they need two jobs."""
-    kinds = {item.kind for item in items}
+def kind_of_work(model: str, kinds: Collection[str]) -> Kind:
+    """What ``model`` does with items of ``kinds``; raises ``ValueError`` if they need two jobs."""
     if "question" in kinds and len(kinds) > 1:
         raise ValueError(
             "a job must hold questions, or classes and prompts, got both; make two jobs of it"

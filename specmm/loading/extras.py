@@ -5,6 +5,8 @@ came from: it names the packages of an extra of ``pyproject.toml``.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, requires
 
 
@@ -16,3 +18,16 @@ def install(extra: str) -> str:
         return f"pip install -e '.[{extra}]'"
     packages = [name.strip() for name, _, when in found if f'extra == "{extra}"' in when]
     return shlex.join(["pip", "install", *packages])
+
+
+@contextmanager
+def needed(what: str, extra: str) -> Iterator[None]:
+    """Context of imports that ``what`` needs; raises ``ValueError`` that says how to install the
+    ``extra`` where they fail.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not error.name or error.name.split(".")[0] == "specmm":
+            raise
+        raise ValueError(f"{what} needs {error.name}, run: {install(extra)}") from error

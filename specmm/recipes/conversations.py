@@ -27,9 +27,10 @@ from specmm.chats.forms import Chat, Unusable, bytes_of, chat_of, rows_of
 from specmm.chats.tokens import ChatReader
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.loading.files import OF_PICTURES
 from specmm.recipes.loop import rank
 from specmm.recipes.training.seen import Read
-from specmm.vlm.pictures import ADDRESS, fetched, open_image
+from specmm.vlm.pictures import fetched, open_image
 from specmm.vlm.videos import open_video
 
 TOGETHER = 64  # rows looked at by several threads
@@ -225,7 +226,7 @@ def _played(source: Any) -> Any:
 
 def _seen(source: Any) -> tuple[Any, tuple[int, int]]:
     """A picture that can be opened, as its bytes where the network holds it, and its size."""
-    far = isinstance(source, str) and ADDRESS.match(source)
+    far = isinstance(source, str) and OF_PICTURES.match(source)
     try:
         found = fetched(source) if far else source
         return found, open_image(found).size

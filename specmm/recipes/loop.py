@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from specmm.choose.threads import settled
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.loading.files import sentence_of
 
 Rows = TypeVar("Rows", Tensor, list[Any])
@@ -137,10 +137,8 @@ def _processes() -> Any:
     """
     if rank()[1] == 1:
         return None
-    try:
+    with needed("training by several processes", "train"):
         from accelerate import PartialState
-    except ImportError as error:
-        raise ValueError(f"several processes need accelerate: {install('train')}") from error
     # the others wait while the first has a model answer, for hours
     return PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
 
@@ -442,10 +440,8 @@ class _Log:
         if self.curve is not None:
             _forget(self.curve, first)
         if run.tracker and main:
-            try:
+            with needed("tracker", "train"):
                 from accelerate import Accelerator
-            except ImportError as error:
-                raise ValueError(f"tracker needs accelerate: {install('train')}") from error
             self.tracker = Accelerator(log_with=run.tracker, project_dir=run.out)
             if not self.tracker.log_with:
                 name = run.tracker

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from specmm import zoo
 from specmm.choose.threads import settled
 from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
@@ -93,6 +94,8 @@ def draw_like(
     names = {name: record.get(name) for name in MODELS}
     if model is not None:
         names["model"] = model
+        if not Path(model).exists():
+            zoo.fetched(model)
         if digest_of_models(filter(None, names.values())) != record["files"]:
             raise ValueError(
                 f"{file} was drawn by {record['model']}, whose files are others than those of "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specmm.core.stats import Stats
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 from specmm.loading.files import writable
 
 # ---- methods compared
@@ -56,12 +56,8 @@ def check_plot(file: Path) -> None:
     if file.suffix not in KINDS or file.is_dir():
         given = "a folder" if file.is_dir() else file.name
         raise ValueError(f"plot must be a file that ends in .png, .pdf or .svg, got {given}")
-    try:
+    with needed("--plot", "bench"):
         import matplotlib.figure  # noqa: F401  only whether it is there
-    except ImportError:
-        raise ValueError(
-            f"a picture needs the package matplotlib, got none; run: {install('bench')}"
-        ) from None
     writable(file.parent, "--plot")
 
 

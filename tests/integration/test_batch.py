@@ -32,6 +32,7 @@ from specmm.image_ar.tokens import pipeline as llamagen
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
 from specmm.jobs import engines
 from specmm.jobs import results as results_module
+from specmm.jobs import run as loop
 from specmm.jobs.answers import AnswerWorker
 from specmm.jobs.engines import run_job
 from specmm.jobs.folder import Job, Limits, Spec, occupied, prepare
@@ -188,6 +189,26 @@ def test_a_line_goes_before_the_job(worker, make, tmp_path):
     assert len(drawn) == 8
 
 
+def test_items_of_a_batch_are_found_among_those_read_ahead(make, worker, tmp_path, monkeypatch):
+    """Of a long job few are in memory; those of a method are made together wherever they stand, and
+    what is written into JOBS meanwhile counts for the next run.
+    """
+    monkeypatch.setattr(loop, "AHEAD", 6)
+    methods = "ar", "speculative"
+    rows = [{"id": f"set/{i}", "class": "heart", "method": methods[i % 2]} for i in range(14)]
+    file = tmp_path / "jobs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    made: list[list[str]] = []
+
+    def noted(items: Sequence[Item]) -> None:
+        made.append([item.id for item in items])
+        file.write_text("no JSON")
+
+    assert len(make(read_items(file), by=Faulty(worker, noted), batch=3).done) == 14
+    assert made[:2] == [["set/0", "set/2", "set/4"], ["set/1", "set/3", "set/5"]]
+    assert sorted(one for some in made for one in some) == sorted(row["id"] for row in rows)
+
+
 def test_what_the_index_records_draws_it_again(worker, make, tmp_path):
     """Whatever it was drawn beside: bytes of the file are the same."""
     items = read_items(jobs(tmp_path, 5))
@@ -285,8 +306,9 @@ def test_a_repair_with_other_bytes_says_so(tiny, tmp_path):
     common = ("batch", jobs(tmp_path, 2), "--model", tiny, "--out", out)
     assert run(*common).exit_code == 0
     for file in (out / "journal").glob("*.log"):
-        lines = [unpack(line) for line in file.read_bytes().splitlines(keepends=True)]
-        file.write_bytes(b"".join(pack(line | {"sha256": "0" * 64}) for line in lines if line))
+        texts = map(unpack, file.read_bytes().splitlines(keepends=True))
+        lines = [json.loads(text) for text in texts if text]
+        file.write_bytes(b"".join(pack(line | {"sha256": "0" * 64}) for line in lines))
     told = "2 damaged or missing results made again, 2 of them with other bytes"
     said = run(*common, "--repair").stdout
     # another machine or version is refused before

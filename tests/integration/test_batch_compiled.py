@@ -47,7 +47,7 @@ def made(tiny, monkeypatch, tmp_path):
     ) -> Progress:
         spec = Spec(str(tiny), method, dtype="float32", compiled=compiled)
 
-        def opener(job: Job, _: Sequence[Item]) -> ImageWorker:
+        def opener(job: Job) -> ImageWorker:
             return ImageWorker(spec, pipe=pipe, programs=Programs(job))
 
         job = Job(tmp_path / name, spec, Limits(batch))

@@ -191,6 +191,7 @@ def test_mistakes_about_sources(sets, folder, tmp_path, tiny_network):
     tiny_network.clear()
     for sides in ((tmp_path / "nothing", folder), (folder, tmp_path / "nothing")):
         assert "nothing must be or hold pictures" in refused("fid", *sides)
+    assert "got an address; pass a folder" in refused("fid", "s3://bucket/job", folder)
     assert not tiny_network  # found out before a network is loaded
     (tmp_path / "empty").mkdir()
     assert "got none" in refused("fid", tmp_path / "empty", folder)

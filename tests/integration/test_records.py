@@ -181,6 +181,8 @@ def test_bad_records_are_one_sentence(drawn, tmp_path):
         assert "\n" not in str(told.value)
     with pytest.raises(ValueError, match="whose files are others than those of pocket/var"):
         draw_like(file, tmp_path, "pocket/var")
+    with pytest.raises(ValueError, match="unknown pocket model 'pocket/nope'"):
+        draw_like(file, tmp_path, "pocket/nope")
     before = file.read_bytes()
     with pytest.raises(ValueError, match="is there already; choose another --out"):
         draw_like(file, drawn)

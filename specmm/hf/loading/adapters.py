@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from specmm.loading.checkpoints import read_json
-from specmm.loading.extras import install
+from specmm.loading.extras import needed
 
 CONFIG = "adapter_config.json"
 BASE = "base_model_name_or_path"
@@ -43,12 +43,8 @@ def with_adapter(model: Any, folder: Path | None) -> Any:
     """
     if folder is None:
         return model
-    try:
+    with needed(f"{folder}, an adapter,", "peft"):
         from peft import PeftModel
-    except ImportError as error:
-        raise ValueError(
-            f"{folder} is an adapter of PEFT, which is not installed: {install('peft')}"
-        ) from error
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
