@@ -20,7 +20,7 @@ from specmm.core.state import with_one, without
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.cache_layers import packed
-from specmm.hf.models.families import WAYS, Family, Way
+from specmm.hf.models.families import Family, Way
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
