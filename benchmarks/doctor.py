@@ -30,18 +30,32 @@ from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.hf.drafters.drafting import KINDS, load_drafter, row_uniforms
 from specmm.hf.drafters.eagle3_head import Eagle3Head
 from specmm.hf.drafters.features import FeatureDrafter
+from specmm.hf.drafters.mtp import MtpDrafter
+from specmm.hf.drafters.mtp_layers import MtpLayers
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes import doctor, following
 from specmm.recipes.following import (
     BlockReading,
     Evidence,
     HeadReading,
+    LayerReading,
     Reading,
     evidence,
     final_norm,
     reading_of,
 )
-from specmm.recipes.misreadings import HALVES, PAIRS, altered, repaired, swapped
+from specmm.recipes.misreadings import (
+    HALVES,
+    HANDED,
+    NORMED,
+    NORMS,
+    PAIRS,
+    REVERSED,
+    altered,
+    changes,
+    repaired,
+    swapped,
+)
 from specmm.recipes.settings import load_frozen
 from specmm.verify import Recursive
 
@@ -51,6 +65,9 @@ def spoils(reading: Reading, head: Any, seen: Evidence) -> Iterator[tuple[str, R
     yield from _of_states(reading, seen)
     if isinstance(reading, BlockReading):
         yield from _of_block(reading)
+        return
+    if isinstance(reading, LayerReading):
+        yield from _of_layers(reading, seen)
         return
     assert isinstance(reading, HeadReading)
     yield "no window", replace(reading, window=16)
@@ -94,6 +111,15 @@ def _of_block(reading: BlockReading) -> Iterator[tuple[str, Reading]]:
         yield name, replace(reading, network=made)
     for inverse in (False, True):
         yield PAIRS[not inverse], replace(reading, network=repaired(model, inverse))
+
+
+def _of_layers(reading: LayerReading, seen: Evidence) -> Iterator[tuple[str, Reading]]:
+    undone = {name: name for name in (REVERSED, HALVES, NORMS)}
+    undone |= dict(zip(HANDED, HANDED[::-1], strict=True))
+    undone |= dict(zip(NORMED, NORMED[::-1], strict=True))
+    for change in changes(reading, seen):
+        if change.named in undone:
+            yield undone[change.named], change.reading
 
 
 def _misturned(head: Any, sizes: Any) -> Iterator[tuple[str, Any]]:
@@ -151,13 +177,15 @@ def drafter_of(head: Any, target: VLMTarget, shape: TreeShape) -> Any:
     """What drafts trees of ``shape`` with a ``head`` of any kind."""
     if isinstance(head, DFlash):
         return DrawnTreeDrafter(DFlashSource(head, target), target, shape)
-    return FeatureDrafter(head, target, shape)
+    kind = MtpDrafter if isinstance(head, MtpLayers) else FeatureDrafter
+    return kind(head, target, shape)
 
 
 @torch.inference_mode()
 def decoded(head: Any, seen: Evidence, prompt: Any, ends: list[int]) -> float:
     """Tokens a round of greedy chains by our own decoding."""
-    depth = min(following.DEPTH, getattr(head.config, "longest", following.DEPTH))
+    config = getattr(head, "config", None)
+    depth = min(following.DEPTH, getattr(config, "longest", following.DEPTH))
     drafter = drafter_of(head, seen.target, TreeShape.chain(depth, seen.tokens.device))
     stop, length = EndTokens(ends, seen.tokens.device), prompt.max_new_tokens
     rounds = decode(

@@ -18,7 +18,7 @@ from recipes.scenes.composed import encoder
 from recipes.scenes.packing import Encoder, collate, to_pixels
 from recipes.scenes.questions import Turn
 from recipes.scenes.stream import load_world
-from specmm.chats.forms import Chat
+from specmm.chats.forms import Chat, chat_of
 from specmm.chats.tokens import ChatReader
 from specmm.hf.loading.pretrained import find
 from specmm.hf.prompts.prompt import VLMPrompt
@@ -109,7 +109,8 @@ class FirstTurn:
     def chat(self, turns: Sequence[Turn], image: Any = None) -> Chat:
         """The first of ``turns`` about the picture ``image`` [R, R, 3]."""
         picture = None if image is None else Image.fromarray(image)
-        return Chat.asked(turns[0].question, turns[0].answer, picture)
+        row = {"question": turns[0].question, "answer": turns[0].answer, "image": picture}
+        return chat_of(row, Path())
 
 
 def _encoder(processor: Any, target: Any) -> Any:

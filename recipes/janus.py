@@ -22,8 +22,8 @@ from specmm.image_ar.files import write_settings
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.loading.files import writable
 from specmm.recipes.drafter import kept_tokens
+from specmm.recipes.pictures import to_float
 from specmm.recipes.recipe import Amount, Count, Found, Seed, Share, Size
-from specmm.recipes.training.encoding import to_float
 
 TOKENS = SIDE // 2 ** (len(LEVELS) - 1)  # a side
 

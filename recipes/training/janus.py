@@ -25,7 +25,7 @@ from recipes.captioned import KINDS, SIDE, STYLES, Captioned
 from recipes.wording import BEGIN, IMAGE, chat, prompt
 from specmm.core.randomness import seeded
 from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit
-from specmm.recipes.training.encoding import CLASS_DROPOUT, to_float
+from specmm.recipes.pictures import CLASS_DROPOUT, to_float
 
 PROMPT = 16  # P: at most, with what begins a picture
 TALK = 40  # tokens of a chat about a picture, at most

@@ -19,7 +19,7 @@ from recipes.training.pictures import flip_some, reconstruction_loss
 from specmm.core.randomness import seeded
 from specmm.image_ar.continuous.kl import AutoencoderKL, KLConfig, Posterior
 from specmm.recipes.loop import Losses, Run, batch_rows, fit
-from specmm.recipes.training.encoding import encode_views, to_float
+from specmm.recipes.pictures import encode_views, to_float
 
 
 def train_kl(

@@ -20,7 +20,7 @@ from specmm.core.randomness import seeded
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
 from specmm.image_ar.continuous.mar import MAR, MARConfig, patchify, pick
 from specmm.recipes.loop import MUON, Losses, Run, batch_rows, fit
-from specmm.recipes.training.encoding import CLASS_DROPOUT
+from specmm.recipes.pictures import CLASS_DROPOUT
 
 MASK_MEAN = 1.0  # of the share of tokens that are masked, cut at 1
 MASK_STD = 0.25

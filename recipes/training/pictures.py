@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specmm.recipes.loop import batch_rows
-from specmm.recipes.training.encoding import CLASS_DROPOUT
+from specmm.recipes.pictures import CLASS_DROPOUT
 
 RESTART_EVERY = 200  # steps between two moves of unused codes
 

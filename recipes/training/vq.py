@@ -17,7 +17,7 @@ from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_l
 from specmm.core.randomness import seeded
 from specmm.image_ar.autoencoder import VQCodes, VQConfig, VQModel
 from specmm.recipes.loop import Losses, Run, batch_rows, fit
-from specmm.recipes.training.encoding import to_float
+from specmm.recipes.pictures import to_float
 
 
 def train_tokenizer(

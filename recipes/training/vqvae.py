@@ -18,7 +18,7 @@ from recipes.training.pictures import RESTART_EVERY, flip_some, reconstruction_l
 from specmm.core.randomness import seeded
 from specmm.image_ar.scales.vqvae import VQVAE, MultiScaleQuantizer, VQVAEConfig
 from specmm.recipes.loop import Losses, Run, batch_rows, fit
-from specmm.recipes.training.encoding import encode_views, to_float
+from specmm.recipes.pictures import encode_views, to_float
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Unusable(ValueError):
 class Chat:
     """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``place`` is
     its file and line, ``key`` the digest of what is asked in it, ``sizes`` those of its images
-    where they are known.
+    where they are known, ``length`` its tokens to the model that learns from it.
     """
 
     messages: Sequence[Message]
@@ -79,6 +79,7 @@ class Chat:
     place: str = ""
     key: str = ""
     sizes: Sequence[tuple[int, int]] | None = None
+    length: int = 0
 
     def keyed(self) -> Chat:
         """The same with its key."""
@@ -99,12 +100,6 @@ class Chat:
     def visual(self) -> bool:
         """Whether there is anything to see."""
         return bool(self.images or self.videos)
-
-    @classmethod
-    def asked(cls, question: str, answer: str, images: Any = None, videos: Any = None) -> Chat:
-        """One question, after what it is about, with its answer."""
-        row = {"question": question, "answer": answer, "images": images, "videos": videos}
-        return chat_of(row, Path())
 
 
 def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -> Chat:

@@ -67,10 +67,9 @@ def _learnable(reader: ChatReader, chat: Chat, texts: Sequence[str]) -> Chat:
     """``chat`` with ``texts`` as its answers, or as it is where nothing can be learnt from them."""
     found = _said(chat, texts)
     try:
-        reader.check(found)
+        return replace(found, length=reader.check(found))
     except ValueError:
         return chat
-    return found
 
 
 def _said(chat: Chat, texts: Sequence[str]) -> Chat:

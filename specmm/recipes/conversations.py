@@ -6,11 +6,11 @@ Shape letters: B chats of a batch, L tokens.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import tempfile
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -74,37 +74,25 @@ class Spool(Sequence[Chat]):
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        self.ends = array("q", [])
-        self.sizes = array("q", [])
+        self.ends = array("q", [0])
 
     def add(self, chat: Chat) -> None:
         """Write ``chat``."""
-        facts = {**vars(chat), "images": [self._named(source) for source in chat.images]}
-        data = json.dumps(facts, default=str).encode()
-        self.ends.append(self._put(data))
-        self.sizes.append(len(data))
-
-    def _named(self, source: Any) -> Any:
-        if isinstance(source, str):
-            return source
-        data = bytes_of(source)
-        return [self._put(data), len(data)]
-
-    def _put(self, data: bytes) -> int:
-        self.file.seek(0, io.SEEK_END)
-        self.file.write(data)
-        return self.file.tell()
-
-    def _get(self, end: int, size: int) -> bytes:
-        self.file.seek(end - size)
-        return self.file.read(size)
+        images = [
+            s if isinstance(s, str) else [b64encode(bytes_of(s)).decode()] for s in chat.images
+        ]
+        self.file.seek(self.ends[-1])
+        self.file.write(json.dumps({**vars(chat), "images": images}, default=str).encode())
+        self.ends.append(self.file.tell())
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.ends) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        facts = json.loads(self._get(self.ends[index], self.sizes[index]))
-        facts["images"] = [s if isinstance(s, str) else self._get(*s) for s in facts["images"]]
+        begin = self.ends[index]
+        self.file.seek(begin)
+        facts = json.loads(self.file.read(self.ends[index + 1] - begin))
+        facts["images"] = [s if isinstance(s, str) else b64decode(s[0]) for s in facts["images"]]
         return Chat(**facts)
 
 
@@ -177,7 +165,7 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
         try:
             if isinstance(found, Unusable):
                 raise found
-            opening.reader.check(found)
+            found = replace(found, length=opening.reader.check(found))
         except (ValueError, OSError) as error:
             kind = getattr(error, "kind", "not what the model's processor takes")
             aside.setdefault(kind, [f"{found.place}: {error}", 0])[1] += 1

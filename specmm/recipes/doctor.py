@@ -19,6 +19,7 @@ from specmm.chats.forms import Chat
 from specmm.chats.tokens import ChatReader
 from specmm.choose.traces import Trace
 from specmm.core.derived import digest
+from specmm.hf.drafters.drafter_formats import ModelFolder, mtp_layers
 from specmm.hf.drafters.drafting import KINDS, load_drafter, method_of
 from specmm.hf.loading.pretrained import find, find_target, load_tokenizer, weights_folder
 from specmm.hf.models.target import VLMTarget
@@ -44,7 +45,7 @@ from specmm.text.pipeline import TextPipeline
 
 T = TypeVar("T")
 WORTH = 1.02  # times as many tokens a round: less is no reason to change anything
-METHODS = ("eagle3", "msd", "block")  # of drafters that read the target's states
+METHODS = ("eagle3", "msd", "block", "mtp")  # of drafters that read the target's states
 SYSTEM = "You are a helpful assistant."
 
 
@@ -139,7 +140,7 @@ def examined(
     """
     folder = find_target(model)
     place = find(drafter) if drafter else _beside(folder)
-    kind = method_of(place)
+    kind = "mtp" if place == folder and _own_layers(folder) else method_of(place)
     if kind not in METHODS:
         raise ValueError(
             f"doctor follows drafters that read the target's states ({', '.join(METHODS)}), got "
@@ -158,12 +159,19 @@ def _beside(folder: Path) -> Path:
     """The drafter that lies beside the model in ``folder``."""
     places = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
     found = [place for place in places if (place / "config.json").is_file()]
+    if _own_layers(folder) and places[METHODS.index("mtp")] not in found:
+        found.append(folder)
     if len(found) != 1:
         raise ValueError(
             f"{folder} must have one drafter of {', '.join(METHODS)} beside it, got "
             f"{', '.join(place.name for place in found) or 'none'}; name it"
         )
     return found[0]
+
+
+def _own_layers(folder: Path) -> int:
+    """The MTP layers in the checkpoint of the model in ``folder``."""
+    return mtp_layers(ModelFolder(weights_folder(folder)))
 
 
 def asked(

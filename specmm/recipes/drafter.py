@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,13 +39,13 @@ from specmm.image_ar.tokens.loading import load_block, load_gpt, load_vq, save_d
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline, LlamaGenSettings
 from specmm.image_ar.tokens.target import LlamaGenTarget, Prompt
 from specmm.loading.files import writable
-from specmm.recipes.loop import Losses, Run, batch_rows, check_same, fit, one_first, share
+from specmm.recipes.loop import Losses, Run, batch_rows, check_same, fit, kept, one_first, share
 from specmm.recipes.losses import Head, check_loss, compared
+from specmm.recipes.pictures import CLASS_DROPOUT, encode_views
 from specmm.recipes.recipe import Amount, Count, Found, Open, Recipe, Seed, Size, beside
 from specmm.recipes.settings import facts_of
 from specmm.recipes.source import key_of
 from specmm.recipes.training.drawn_rows import made_by
-from specmm.recipes.training.encoding import CLASS_DROPOUT, encode_views
 from specmm.shape.trees import spine
 from specmm.verify import Recursive
 
@@ -71,7 +72,6 @@ def drafter(
     lr: float | None,
     loss: str,
     drawn: Size,
-    only_drawn: bool,
     cfg: float | None,
     start: Path | None,
     replace: bool,
@@ -86,12 +86,10 @@ def drafter(
     folder = writable(out or Path("runs") / kind)
     facts = facts_of(recipe)
     check_same(folder, facts)
-    if kind != "block" and (start is not None or only_drawn):
-        raise ValueError(f"start and only_drawn go with kind=block, got {kind}; leave them out")
-    if only_drawn and not drawn:
-        raise ValueError("only_drawn needs pictures that the target draws: give --set drawn=N")
+    if kind != "block" and start is not None:
+        raise ValueError(f"start goes with kind=block, got {kind}; leave it out")
     with one_first():
-        target, tokens, labels = _examples(place, data, folder, (drawn, only_drawn), cfg, seed)
+        target, tokens, labels = _examples(place, data, folder, drawn, cfg, seed)
     read = _layers(aux_layers, target.config.n_layer)
     sizes: dict[str, Any] = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
     begun = None if start is None else load_block(start, target)
@@ -150,24 +148,22 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
 
 
 def _examples(
-    model: Path, data: Open, out: Path, drawn: tuple[int, bool], cfg: float | None, seed: int
+    model: Path, data: Open, out: Path, count: int, cfg: float | None, seed: int
 ) -> tuple[Any, Any, Any]:
-    """The target, tokens [M, 2, T] and labels [M]: the data's, then so many ``drawn`` of the
-    target, or these alone.
+    """The target, tokens [M, 2, T] and labels [M]: the data's, if any, then so many, ``count``,
+    that the target draws.
     """
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
     side = round(target.config.block_size**0.5) * vq.config.downsampling
     pictures = data(read_settings(LlamaGenSettings, model).classes, target.config.num_classes, side)
-    (count, alone), labels = drawn, torch.from_numpy(pictures.labels)
+    labels = torch.from_numpy(pictures.labels)
     if pictures.images is None and not count:
         raise ValueError(
             "a drafter needs pictures to learn from: give --set data=FOLDER or --set drawn=N"
         )
-    parts = (
-        []
-        if alone or pictures.images is None
-        else [(picture_tokens(vq, pictures.images, out), labels)]
-    )
+    parts = []
+    if pictures.images is not None:
+        parts.append((picture_tokens(vq, pictures.images, out), labels))
     if count:
         rows = torch.randint(len(labels), (count,), generator=torch.Generator().manual_seed(seed))
         own = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
@@ -187,16 +183,16 @@ def _draw(
     pipe.set_progress_bar_config(disable=True)
     own = [settings.cfg, settings.cfg_interval, settings.temperature]
     own += [settings.top_k, settings.top_p]
-    kept = writable(out / made_by(target, labels.tolist(), cfg, seed, own))
-    found = []
-    for i, part in enumerate(tqdm(labels.split(AT_ONCE), desc="draw")):
-        file = kept / f"{i:04d}-{len(part)}.pt"
-        if not file.exists():
-            generator = torch.Generator().manual_seed(1_000_003 * seed + i)
-            given: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
-            torch.save(pipe(part.tolist(), generator=generator, **given).tokens, file)
-        found.append(torch.load(file, weights_only=True))
-    return torch.cat(found)
+    place = out / made_by(target, labels.tolist(), cfg, seed, own)
+
+    def drawn(i: int, part: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(1_000_003 * seed + i)
+        given: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
+        found: Tensor = pipe(part.tolist(), generator=generator, **given).tokens
+        return found
+
+    parts = enumerate(tqdm(labels.split(AT_ONCE), desc="draw"))
+    return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
@@ -231,15 +227,8 @@ def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> 
     long as both are the same.
     """
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
-    key = hashlib.sha256(weights + images.tobytes()).hexdigest()
-    if file.exists():
-        kept = torch.load(file, weights_only=True)
-        if kept["key"] == key:
-            return kept["tokens"]
     vq.eval()
-    tokens = encode()
-    torch.save({"key": key, "tokens": tokens}, file)
-    return tokens
+    return kept(file, encode, hashlib.sha256(weights + images.tobytes()).hexdigest())
 
 
 @dataclass(frozen=True)
@@ -358,39 +347,25 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """Make ``drafter`` begin as ``other``.
 
     What this lacks of its feed-forward layers' units adds nothing yet. Further levels ask as its
-    last one, which knows its place by the cell alone. Of wider layers the units with the largest
-    weights are taken. Raises ``ValueError`` where the two differ in layers or auxiliary layers, and
-    for levels that the drafter lacks.
+    last one, which knows its place by the cell alone. Raises ``ValueError`` where the two differ in
+    layers or auxiliary layers, and for levels and units that the drafter lacks.
     """
     config = drafter.config
     begun = other.config
     wanted = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
-    if wanted != config:
+    units = [one.inner or one.target.ffn_dim for one in (begun, config)]
+    if wanted != config or units[0] > units[1]:
         raise ValueError(
             "drafter must go on from one of its layers and auxiliary layers, with no more than its "
-            f"levels, got one with {begun.levels} levels, {begun.layers} layers, auxiliary layers "
-            f"{begun.aux_layers}"
+            f"levels and units, got one with {begun.levels} levels, {begun.layers} layers of "
+            f"{units[0]} units, auxiliary layers {begun.aux_layers}"
         )
     own = drafter.state_dict()
-    for name, old in _narrowed(other, config.inner or config.target.ffn_dim).items():
+    for name, old in other.state_dict().items():
         if name.endswith("feed_forward.w2.weight"):
             own[name].zero_()
         own[name][tuple(slice(size) for size in old.shape)] = old
     own["slots"][begun.levels :] = other.slots[-1]
-
-
-def _narrowed(head: BlockHead, inner: int) -> dict[str, Tensor]:
-    """Weights of ``head`` with at most ``inner`` units in each feed-forward layer, those with the
-    largest weights.
-    """
-    found = head.state_dict()
-    for i in range(len(head.layers)):
-        parts = {f"layers.{i}.feed_forward.w{n}.weight": int(n == 2) for n in (1, 2, 3)}
-        norms = [found[name].norm(dim=1 - dim) for name, dim in parts.items()]
-        units = torch.stack(norms).prod(0)
-        kept = units.topk(min(inner, len(units))).indices.sort().values
-        found |= {name: found[name].index_select(dim, kept) for name, dim in parts.items()}
-    return found
 
 
 def block_loss(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from specmm.chats.tokens import answered
 from specmm.choose.traces import Trace
+from specmm.core.cache import Cache, CacheSize
 from specmm.core.decode import EndTokens, decode_plain
 from specmm.core.drafter import DrafterVocabulary
 from specmm.core.processors import Processor
@@ -31,7 +32,8 @@ from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.diffusion_drafters.sources import DFlashSource
 from specmm.hf.drafters.drafting import drafting_probs, row_uniforms
-from specmm.hf.drafters.features import BoundNetwork, FeatureNetwork
+from specmm.hf.drafters.features import BoundNetwork
+from specmm.hf.drafters.mtp_layers import LayerSlots, MtpLayers
 from specmm.hf.models.aux_states import AuxStates
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
@@ -255,11 +257,45 @@ class BlockReading(Reading):
         return made
 
 
-def reading_of(network: FeatureNetwork | DFlash, target: VLMTarget) -> HeadReading | BlockReading:
-    """``network`` as it drafts for ``target``.
+@dataclass(frozen=True)
+class LayerReading(Reading):
+    """MTP layers, of which each drafts at its depth and the last one below, too. If they hand on
+    their states unnormed, ``norms`` are for the head.
+    """
+
+    network: MtpLayers
+    norms: Sequence[nn.Module] = ()
+
+    def drafted(self, seen: Evidence, depth: int) -> Iterator[Tensor]:
+        layers, target = self.network, seen.target
+        rows, length = seen.tokens.shape
+        size = CacheSize(layers.sizes, rows, 1, depth * length, 0)
+        cache = Cache(size, target.dtype, target.device)
+        slots = LayerSlots(layers, layers.windows(), cache)
+        texts = target.family.plain_embedding(seen.tokens)
+        following = torch.where(seen.image[..., None], seen.embeddings, texts).roll(-1, 1)
+        places = seen.place if seen.positions is None else seen.positions
+        read = self.states(seen)
+        for step in range(depth):
+            number = min(step, len(layers.model.layers) - 1)
+            own = step - number  # times that the last layer has read its own predictions
+            cache.aim(own * length, (own + 1) * length)
+            bias = rollout_bias(length, own).to(following)
+            slots.aim(seen.place, places + 1, bias)
+            states = slots.run(number, following, read)
+            found = layers.predicted(states)
+            yield target.head(self.norms[number](found) if self.norms else found).float()
+            read = F.pad(states[:, :-1], (0, 0, 1, 0))
+
+
+def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | LayerReading:
+    """``network``, as :func:`specmm.hf.drafters.drafting.load_drafter` finds it, as it drafts for
+    ``target``.
 
     Raises ``ValueError`` where it does not fit, and for what cannot be followed.
     """
+    if isinstance(network, MtpLayers):
+        return LayerReading(network, (), None)
     if isinstance(network, DFlash):
         config = network.config
         DFlashSource(network, target)  # raises where it does not fit
@@ -291,20 +327,21 @@ class Followed:
     @property
     def sampled(self) -> float:
         """Tokens a round at temperature 1, were all tokens as likely to be a root."""
-        return 1 + sum(self._along(self.overlap))
+        products = self.seen.chains(self.overlap).cumprod(1)
+        return 1 + float((products.sum(0) / self._there.sum(0).clamp(min=1)).sum())
 
     @property
     def by_depth(self) -> list[float]:
         """How often a draft is kept at each depth, those before it kept."""
-        found = [1.0, *self._along(self.token.float())]
-        return [b / a if a else 0.0 for a, b in pairwise(found)]
-
-    def _along(self, values: Tensor) -> list[float]:
-        """The mean product of ``values`` [D, B, L] along each chain, by its length."""
-        product = self.seen.chains(values).cumprod(1)
-        there = self.seen.chains(torch.ones_like(values)).sum(0).clamp(min=1)
-        found: list[float] = (product.sum(0) / there).tolist()
+        kept = self.seen.chains(self.token.float()).cumprod(1)
+        tried = F.pad(kept[:, :-1], (1, 0), value=1.0) * self._there
+        found: list[float] = (kept.sum(0) / tried.sum(0).clamp(min=1)).tolist()
         return found
+
+    @property
+    def _there(self) -> Tensor:
+        """1 [R, D] where a chain's draft is of its answer, 0 past that."""
+        return self.seen.chains(torch.ones_like(self.overlap))
 
     def parts(self) -> dict[str, float]:
         """How often the first draft is kept, by what it is of."""

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from specmm.choose.threads import settled
 from specmm.loading.extras import needed
-from specmm.loading.files import sentence_of
+from specmm.loading.files import sentence_of, whole
 
 Rows = TypeVar("Rows", Tensor, list[Any])
 Losses = dict[str, Tensor]
@@ -116,6 +116,21 @@ def one_first() -> Iterator[bool]:
         return
     with processes.main_process_first():
         yield processes.is_main_process
+
+
+def kept(file: Path, make: Callable[[], Tensor], key: str = "") -> Tensor:
+    """The tokens in ``file`` if they are of the same ``key``; others are what ``make`` gives, and
+    written there whole.
+    """
+    if file.exists():
+        found: Any = torch.load(file, weights_only=True)
+        if found["key"] == key:
+            return found["tokens"]
+    tokens = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with whole(file) as stream:
+        torch.save({"key": key, "tokens": tokens}, stream)
+    return tokens
 
 
 def rank() -> tuple[int, int]:

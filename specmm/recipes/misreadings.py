@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -13,9 +13,10 @@ from torch import nn
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
 from specmm.hf.drafters.eagle3_head import Eagle3Head, layers_read
+from specmm.hf.drafters.mtp_layers import MtpLayers
 from specmm.hf.models.target import VLMTarget
 from specmm.recipes.dflash import layers_read as block_layers
-from specmm.recipes.following import BlockReading, Evidence, HeadReading, Reading
+from specmm.recipes.following import BlockReading, Evidence, HeadReading, LayerReading, Reading
 from specmm.vlm.msd import MSDHead
 
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)  # tokens that a drafter may have learnt to attend
@@ -24,6 +25,10 @@ FACTORS = (2.0, 4.0, 8.0, 16.0)  # by which positions may have been interpolated
 BLOCKS = (4, 8, 16, 32)  # places of blocks
 PAIRS = ("rotary pairs of neighbours", "rotary pairs of halves")  # by ``inverse`` of repaired
 HALVES = "state before embedding"
+NORMS = "norms of token and state exchanged"  # of MTP layers, as the following
+REVERSED, ALONE = "MTP layers reversed", "the first layer alone"
+HANDED = ("the target's states at every depth", "predictions after the first layer")
+NORMED = ("predictions before their norm", "predictions after their norm")
 Tried: TypeAlias = Iterator[tuple[str, str, Any]]
 """Names, hints, and fields of a reading or a network in place of its own."""
 
@@ -42,14 +47,15 @@ class Change:
 def changes(reading: Reading, seen: Evidence) -> Iterator[Change]:
     """All that are tried for the drafter of ``reading``."""
     kinds: list[Callable[[Any, Evidence], Tried]] = [_of_states, _of_vocabulary]
-    kinds += [_of_blocks, _of_masks] if isinstance(reading, BlockReading) else [_of_attention]
+    if isinstance(reading, LayerReading):
+        kinds += [_of_layers]  # positions, tables and the order of rotary pairs are the target's
+    else:
+        of_blocks = isinstance(reading, BlockReading)
+        kinds += [_of_blocks, _of_masks] if of_blocks else [_of_attention]
+        kinds += [_of_network]
     for kind in kinds:
         for named, hint, fields in kind(reading, seen):
             yield Change(named, hint, replace(reading, **fields))
-    head = _head(reading)
-    for named, hint, made in _of_network(head, seen.target):
-        network = made if isinstance(head, DFlash) else made.bound(seen.target)
-        yield Change(named, hint, replace(reading, network=network))
 
 
 def _head(reading: Reading) -> Any:
@@ -164,8 +170,55 @@ def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
             yield f"mask token {mask}", "its masks were another token", {"mask": mask}
 
 
-def _of_network(head: Any, target: VLMTarget) -> Tried:
+def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
+    """Which MTP layer drafts, what it reads first, and what the layers hand on."""
+    layers = reading.network
+    own: list[Any] = list(layers.model.layers)
+    norms = relayered(layers, own, lambda layer: {"enorm": layer.hnorm, "hnorm": layer.enorm})
+    tried = {HALVES: relayered(layers, own, _swapped), NORMS: norms}
+    if len(own) > 1:
+        tried |= {REVERSED: relayered(layers, own[::-1]), ALONE: relayered(layers, own[:1])}
+    for named, made in tried.items():
+        yield named, "its weights are named otherwise", {"network": made}
+    hint = "layers after the first learnt to read them"
+    yield HANDED[not layers.chained], hint, {"network": replace(layers, chained=not layers.chained)}
+    if layers.chained and own[0].post_norm is not None:
+        after = () if reading.norms else tuple(layer.post_norm for layer in own)
+        made = relayered(layers, own, lambda _: {"use_post_norm": not after})
+        yield NORMED[not after], hint, {"network": made, "norms": after}
+
+
+def relayered(
+    layers: MtpLayers, own: Sequence[Any], parts: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+) -> MtpLayers:
+    """``layers`` with copies of ``own`` in their place, on the same weights, but for some
+    ``parts`` of each.
+    """
+    model = sharing(layers.model)
+    model.layers = nn.ModuleList(map(sharing, own))
+    for layer, before in zip(model.layers, own, strict=True):
+        for name, part in parts(before).items():
+            setattr(layer, name, part)
+    return replace(layers, model=model)
+
+
+def _swapped(layer: Any) -> dict[str, Any]:
+    """The config of an MTP layer that reads token and state in the other order."""
+    config = copy.copy(layer.config)
+    config.mtp_hidden_states_first = not getattr(config, "mtp_hidden_states_first", False)
+    return {"config": config}
+
+
+def _of_network(reading: Reading, seen: Evidence) -> Tried:
     """What its file has in another order, and what its config says otherwise."""
+    head = _head(reading)
+    for named, hint, made in _of_head(head, seen.target):
+        bound = made if isinstance(head, DFlash) else made.bound(seen.target)
+        yield named, hint, {"network": bound}
+
+
+def _of_head(head: Any, target: VLMTarget) -> Tried:
+    """Other heads in place of ``head``."""
     for inverse, named in enumerate(PAIRS):
         hint = "its q_proj and k_proj were exported for the other order of rotary pairs"
         yield named, hint, repaired(head, bool(inverse))
@@ -238,10 +291,16 @@ def _thetas(own: float, target: VLMTarget) -> list[float]:
     return sorted({*THETAS, theirs} - {own})
 
 
+def sharing(module: Any) -> Any:
+    """A copy of ``module`` on the same weights, of which parts may be replaced."""
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made
+
+
 def altered(head: Any, **config: Any) -> Any:
     """``head`` on the same weights, with these values in its ``config``; parts may be replaced."""
-    made = copy.copy(head)
-    made._modules = dict(head._modules)
+    made = sharing(head)
     made.config = replace(head.config, **config)
     return made
 

@@ -1,24 +1,28 @@
-"""Pictures of your own for a drafter of image tokens: a folder with a folder for each class.
+"""Pictures to learn from: your own, a folder for each class, and as they are encoded.
 
-Shape letters: M pictures, R pixels a side.
+Shape letters: B batch, M pictures, R pixels a side.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageOps
+from torch import Tensor
+from tqdm import trange
 
 from specmm.image_ar.calls import class_ids
 from specmm.metrics.inputs import open_pictures
 
 log = logging.getLogger(__name__)
+CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance needs
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,18 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
     labels = class_ids([folder[0] for folder in folders], names, count)
     images = [np.asarray(ImageOps.fit(Image.fromarray(p), (side, side))) for p in given]
     return Pictures(np.stack(images), np.array(labels))
+
+
+def to_float(images: Tensor) -> Tensor:
+    """Pictures [B, R, R, 3] uint8 -> [B, 3, R, R] float in [-1, 1]."""
+    return images.permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+@torch.no_grad()
+def encode_views(encode: Callable[[Tensor], Tensor], images: Tensor, batch: int = 64) -> Tensor:
+    """Pictures [M, R, R, 3] uint8 and their mirror images, encoded: [M, 2, ...]."""
+    rows = []
+    for first in trange(0, len(images), batch, desc="encode", mininterval=5):
+        x = to_float(images[first : first + batch])
+        rows.append(torch.stack([encode(view) for view in (x, x.flip(-1))], dim=1))
+    return torch.cat(rows)

@@ -159,6 +159,7 @@ class Lessons:
     said: Callable[[], Tensor]
     prompt: VLMPrompt
     ends: Sequence[int]
+    lengths: Sequence[int] = ()
 
     def vocabulary(self, most: int) -> Tensor | None:
         """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
@@ -243,7 +244,7 @@ class Begun:
         own = self.training
         network = drafter if network is None else network
         run = self.run(lessons, drafter, network, **more)
-        options = (own.batch, own.seed, own.out, own.keep)
+        options = (own.batch, own.seed, own.out, own.keep, lessons.lengths)
         seen = SeenRows(self.target, lessons.rows, lessons.read, layers, *options)
         learn(network, loss, seen.batch, run, clip=clip)
         return self.end(save, run)

@@ -6,6 +6,7 @@ Shape letters: R rows, L tokens of a row.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -162,7 +163,10 @@ def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lesso
     key = key_of(chat.said for chat in rows)
     reader = opened.reader
     prompt = opened.prompts(scenes)
-    return Lessons(rows, key, opened.read, partial(reader.said, rows), prompt, reader.stops)
+    lengths = array("q", (chat.length for chat in rows))
+    return Lessons(
+        rows, key, opened.read, partial(reader.said, rows), prompt, reader.stops, lengths
+    )
 
 
 def key_of(rows: Iterable[bytes]) -> str:

@@ -335,9 +335,7 @@ def test_training_makes_a_model_that_draws(tmp_path, monkeypatch):
         as_json(*how, *sets(steps=count), *own)
         steps.append(torch.load(tmp_path / "own/checkpoint.pt", weights_only=True)["step"])
     assert steps == [2, 3] and len(list((tmp_path / "own/drawn").rglob("*.pt"))) == 1
-    alone = dict(
-        batch=2, steps=1, levels=3, replace="true", only_drawn="true", out=tmp_path / "alone"
-    )
+    alone = dict(batch=2, steps=1, levels=3, replace="true", out=tmp_path / "alone")
     assert "drawn=N" in refused("train", "drafter", model, *sets(**alone))
     as_json("train", "drafter", model, *sets(**alone, drawn=3))
     assert not (tmp_path / "alone/tokens.pt").exists()  # the data was not looked at
@@ -369,8 +367,8 @@ def test_a_drafter_learns_from_pictures_of_ones_own(tiny, tmp_path, monkeypatch)
 def test_training_refuses_unknown_kinds_and_missing_models(tiny, tmp_path):
     assert "did you mean 'block'" in refused("train", "drafter", tiny, *sets(kind="blok"))
     assert "replace=true" in refused("train", "drafter", tiny, "--out", tmp_path)
-    eagle = sets(kind="eagle", replace="true", out=tmp_path, only_drawn="true", drawn=2)
-    assert "go with kind=block" in refused("train", "drafter", tiny, *eagle)
+    eagle = sets(kind="eagle", replace="true", out=tmp_path, start=tmp_path, drawn=2)
+    assert "goes with kind=block" in refused("train", "drafter", tiny, *eagle)
     assert "give --set data=FOLDER or --set drawn=N" in refused(
         "train", "drafter", tiny, *sets(replace="true", out=tmp_path)
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import specmm
+from specmm.hf.drafters.drafting import load_drafter
 from specmm.hf.prompts.messages import Chat
 from specmm.vlm import wording
 from tests.commands import as_json, refused
@@ -298,3 +299,10 @@ def test_a_drafter_of_another_kind_is_one_sentence(pipe, method):
     said = f"'{method}' needs a drafter of its own, got a vision-language model .* for vlm-draft"
     with pytest.raises(ValueError, match=said):
         specmm.VQAPipeline.from_pretrained(folder, method=method, drafter=folder)
+
+
+def test_a_model_in_parts_is_no_drafter(pipe):
+    """Its folder has no checkpoint that a head could be read from."""
+    said = "'msd' needs a drafter of its own, got a vision-language model in .*smollava"
+    with pytest.raises(ValueError, match=said):
+        load_drafter("msd", specmm.zoo.POCKET / "smollava", pipe.model)

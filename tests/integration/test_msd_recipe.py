@@ -14,12 +14,11 @@ from recipes.scenes.questions import Turn
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, zoo
-from specmm.chats.forms import Chat
 from specmm.chats.tokens import ChatReader
 from specmm.hf.drafters.files import read_acceptance
 from specmm.recipes.recipe import train
 from specmm.vlm.loading import load_processor
-from tests.tiny.chats import picture_chats, undrafted
+from tests.tiny.chats import one_turn, picture_chats, undrafted
 
 LLAVA = zoo.POCKET / "llava"
 
@@ -34,7 +33,7 @@ def test_a_line_is_what_the_models_own_training_made_of_it(lines):
     encoder = Encoder(processor.tokenizer, 64)
     reader = ChatReader(processor, [processor.tokenizer.eos_token_id], 1024)
     for image in (str(file), None):
-        chat = Chat.asked("Is it a star?", "yes", image)
+        chat = one_turn("Is it a star?", "yes", image)
         prompt, answers = reader.read([chat])
         pixels = np.asarray(Image.open(image)) if image else None
         wanted = encoder.chat([Turn("Is it a star?", "yes", "is there")], pixels)

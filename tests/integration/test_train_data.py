@@ -24,6 +24,7 @@ from specmm.recipes.recipe import Places, train
 from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.drawn_rows import drawn_rows
+from specmm.recipes.training.seen import SeenRows
 from specmm.recipes.training.texts import Rows, split
 from tests.commands import succeed
 from tests.tiny.chats import undrafted
@@ -317,6 +318,28 @@ def test_held_out_rows_of_text_are_not_learnt(tmp_path):
     held = [load_tokenizer(model).decode(row) for row in lessons.prompt.rows()]
     learnt = "".join(load_tokenizer(model).decode(row) for row in lessons.rows)
     assert len(held) == 4 and not any(text in learnt for text in held)
+
+
+def test_chats_of_like_length_are_a_batch(talker, tmp_path):
+    """Every chat once an epoch, and hardly anything padded, where half would be."""
+    rows = [
+        {"question": f"add {i}?", "answer": "a = b + c\n" * (1 + 37 * i % 60)} for i in range(80)
+    ]
+    file = jsonl(tmp_path / "d.jsonl", rows)
+    data = Source(
+        Places([str(file)], conversations), 0.1, None, "skip", None, [], False, None, 0.0, 96
+    )
+    own = begun(talker, tmp_path)
+    lessons = data.lessons(own)
+    every = range(len(lessons.rows) // 8)
+    wasted = []
+    for lengths in (lessons.lengths, ()):
+        options = (own.target, lessons.rows, lessons.read, (), 8, 0, tmp_path / f"{len(lengths)}")
+        seen = SeenRows(*options, 1.0, lengths)
+        batches = [seen.batch(step).tokens for step in every]
+        assert len({tuple(row.tolist()) for batch in batches for row in batch}) == 72
+        wasted.append(1 - sum(lessons.lengths) / sum(batch.numel() for batch in batches))
+    assert wasted[0] < 0.1 and wasted[1] > 0.3
 
 
 def test_rows_are_kept_by_what_made_them(talker, tmp_path):

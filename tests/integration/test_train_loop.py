@@ -23,6 +23,7 @@ from specmm.core.processors import Processor
 from specmm.hf.models.target import VLMTarget
 from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.recipes import drafter
+from specmm.recipes.loop import kept
 from specmm.recipes.recipe import train
 from specmm.recipes.source import read_rows
 from specmm.recipes.training.seen import Seen, SeenRows
@@ -184,6 +185,23 @@ def test_the_last_batch_is_filled_up(text_target, tmp_path):
     seen = SeenRows(text_target, rows, read_rows, (), 2, 0, tmp_path, 1.0)
     found = [len(seen.batch(step).tokens) for step in range(3)]
     assert found == [2, 2, 2]
+
+
+def test_what_is_kept_is_whole(tmp_path, monkeypatch):
+    """A run that dies while it writes leaves what was there, of its own key."""
+    file, made = tmp_path / "new" / "tokens.pt", [torch.tensor([1]), torch.tensor([2])]
+    assert torch.equal(kept(file, lambda: made[0], "a"), made[0])
+    assert torch.equal(kept(file, lambda: made[1], "a"), made[0])
+
+    def torn(_, stream):
+        stream.write(b"PK")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(torch, "save", torn)
+        kept(file, lambda: made[1], "b")
+    assert torch.equal(kept(file, lambda: made[1], "a"), made[0])
+    assert torch.equal(kept(file, lambda: made[1], "b"), made[1])
 
 
 def test_all_weights_are_in_a_digest():

@@ -17,7 +17,7 @@ from recipes.scenes.kinds import KINDS
 from recipes.scenes.sprites import Sprite, Sprites
 from recipes.scenes.stream import World
 from specmm import VQAPipeline, custom_generate
-from specmm.chats.forms import Chat, chat_of
+from specmm.chats.forms import chat_of
 from specmm.chats.tokens import ChatReader
 from specmm.core.decode import decode
 from specmm.core.processors import Processor
@@ -35,6 +35,7 @@ from specmm.vlm.loading import load_model
 from specmm.vlm.msd import MSDHead, load_for, save_msd
 from tests.noisy import noisy
 from tests.sampling import fits
+from tests.tiny.chats import one_turn
 from tests.tiny.vlm_folders import END, save
 
 KINDS_OF_MODELS = ("qwen2.5-vl", "qwen3.5", "gemma3")  # M-RoPE, states, scaled tokens
@@ -176,9 +177,9 @@ def test_what_trains_a_head_is_what_the_model_itself_sees(pipe, pictures):
     """In a ragged batch, of everything that the processor makes."""
     wide, high = str(pictures / "wide.png"), str(pictures / "high.png")
     lines = [
-        Chat.asked("is it red?", "yes", wide),
-        Chat.asked("what is it", "a dog"),
-        Chat.asked("how many", "two", [high, wide]),
+        one_turn("is it red?", "yes", wide),
+        one_turn("what is it", "a dog"),
+        one_turn("how many", "two", [high, wide]),
     ]
     check_slots(pipe, lines)
 
@@ -188,7 +189,7 @@ def test_videos(pipe, pictures):
     if not hasattr(pipe.processor, "video_processor"):
         pytest.skip("its processor takes no videos")
     clip = str(pictures / "clip.gif")
-    check_slots(pipe, [Chat.asked("what is it", "a dog", None, clip), Chat.asked("is it?", "yes")])
+    check_slots(pipe, [one_turn("what is it", "a dog", None, clip), one_turn("is it?", "yes")])
     asked = dict(videos=clip, max_new_tokens=LENGTH, temperature=0.0)
     drafted, plain = (pipe(None, "is it?", method=m, **asked) for m in ("msd", "ar"))
     assert drafted.tokens[0].tolist() == plain.tokens[0].tolist()
@@ -203,7 +204,7 @@ def test_a_loaded_head_reads_tokens_as_the_decoder_does(pipe):
 
 
 def test_an_answer_ends_as_the_template_ends_it(pipe):
-    words, chat = pipe.tokenizer, Chat.asked("is it?", "yes")
+    words, chat = pipe.tokenizer, one_turn("is it?", "yes")
     silent = copy.copy(pipe.processor)
     silent.tokenizer = copy.copy(words)
     silent.chat_template = silent.tokenizer.chat_template = None
@@ -231,7 +232,7 @@ def test_pictures_in_several_turns(pipe, pictures):
     row["images"] = ["wide.png", "high.png"]
     reader = ChatReader(pipe.processor, [2, END], 512)
     chat = chat_of(row, pictures)
-    prompt, learnt = reader.read([chat, Chat.asked("is it?", "yes")])
+    prompt, learnt = reader.read([chat, one_turn("is it?", "yes")])
     words = [
         pipe.tokenizer.decode(ids[own]) for ids, own in zip(prompt.input_ids, learnt, strict=True)
     ]

@@ -2,9 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from specmm.chats.forms import chat_of
 
 
 def picture_chats(folder):
@@ -20,3 +23,9 @@ def picture_chats(folder):
 def undrafted(model, folder):
     """A copy of ``model`` in ``folder`` without drafters."""
     return shutil.copytree(model, folder, ignore=shutil.ignore_patterns("drafters"))
+
+
+def one_turn(question, answer, images=None, videos=None):
+    """A question, after what it is about, with its answer."""
+    row = {"question": question, "answer": answer, "images": images, "videos": videos}
+    return chat_of(row, Path())

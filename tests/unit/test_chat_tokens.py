@@ -3,8 +3,9 @@
 import pytest
 
 from recipes.training.coder import build_tokenizer
-from specmm.chats.forms import Chat, Unusable, chat_of
+from specmm.chats.forms import Unusable, chat_of
 from specmm.chats.tokens import ChatReader
+from tests.tiny.chats import one_turn
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -122,15 +123,15 @@ def test_what_is_asked_is_what_is_served():
 
 
 def test_long_chats_are_left_out_or_cut():
-    long = Chat.asked("a", "b " * 200)
+    long = one_turn("a", "b " * 200)
     for options in (dict(room=100), dict(max_length=99)):
         with pytest.raises(Unusable, match="where 99 have a place"):
             reader(CHATML, **options).check(long)
         found = reader(CHATML, cut=True, **options)
         assert found.check(long) == 99
-        prompt, own = found.read([long, Chat.asked("a", "b")])
+        prompt, own = found.read([long, one_turn("a", "b")])
         assert prompt.lengths[0] == 99 and bool(own[0, 98])
-    for chat in (Chat.asked("a " * 200, "b"), Chat.asked("a " * 90, "b")):
+    for chat in (one_turn("a " * 200, "b"), one_turn("a " * 90, "b")):
         with pytest.raises(Unusable):
             reader(CHATML, max_length=64, cut=True).check(chat)
     assert reader(CHATML).has_room(long, 100) and not reader(CHATML, room=300).has_room(long, 200)
@@ -156,4 +157,4 @@ def test_answers_that_the_template_does_not_show():
     with pytest.raises(Unusable, match=r"not as the chat template takes it .*only two turns"):
         picky.check(talk())
     with pytest.raises(Unusable, match="a picture, and the model reads text alone"):
-        found.check(Chat.asked("a", "b", "x.png"))
+        found.check(one_turn("a", "b", "x.png"))

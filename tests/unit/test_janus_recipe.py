@@ -16,7 +16,7 @@ from recipes.training.janus_vq import JanusCodes, finished, tokens_of, vq_config
 from recipes.wording import asked_for, build_processor, build_tokenizer, chat, prompt
 from specmm.core.randomness import seeded
 from specmm.hf.pictures.janus import JANUS
-from specmm.recipes.training.encoding import to_float
+from specmm.recipes.pictures import to_float
 
 SIZES = Sizes(dim=32, layers=2, heads=2, inner=32, tower_dim=32, tower_layers=1)
 CODES = 16

@@ -273,7 +273,7 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
         )
     try:
         return named(KINDS[method].load)(folder, target, method)
-    except ValueError as error:
+    except (ValueError, FileNotFoundError) as error:
         raise _other_kind(method, folder) or error from error
 
 

@@ -8,8 +8,8 @@ Shape letters: R rows, L tokens of a row, P of a prompt.
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.hf.models.target import VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
-from specmm.loading.files import write_whole
+from specmm.recipes.loop import kept
 from specmm.text.pipeline import TextPipeline
 
 ROWS_AT_ONCE = 32  # rows the target continues together
@@ -58,22 +58,20 @@ def drawn_rows(
     Kept in ``out`` batch by batch, so that an interrupted run continues.
     """
     asked = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
-    kept = out / f"drawn-{made_by(target.model, asked, length, list(temperatures), seed)}"
-    kept.mkdir(parents=True, exist_ok=True)
-    found = []
-    for i, part in enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw")):
-        file = kept / f"{i:04d}-{len(part)}.pt"
-        if not file.exists():
-            processor = Processor(temperatures[i % len(temperatures)])
-            own = VLMTarget(target.model, processor, target.name)
-            first = seed * 1_000_003 + ROWS_AT_ONCE * i
-            uniforms = Uniforms.from_seeds(range(first, first + len(part)), own.device)
-            wanted = length - part.shape[1]
-            prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
-            *_, end = decode_plain(own, prompt, wanted, uniforms)
-            _save_whole(file, torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int())
-        found.append(torch.load(file, weights_only=True))
-    return torch.cat(found)
+    place = out / f"drawn-{made_by(target.model, asked, length, list(temperatures), seed)}"
+
+    def drawn(i: int, part: Tensor) -> Tensor:
+        processor = Processor(temperatures[i % len(temperatures)])
+        own = VLMTarget(target.model, processor, target.name)
+        first = seed * 1_000_003 + ROWS_AT_ONCE * i
+        uniforms = Uniforms.from_seeds(range(first, first + len(part)), own.device)
+        wanted = length - part.shape[1]
+        prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
+        *_, end = decode_plain(own, prompt, wanted, uniforms)
+        return torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int()
+
+    parts = enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw"))
+    return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
 
 
 def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int = 0) -> Tensor:
@@ -84,16 +82,13 @@ def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int
     nothing.
     """
     words = (pipe.tokenizer.chat_template, pipe.tokenizer.get_vocab())
-    kept = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
-    kept.mkdir(parents=True, exist_ok=True)
+    place = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
     found = torch.empty(0, dtype=torch.int32)
     wanted = rows * length
     with tqdm(total=wanted, desc="draw", unit="token") as bar:
         for turn in count():
-            file = kept / f"{turn:04d}.pt"
-            if not file.exists():
-                _save_whole(file, _conversations(pipe, turn, seed))
-            found = torch.cat([found, torch.load(file, weights_only=True)])
+            new = kept(place / f"{turn:04d}.pt", partial(_conversations, pipe, turn, seed))
+            found = torch.cat([found, new])
             bar.update(min(len(found), wanted) - bar.n)
             if len(found) >= wanted:
                 break
@@ -142,10 +137,3 @@ def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[in
             "set text=FOLDER, not chats=true"
         )
     return [text for text, _ in pairs], [i for _, i in pairs]
-
-
-def _save_whole(file: Path, tokens: Tensor) -> None:
-    """Write ``tokens`` to ``file`` whole or not at all."""
-    buffer = io.BytesIO()
-    torch.save(tokens, buffer)
-    write_whole(file, buffer.getvalue())

@@ -131,7 +131,8 @@ def size_of(seen: Seen) -> int:
 class SeenRows:
     """Batches of ``rows`` as ``target`` sees them, of whose tokens those that ``read`` tells count.
 
-    ``layers`` of it are read. At most ``keep`` GiB of states lie in ``out``. Every epoch the
+    ``layers`` of it are read. At most ``keep`` GiB of states lie in ``out``. Rows of like
+    ``lengths`` (none: all alike) are a batch, which else would be half padding. Every epoch the
     batches come in another order; the last of one is filled up with the first rows.
     """
 
@@ -145,20 +146,27 @@ class SeenRows:
         seed: int,
         out: Path,
         keep: float,
+        lengths: Sequence[int] = (),
     ) -> None:
         self.target = target
         self.read = read
         self.rows = rows
         self.size = batch
         self.seed = seed
-        self.order = batch_rows(0, len(rows), len(rows), seed)
+        order = batch_rows(0, len(rows), len(rows), seed).tolist()
+        lengths = lengths or [1] * len(rows)
+        order.sort(key=lengths.__getitem__)
+        self.order = torch.tensor(order)
         own, processes = rank()
         self.kept = KeptStates(out / f"states-{own}", keep * GIB / processes)
         own_layers = [target.family.layers[i] for i in layers]
         self.aux = AuxStates(own_layers, lambda: target.running)
         target.wants_context = True
         if not own:
-            size = size_of(self._seen(0)) // len(share(self._places(0)))
+            first = share(self._places(0))
+            longest = max(lengths[int(i)] for i in first)
+            mean = sum(lengths) / len(lengths) / longest  # of what a row of the first batch has
+            size = int(size_of(self._seen(0)) / len(first) * mean)
             fitting = min(int(keep * GIB / max(size, 1)), len(rows))
             said = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
             tqdm.write(f"{said} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from specmm.loading.files import files_below
+from specmm.recipes.loop import kept
 
 PACKAGES = (
     "networkx",
@@ -142,11 +143,7 @@ def text_stream(
     facts = repr((sorted(tokenizer.get_vocab().items()), list(texts.items())))
     key = hashlib.sha256(facts.encode()).hexdigest()
     file = out / f"{'held-out' if held_out else 'tokens'}.pt"
-    if file.exists() and (kept := torch.load(file, weights_only=True))["key"] == key:
-        return kept["stream"]
-    stream = token_stream(texts.values(), tokenizer)
-    torch.save({"key": key, "stream": stream}, file)
-    return stream
+    return kept(file, lambda: token_stream(texts.values(), tokenizer), key)
 
 
 def split(stream: Tensor, share: float, length: int, least: int) -> tuple[Tensor, Tensor]:

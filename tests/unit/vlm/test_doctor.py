@@ -5,18 +5,21 @@ the change of its name, and what it says and refuses.
 import json
 import shutil
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.doctor import decoded, spoils
 from specmm import zoo as pocket
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
-from specmm.hf.prompts.prompt import VLMPrompt
+from specmm.hf.drafters.mtp_layers import MtpLayers, layers_of
+from specmm.hf.loading.pretrained import load_model
+from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.recipes import doctor, misreadings
 from specmm.recipes.dflash import build_block
 from specmm.recipes.doctor import diagnose
@@ -24,7 +27,9 @@ from specmm.recipes.following import evidence, followed, reading_of
 from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead
 from tests.commands import as_json, refused, succeed
+from tests.integration.mtp_rounds import PROMPTS
 from tests.noisy import noisy
+from tests.tiny import mtp_models
 from tests.tiny.chats import undrafted
 from tests.tiny.parts import shaken
 from tests.unit.vlm.test_eagle3 import KINDS, MROPE, ROWS, head_for
@@ -40,14 +45,36 @@ REACHES = {
     "windows": (Reach(3), Reach(2, causal=True)),
     "from the anchor": (Reach(4, moving=False), Reach(causal=True)),
 }
+MTP = {"glm": 1, "deepseek": 3, "mimo": 2, "qwen3.5 text": 1}
 CASES = [(model, kind) for model, kinds in HEADS.items() for kind in kinds]
 CASES += [("llava", kind) for kind in ("msd", *REACHES)]
+CASES += [(name, "mtp") for name in MTP]
+
+
+@pytest.fixture(scope="module")
+def mtp_model(tmp_path_factory):
+    """Tiny models with MTP layers."""
+
+    @cache
+    def made(name):
+        folder = mtp_models.save(name, tmp_path_factory.mktemp("mtp"), MTP[name])
+        model = load_model(AutoModelForCausalLM, folder, dtype=torch.float32).eval()
+        model.generation_config.eos_token_id = None
+        with torch.no_grad():  # or a norm before it and after it are one
+            model.get_decoder().norm.weight.copy_(torch.linspace(0.3, 1.7, 32))
+        return model
+
+    return made
 
 
 @pytest.fixture(params=CASES, ids=str)
-def case(request, zoo):
+def case(request, zoo, mtp_model):
     """What a tiny model answered to texts with pictures, and a random head of it."""
     name, kind = request.param
+    if kind == "mtp":
+        model = mtp_model(name)
+        prompt = VLMPrompt(padded(PROMPTS), 24)
+        return layers_of(model), evidence(model, prompt, []), prompt
     model = zoo.model(name)
     for last in range(5, 20):  # until no answer has tokens that stand for pictures
         prompt = VLMPrompt(zoo.batch(name, [[*row, last] for row in ROWS]), 24)
@@ -88,7 +115,7 @@ def test_every_way_of_reading_it_wrongly_is_undone_by_its_change(case):
         undone = followed(seen, back[0], 2).overlap[:, roots]
         torch.testing.assert_close(undone, own[:, roots], rtol=1e-4, atol=1e-5, msg=name)
         found += 1
-    assert found >= 9
+    assert found >= (6 if isinstance(head, MtpLayers) else 9)
 
 
 def chats(folder, count=10):
@@ -126,11 +153,24 @@ def test_what_it_refuses(tmp_path):
     coder, alone = pocket.POCKET / "coder", tmp_path / "model"
     undrafted(coder, alone)
     said = refused("doctor", str(alone))
-    assert "must have one drafter of eagle3, msd, block beside it, got none" in said
+    assert "must have one drafter of eagle3, msd, block, mtp beside it, got none" in said
     deer = str(coder / "drafters" / "deer")
     said = refused("doctor", "pocket/coder", "--drafter", deer)
-    assert "read the target's states (eagle3, msd, block), got" in said and "method deer" in said
+    assert (
+        "read the target's states (eagle3, msd, block, mtp), got" in said and "method deer" in said
+    )
     assert "temperature is for --trace" in refused("doctor", "pocket/coder", "--temperature", "1")
+
+
+def test_the_layers_of_the_checkpoint_are_examined(tmp_path, monkeypatch):
+    """They are the target's own drafter, where none lies beside it."""
+    folder = mtp_models.save("glm", tmp_path / "glm")
+    questions = doctor.Questions(VLMPrompt(padded(PROMPTS), 6), [], lambda: iter(()))
+    monkeypatch.setattr(doctor, "asked", lambda *_: questions)
+    for drafter in (None, str(folder)):
+        found = doctor.examined(str(folder), drafter)
+        assert found.kind == "mtp" and found.place == folder
+    assert found.diagnosis().own.tau > 1
 
 
 def test_a_weak_drafter_is_named_weak(case):
