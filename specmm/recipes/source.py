@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,8 @@ class Source(Data):
             for chat in answered(*made, own.out):
                 kept.add(chat)
             rows = kept
-        return lessons_of(opened, rows, own.scenes)
+        lengths = array("q", (chat.length for chat in rows))
+        return replace(lessons_of(opened, rows, own.scenes), lengths=lengths)
 
     def _texts(self, begun: Begun) -> Lessons:
         """Rows of texts; of given ones the last share is held out."""
@@ -163,10 +164,7 @@ def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lesso
     key = key_of(chat.said for chat in rows)
     reader = opened.reader
     prompt = opened.prompts(scenes)
-    lengths = array("q", (chat.length for chat in rows))
-    return Lessons(
-        rows, key, opened.read, partial(reader.said, rows), prompt, reader.stops, lengths
-    )
+    return Lessons(rows, key, opened.read, partial(reader.said, rows), prompt, reader.stops)
 
 
 def key_of(rows: Iterable[bytes]) -> str:
