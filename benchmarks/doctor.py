@@ -20,7 +20,7 @@ import torch
 import typer
 from torch import nn
 
-from benchmarks.common import RESULTS, Out, Row, environment, write_results
+from benchmarks.common import RESULTS, Out, Row, environment, merged, write_results
 from specmm.core.decode import EndTokens, decode
 from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.block_drafters import DrawnTreeDrafter
@@ -227,7 +227,10 @@ def main(
                 left = {"forecast": round(found.own.tau, 3), "found": _named(found) == name}
                 rows.append(facts | {"spoilt": name, "named": _named(found)} | left)
                 print(rows[-1])
-    write_results(out, "doctor", rows, environment(questions=questions))
+    now = environment(questions=questions)
+    rows = [row | {key: now[key] for key in ("git", "date")} for row in rows]
+    rows = merged(out, "doctor", rows, ("model", "head", "spoilt"))
+    write_results(out, "doctor", rows, now)
 
 
 def _named(found: doctor.Diagnosis) -> str:
