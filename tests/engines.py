@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+from PIL import Image
 
 from specmm.serving.costs import Pieces
 from specmm.serving.drafting import Drafts
@@ -44,6 +45,18 @@ class Answers:
     def end(self, i):
         assert [isinstance(one, Ended) for one in self.told[i]].count(True) == 1
         return self.told[i][-1]
+
+
+def chats_about(sizes):
+    """A chat for each of ``sizes``, of the picture that it shows, if any."""
+    chats = []
+    for number, size in enumerate(sizes):
+        shown = [{"type": "text", "text": "what is it" * (number + 1)}]
+        if size:
+            image = Image.new("RGB", size, (90 * number, 40, 200))
+            shown.insert(0, {"type": "image", "image": image})
+        chats.append([{"role": "user", "content": shown}])
+    return chats
 
 
 def at_random(monkeypatch):

@@ -75,7 +75,7 @@ def warm_up(engine: BatchEngine) -> None:
     they left is forgotten.
     """
     started = time.monotonic()
-    room = engine.limits.tokens or engine.target.room_for(1)
+    room = engine.preparation.room(1)
     random = Random(0)
     for lengths in (*((length,) for length in WARM), WARM):
         ends: Queue[Ended] = Queue()

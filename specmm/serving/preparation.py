@@ -63,6 +63,10 @@ class Preparation:
         self.stripped = stripped
         self._one = threading.Lock()
 
+    def room(self, length: int) -> int:
+        """Tokens that a prompt of ``length`` and its answer may have."""
+        return min(filter(None, (self.limits.tokens, self.target.room_for(length))))
+
     def answer(self, asked: Asked, tell: Tell) -> Answer:
         """``asked`` as the model reads it, from any thread; raises ``ValueError``."""
         with self._one:  # tokenizers and processors are not for several threads
@@ -77,7 +81,7 @@ class Preparation:
                 f"how likely a prompt is cannot be told of {target.name}; leave echo out"
             )
         length = int(prompt.lengths[0])
-        room = min(filter(None, (self.limits.tokens, target.room_for(length))))
+        room = self.room(length)
         limit = asked.options.get("max_new_tokens") or min(self.limits.answer, room - length)
         if limit < 1 or length + limit > room:
             raise ValueError(

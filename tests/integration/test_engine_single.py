@@ -3,7 +3,6 @@
 import pytest
 import torch
 import transformers
-from PIL import Image
 
 import specmm
 from specmm.core.processors import Processor
@@ -13,7 +12,7 @@ from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import engine_of, warm_up
 from specmm.serving.preparation import Limits
 from specmm.serving.requests import Asked
-from tests.engines import Answers, at_random
+from tests.engines import Answers, at_random, chats_about
 from tests.integration.test_engine_states import KINDS, plain, texts
 from tests.integration.test_hybrids import HEADS, SIZES, made
 from tests.tiny import parts, vlm_folders
@@ -101,7 +100,7 @@ def test_no_answer_crosses_where_positions_change(name, most, why):
     engine.close()
 
 
-def test_a_conversation(monkeypatch):
+def test_a_conversation():
     pipe = pipe_of("longrope")
     pipe.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     talk = specmm.Conversation(pipe, max_new_tokens=4)
@@ -118,13 +117,7 @@ def test_answers_about_pictures_are_the_pipelines(name, joins, monkeypatch):
     engine = BatchEngine(pipe, Limits(rows=3))
     assert engine.target.joins == joins
     said = Answers(engine)
-    chats = []
-    for number, size in enumerate([(20, 12), None, (20, 12), None]):
-        shown = [{"type": "text", "text": "what is it" * (number + 1)}]
-        if size:
-            image = Image.new("RGB", size, (90 * number, 40, 200))
-            shown.insert(0, {"type": "image", "image": image})
-        chats.append([{"role": "user", "content": shown}])
+    chats = chats_about([(20, 12), None, (20, 12), None])
     for chat in chats:
         said.ask(messages=chat, options=dict(max_new_tokens=20))
     said.wait()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from PIL import Image
 
 import specmm
 from specmm.core.decode import decode_plain
@@ -14,7 +13,7 @@ from specmm.kernels.tree_attention.interface import NAME
 from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import engine_of
 from specmm.serving.preparation import Limits
-from tests.engines import Answers, at_random
+from tests.engines import Answers, at_random, chats_about
 from tests.integration.test_hybrids import HEADS, made
 from tests.tiny import parts, vlm_folders
 
@@ -79,14 +78,7 @@ def test_answers_about_pictures_are_the_pipelines(name, monkeypatch):
     beside, real = [], Reading.next
     monkeypatch.setattr(Reading, "next", lambda *args: beside.append(args) or real(*args))
     said = Answers(engine)
-    sizes = [(16, 16), (32, 16), None, None, (16, 24), None]
-    chats = []
-    for number, size in enumerate(sizes):
-        parts_of = [{"type": "text", "text": "what is it" * (number + 1)}]
-        if size:
-            image = Image.new("RGB", size, (90 * number, 40, 200))
-            parts_of.insert(0, {"type": "image", "image": image})
-        chats.append([{"role": "user", "content": parts_of}])
+    chats = chats_about([(16, 16), (32, 16), None, None, (16, 24), None])
     for chat in chats:
         said.ask(messages=chat, options=dict(max_new_tokens=20))
     said.wait()

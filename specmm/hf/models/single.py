@@ -9,6 +9,11 @@ from specmm.core.target import TargetOutput
 from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 
+READ = (  # what a target holds of the prompt that it has read
+    *("prompt", "begins", "first", "offsets", "places", "last", "each", "way"),
+    *("cache", "past", "recurrent", "history", "context", "steps", "spent", "logits"),
+)
+
 
 class SingleTarget(RowsTarget):
     """A model as the target of an engine; its row takes over all that the reading of a prompt left,
@@ -33,9 +38,9 @@ class SingleTarget(RowsTarget):
 
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
         output = reading.output_of(source)
-        own = ("processor", "running", "starting_row", "beside", "wants_context", "aux")
-        read = {name: x for name, x in vars(reading.alone).items() if name not in own}
-        vars(self).update(read, started=reading.alone)
+        self.started = reading.alone
+        for name in READ:
+            setattr(self, name, getattr(reading.alone, name))
         self.processor.rows[row] = reading.alone.processor.rows[source]
         return output
 
