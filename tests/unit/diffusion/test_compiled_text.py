@@ -22,6 +22,7 @@ from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.programs.compiled import CompiledRound, compiled
 from specmm.text.pipeline import TextPipeline
+from tests.integration.conftest import save_text
 from tests.unit.diffusion.conftest import LENGTH, ROWS, SIZES, V, paired, target_model
 
 CHAIN, TREE = methods.Block(length=3), methods.Block(tree=(-1, 0, 0, 1, 1, 2))
@@ -61,6 +62,7 @@ def check_compiled_tokens(name, processor):
     eager, compiled = (Run(WAYS[name], PROCESSORS[processor], way) for way in (False, True))
     for rows in (ROWS, ROWS[::-1]):
         assert compiled(rows) == eager(rows)
+    return eager, compiled
 
 
 @pytest.mark.slow
@@ -68,24 +70,17 @@ def check_compiled_tokens(name, processor):
     ("name", "processor"), [("ar", "penalised"), ("chain", "drawn"), ("tree", "penalised")]
 )
 def test_tokens_are_those_of_eager_rounds_with_every_processor(name, processor, traced):
-    check_compiled_tokens(name, processor)
+    """As well where a program is not built after all, since PyTorch has made as many as it may."""
+    eager, compiled = check_compiled_tokens(name, processor)
+    with torch.compiler.set_stance("force_eager"):
+        assert compiled() == eager()
+    assert compiled() == eager()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
 def test_built_programs_give_the_same_tokens():
     check_compiled_tokens("chain", "greedy")
-
-
-@pytest.mark.slow
-def test_a_program_that_is_not_built_after_all_commits_once(traced):
-    """As where PyTorch has made as many as it may, and runs the rest as they are."""
-    eager, compiled = (Run(CHAIN, PROCESSORS["penalised"], way) for way in (False, True))
-    wanted = eager()
-    assert compiled() == wanted
-    with torch.compiler.set_stance("force_eager"):
-        assert compiled() == wanted
-    assert compiled() == wanted
 
 
 class Parts:
@@ -140,6 +135,7 @@ def roomy_model():
 
 @pytest.mark.slow
 def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
+    """They stop where logits are not finite, too."""
     model = target_model(V)
     first, other = (
         Run(method, Processor(0), True, model) for method in (CHAIN, methods.Block(length=2))
@@ -148,15 +144,9 @@ def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
     assert first() == wanted
     assert other()[0] == Run(TREE, Processor(0), False, model)()[0] == wanted[0]
     assert first() == wanted
-
-
-@pytest.mark.slow
-def test_logits_that_are_not_finite_stop_the_run(traced):
-    run = Run(CHAIN, Processor(0), True)
-    run()
-    steps = run.steps()
+    steps = first.steps()
     next(steps)
-    run.target.model.lm_head.weight.data.fill_(float("nan"))
+    model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(ValueError, match="finite"):
         list(steps)
 
@@ -183,9 +173,13 @@ def test_models_with_windows_are_not_served():
         StaticVLMTarget(tf.MistralForCausalLM(config), Processor())
 
 
+@pytest.fixture
+def pipe(tmp_path):
+    return TextPipeline.from_pretrained(save_text(tmp_path), torch_dtype=torch.float32)
+
+
 @pytest.mark.slow
-def test_a_call_in_the_middle_of_a_compiled_stream_leaves_it_its_cache(traced):
-    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+def test_a_call_in_the_middle_of_a_compiled_stream_leaves_it_its_cache(pipe, traced):
     options = dict(method="ar", max_new_tokens=8, compiled=True)
     wanted = [pipe(text, **options).texts[0] for text in ("def add(a, b):", "import")]
     first = pipe.stream("def add(a, b):", **options)
@@ -201,8 +195,7 @@ def test_a_call_in_the_middle_of_a_compiled_stream_leaves_it_its_cache(traced):
 
 
 @pytest.mark.slow
-def test_the_pipeline_keeps_its_programs(traced):
-    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+def test_the_pipeline_keeps_its_programs(pipe, traced):
     options = dict(max_new_tokens=6, compiled=True)
     texts = [
         pipe("def add(a, b):", method="ar", **options).texts,
@@ -215,8 +208,7 @@ def test_the_pipeline_keeps_its_programs(traced):
     assert pipe.made == kept
 
 
-def test_programs_are_those_of_the_drafter_at_hand():
-    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+def test_programs_are_those_of_the_drafter_at_hand(pipe):
     kept = pipe._compiled(CHAIN, Options())
     assert pipe._compiled(CHAIN, Options()) is kept
     pipe.drafters.given["block"] = copy.copy(pipe.drafter("block"))
@@ -224,11 +216,10 @@ def test_programs_are_those_of_the_drafter_at_hand():
 
 
 @pytest.mark.slow
-def test_texts_are_compiled_once_it_pays(traced, monkeypatch, tmp_path):
+def test_texts_are_compiled_once_it_pays(pipe, traced, monkeypatch, tmp_path):
     """The first call is timed; methods whose rounds differ go on as they are."""
     monkeypatch.setenv("SPECMM_PROGRAMS", str(tmp_path))
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
-    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
     options = dict(max_new_tokens=6, compiled="auto")
     texts = []
     for programs in (0, 1):
@@ -246,9 +237,8 @@ def test_texts_are_compiled_once_it_pays(traced, monkeypatch, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:compiled programs are not kept")
-def test_texts_made_without_the_programs_that_were_asked_for_say_so(unbuilt, monkeypatch):
+def test_texts_made_without_the_programs_that_were_asked_for_say_so(pipe, unbuilt, monkeypatch):
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
-    pipe = TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
     options = dict(max_new_tokens=6, method="ar")
     plain = pipe("def add(a, b):", **options)
     with pytest.warns(UserWarning, match="runs uncompiled, since compiling failed"):
