@@ -1,5 +1,4 @@
-"""Chains as programs: the tokens of single operators from the same numbers, and their distribution
-with and without the residual.
+"""Chains as programs: the tokens of single operators from the same numbers.
 """
 
 import shutil
@@ -17,7 +16,7 @@ from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
 from specmm.image_ar.continuous.diffusion_head import ancestral
 from specmm.image_ar.continuous.masked_decode import Ancestral
 from specmm.image_ar.continuous.programs import HeadPrograms
-from tests.unit.continuous.test_chain_speculation import plain, pvalues, streams
+from tests.unit.continuous.test_chain_speculation import streams
 
 CPU = torch.device("cpu")
 compiles = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler here")
@@ -131,17 +130,9 @@ def test_chains_of_many_tokens_run_as_they_are(bind, monkeypatch):
 
 @pytest.mark.slow
 @compiles
-def test_real_programs_keep_the_distribution(bind, frozen, monkeypatch):
-    """A broken twin of these rounds, without the residual, is in ``test_chain_speculation.py``."""
-    schedule, rows = NoiseSchedule.of("ddim10"), 3000
-    monkeypatch.setattr(compiling, "FEW", rows)
-    programs = HeadPrograms(CPU)
-    numbers = streams(4, rows)
-    made = []
+def test_built_rounds_are_those_of_single_operators(bind):
+    """Whose distribution, and that of a broken twin, are in ``test_chain_speculation.py``."""
+    rows, options = KINDS["one"]
     counters.clear()
-    for _ in range(2):
-        given = bind(rows, 1.0, "ddim10"), WindowTables(schedule, 8), [1] * rows
-        made.append(speculate(*given, *numbers, programs=programs.speculation).tokens)
+    same(bind, rows, HeadPrograms(CPU).speculation, **options)
     assert counters["stats"]["unique_graphs"] == 1, "one program serves both"
-    wanted = plain(bind(2 * rows, 1.0, "ddim10"), schedule, 2 * rows, 3)
-    assert min(pvalues(torch.cat(made), wanted)) > 1e-3

@@ -27,6 +27,7 @@ from specmm.recipes.following import evidence, followed, reading_of
 from specmm.recipes.msd import msd_config
 from specmm.vlm.msd import MSDHead
 from tests.commands import as_json, refused, succeed
+from tests.integration.conftest import save_text
 from tests.integration.mtp_rounds import PROMPTS
 from tests.noisy import noisy
 from tests.tiny import mtp_models
@@ -190,8 +191,9 @@ TEMPLATE = (
 
 def test_questions_are_asked_otherwise(tmp_path, monkeypatch):
     """With and without system prompt and thinking, where the template knows them."""
-    folder = shutil.copytree(pocket.POCKET / "coder", tmp_path / "model")
-    words = AutoTokenizer.from_pretrained(folder)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    words = AutoTokenizer.from_pretrained(save_text(folder))
     words.chat_template = TEMPLATE
     words.save_pretrained(folder)
     told = {"role": "system", "content": "Write Python."}
