@@ -39,10 +39,10 @@ def test_pictures_are_bit_equal_across_batch_sizes(model: str, method: str, thre
     worker.pipe.set_progress_bar_config(disable=True)
     if model == "pocket/mar":  # every head step makes the same products: fewer of them show as much
         worker.pipe.settings = dataclasses.replace(worker.pipe.settings, head_steps="ddim12")
-    items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(8)]
+    items = [Item(f"e/{i}", "class", NAMES[i % len(NAMES)], seed_of(f"e/{i}", 0)) for i in range(6)]
     with settled(worker.network, threads):  # as a job does
         whole = pixels(worker, items)
-        for some in (slice(0, 3), slice(1, 2), slice(4, 8)):
+        for some in (slice(1, 2), slice(2, 6)):
             assert pixels(worker, items[some]) == whole[some]
     assert len(set(whole)) > len(whole) // 2
 

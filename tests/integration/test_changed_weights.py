@@ -51,7 +51,8 @@ def save_emu3(folder):
 
 
 def save_var(folder):
-    pipe = VARPipeline(make_var(0, depth=3), make_vqvae(), None, VARSettings(2.0, 1.0, 20, 0.95))
+    sides, settings = (1, 2, 3), VARSettings(2.0, 1.0, 20, 0.95)
+    pipe = VARPipeline(make_var(depth=3, patch_nums=sides), make_vqvae(sides), None, settings)
     pipe.save_pretrained(folder)
 
 
@@ -64,7 +65,7 @@ FAMILIES = {
         lambda folder: test_mar_pipeline.pipeline().save_pretrained(folder),
         pictures([1, 2], method="cspd"),
     ),
-    "var": (save_var, pictures([3])),
+    "var": (save_var, pictures([3, 5, 7])),
     "emu3, of 5000 tokens": (save_emu3, pictures(picture_kinds.PROMPTS, **EMU3)),
     "janus": (JANUS.save, pictures(picture_kinds.PROMPTS, cfg=2.0, **picture_kinds.sized(JANUS))),
     "texts": (alone(save_text), texts),
