@@ -109,7 +109,7 @@ def asked(pipe, compiled, call, **options):
     if isinstance(pipe, VQAPipeline):  # two, since a CPU counts the inner nodes of a tree for one
         question = "Describe the picture."
         given = [[squares(call), squares(call + 1)], [question, question[call:]]]
-    tokens = 64 + 4 * call
+    tokens = 40 + 4 * call
     options |= dict(seed=call) if options.get("temperature") else {}
     out = pipe(*given, compiled=compiled, max_new_tokens=tokens, **options)
     return [ids.tolist() for ids in out.tokens], out.stats.rounds
@@ -374,7 +374,7 @@ def test_runs_of_the_past_are_not_held(taped):
     """A million pictures do not hold a million drafters."""
     pipe, alive = tiny_pipeline(tokens=16), []
 
-    for _ in range(6):
+    for _ in range(4):
         pictures_of(pipe, True, 1, method="sjd")
         gc.collect()
         alive.append(sum(isinstance(x, JacobiDrafter) for x in gc.get_objects()))

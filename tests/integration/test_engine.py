@@ -46,7 +46,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def wanted(coder_pipe):
     """What the pipeline answers to every text by every kind of options."""
-    pairs = itertools.product(TEXTS, range(len(KINDS)))
+    pairs = itertools.product(TEXTS[:4], range(len(KINDS)))
     return {(text, kind): coder_pipe(text, method="ar", **KINDS[kind]) for text, kind in pairs}
 
 

@@ -69,7 +69,7 @@ def test_answers_are_the_pipelines(name, method, monkeypatch):
     asked = [
         (ids, kind)
         for kind in KINDS
-        for ids in texts()
+        for ids in texts()[1::2]  # one after the other, they show nothing of one another
         if lies_on_one_side(name, len(ids), kind["max_new_tokens"])
     ]
     for ids, kind in asked:
