@@ -12,6 +12,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -79,6 +80,13 @@ def temporary_folders_with_pytests(tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks_end_and_are_counted() -> Iterator[None]:
+    """What they took of the processor, too (``.ci/run``)."""
+    yield
+    forkserver._forkserver._stop()
 
 
 @pytest.fixture(autouse=True)

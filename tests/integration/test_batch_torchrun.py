@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import as_json, succeed
+
 BIN = Path(sys.executable).parent
 
 
@@ -35,8 +37,7 @@ def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
     assert launched.returncode == 0, launched.stderr
     journals = sorted(f.name.rpartition("-")[0] for f in (out / "journal").glob("rank-*.log"))
     assert journals == ["rank-00000", "rank-00001"]
-    checked = call("specmm", "batch", jobs, "--out", out, "--verify", "--json")
     wanted = {"items": 5, "done": 5, "failed": 0, "left": 0, "problems": []}
-    assert json.loads(checked.stdout) == wanted
-    assert call("specmm", *given, "--out", alone).returncode == 0
+    assert as_json("batch", jobs, "--out", out, "--verify") == wanted
+    succeed(*given, "--out", alone)
     assert len(pictures(alone)) == 5 and pictures(out) == pictures(alone)

@@ -22,9 +22,12 @@ QUICK = {"certificates.md", "drafter.md"}
 NOTEBOOKS = sorted((ROOT / "demos" / "notebooks").glob("*.ipynb"))
 # what makes a notebook's numbers good takes minutes: a test does with less of it
 LESS = {
-    "4_a_drafter_from_nothing": {"560": "24", "steps=420": "steps=8", "scenes=10": "scenes=1"},
-    "5_fid_done_right": {"64": "16"},
-    "7_a_drafter_from_chats": {"120": "30", "steps=150": "steps=4", "range(9)": "range(2)"},
+    "1_first_pictures": {r"\"food-fruit\", \"face-smiling\", ": ""},
+    "4_a_drafter_from_nothing": {"560": "12", "steps=420": "steps=4", "scenes=10": "scenes=1"}
+    | {"prompt=2": "prompt=1", "tokens=96": "tokens=16"},
+    "5_fid_done_right": {"64": "8"},
+    "7_a_drafter_from_chats": {"120": "20", "steps=150": "steps=4", "range(9)": "range(2)"}
+    | {"questions=8": "questions=2", "tokens=96": "tokens=16"},
     # Ray itself is for test_batch_ray.py
     "6_a_job_on_ray": {r", \"--engine\", \"ray\", \"--workers\", \"1\"": ""},
 }

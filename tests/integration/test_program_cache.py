@@ -1,9 +1,6 @@
 """Programs are kept from process to process; a folder of them that fails does not end a run."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,11 +9,11 @@ from specmm import methods
 from specmm.choose import when_compiled
 from specmm.programs import program_cache
 from specmm.programs.compiled import compiled, uncompiled_calls
+from tests.forks import said_by
 from tests.integration.conftest import tiny_pipeline
 from tests.integration.test_compiled import compiles, draw
 
 SCRIPT = """
-import torch
 from specmm.programs.compiled import compiled, prepare_compiler
 from torch._dynamo.utils import counters
 from specmm.core.randomness import categorical
@@ -27,10 +24,9 @@ assert torch.equal(found, categorical(probs, uniforms)), "the program's values"
 print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 PIPELINES = """
-import json, sys, torch
+import json
 from torch._dynamo.utils import counters
 from specmm import ImagePipeline, TextPipeline
-pictures, texts = sys.argv[1:]
 pipe = ImagePipeline.from_pretrained(pictures)
 made = {}
 out = pipe(2, method="sjd", compiled=True, generator=torch.Generator().manual_seed(3))
@@ -42,16 +38,12 @@ print(json.dumps([counters["aot_autograd"]["autograd_cache_miss"], made]))
 """
 
 
-def process(folder, script=SCRIPT, *arguments):
+def process(folder, script=SCRIPT, **names):
     """What a process prints that runs ``script`` and has ``folder`` for programs, and how often it
     warned of it.
     """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCH")}
-    env |= {"SPECMM_PROGRAMS": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", script, *arguments]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return run.stdout.splitlines()[-1], run.stderr.count("are not kept for later runs")
+    out, error = said_by(script, {"SPECMM_PROGRAMS": str(folder)}, **names)
+    return out.splitlines()[-1], error.count("are not kept for later runs")
 
 
 def content(folder):
@@ -76,7 +68,7 @@ def test_the_second_process_loads_what_the_first_built(tmp_path):
 def test_the_second_process_builds_nothing(tmp_path, tiny, text_folder):
     """Of any method: its tokens are those of the first."""
     (first, _), (second, _) = (
-        process(tmp_path, PIPELINES, str(tiny), str(text_folder)) for _ in range(2)
+        process(tmp_path, PIPELINES, pictures=str(tiny), texts=str(text_folder)) for _ in range(2)
     )
     built, made = json.loads(first)
     assert built == len(made), "a program a method"

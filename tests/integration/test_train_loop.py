@@ -3,11 +3,8 @@ states that take no memory, and drafters that are measured while they learn.
 """
 
 import math
-import os
 import random
 import shutil
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -98,20 +95,21 @@ def test_a_drafter_that_diverges_leaves_the_good_one(model, texts, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_train_one_drafter(model, texts, tmp_path):
+    """As torchrun starts them."""
     words = [f"{name}={value}" for name, value in OPTIONS.items()]
     words += [f"text={texts[0]}", "steps=21", "lr=1e-3"]
-    code = "from specmm.cli import main; main()"
-    (tmp_path / "run.py").write_text(code)
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     found = {}
     for count in (1, 2):
-        out = tmp_path / str(count)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
-        launch += ["--master_port", "29517", tmp_path / "run.py"]
-        command = [*launch, "train", "eagle3", model, "--set", *words, f"out={out}"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert (done.stdout + done.stderr).count("trained eagle3") == 1
+        out, ranks = tmp_path / str(count), []
+        for rank in map(str, range(count)):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}
+            streams = (f"{out}-{rank}.out", f"{out}-{rank}.error")
+            given = ["train", "eagle3", model, "--set", *words, f"out={out}"]
+            ranks.append(command(*given, streams=streams, environment=place | own))
+        assert [ended(rank) for rank in ranks] == [0] * count
+        said = "".join(file.read_text() for file in tmp_path.glob(f"{count}-*"))
+        assert said.count("trained eagle3") == 1
         rows = [line.split(",") for line in (out / "loss.csv").read_text().splitlines()]
         found[count] = [[float(x or 0) for x in row] for row in rows[1:]]
     assert len(found[1]) == 2

@@ -1,5 +1,4 @@
-"""Chains as programs: the tokens of single operators from the same numbers.
-"""
+"""Chains as programs: the tokens of single operators from the same numbers."""
 
 import shutil
 
