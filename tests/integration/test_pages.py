@@ -1,10 +1,7 @@
 """Whatever the README and the pages show runs, and their numbers are those that were measured."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -119,18 +116,6 @@ def test_every_page_is_in_the_navigation_and_every_entry_is_a_page() -> None:
     written = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
     assert named == written | {p for p in pages.ADDED if p.endswith(".md")}
     assert all((ROOT / source).is_file() for source in pages.ADDED.values())
-
-
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-    home = (tmp_path / "index.html").read_text()
-    assert "images/gain.svg" in home
-    assert "https://" not in re.sub(r"<a [^>]*>", "", home)  # a page asks no other machine
 
 
 def test_the_readme_is_short_and_begins_with_pip_install() -> None:
