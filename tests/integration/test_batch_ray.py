@@ -197,19 +197,21 @@ def test_as_many_workers_as_fit(one_core: Nodes, tmp_path: Path, caplog: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("asked", "actors"), [(0, 2), (4, 4)])
-def test_one_actor_a_gpu_or_shares_of_it(nodes: Nodes, tmp_path: Path, asked, actors) -> None:
+def test_one_actor_a_gpu_or_shares_of_it(nodes: Nodes, tmp_path: Path) -> None:
     """By Ray's count of GPUs, of which there is none here."""
     nodes.add(num_cpus=4, num_gpus=2)
-    items, until = some(12), tmp_path / "until"
-    with ThreadPoolExecutor() as aside:
-        given = dict(batch=1, actors=asked)
-        run = aside.submit(make, tmp_path, items, drawing(until=until), **given)
-        wait(lambda: len(list(tmp_path.glob("waits-*"))) == actors)
-        time.sleep(1.0)
-        assert len(list(tmp_path.glob("waits-*"))) == actors
-        until.touch()
-        assert len(run.result(LONG).done) == len(items)
+    items = some(12)
+    for asked, actors in ((0, 2), (4, 4)):
+        place = tmp_path / str(asked)
+        place.mkdir()
+        with ThreadPoolExecutor() as aside:
+            opener = drawing(until=place / "until")
+            run = aside.submit(make, place, items, opener, batch=1, actors=asked)
+            wait(lambda: len(list(place.glob("waits-*"))) == actors)  # noqa: B023
+            time.sleep(1.0)
+            assert len(list(place.glob("waits-*"))) == actors
+            (place / "until").touch()
+            assert len(run.result(LONG).done) == len(items)
 
 
 def test_a_cluster_that_does_not_answer_is_one_sentence(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("ray.serve")
 BODY = {"model": "pocket/coder", "prompt": "def add(a, b):", "max_tokens": 8, "temperature": 0}
-LONG = {**BODY, "max_tokens": 900, "n": 8, "temperature": 1, "ignore_eos": True}
+LONG = {**BODY, "max_tokens": 300, "n": 4, "temperature": 1, "ignore_eos": True}
 
 
 def replicas():
