@@ -369,7 +369,7 @@ def test_states_that_stay_behind_are_noticed(monkeypatch):
     assert not torch.equal(knowing(target, ROWS[:1], wanted, 60).tokens[:, :60], wanted)
 
 
-T, RUNS = 3, 2000
+T, RUNS = 3, 1000
 
 
 def own_distribution(model, ids):

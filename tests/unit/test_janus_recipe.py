@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.config
 from PIL import Image
 
 import specmm
@@ -152,7 +153,8 @@ def test_a_finished_tokenizer_chooses_the_codes_it_was_trained_with(pictures):
 
 
 @pytest.mark.slow
-def test_the_whole_recipe(pictures, tmp_path, monkeypatch, traced):
+@torch._dynamo.config.patch(disable=True)
+def test_the_whole_recipe(pictures, tmp_path, monkeypatch):
     """Two steps of each training; the folder opens, draws and answers."""
     monkeypatch.setattr(janus, "captioned", lambda data, split: pictures)
     rest = dict(data=tmp_path, seed=0, batch=2, lr=1e-3)
