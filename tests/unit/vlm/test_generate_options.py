@@ -36,7 +36,15 @@ SEEING = ("llava", "qwen2.5-vl", "qwen3-vl", "idefics3", "smolvlm")
 ASKED = ("internvl", "gemma3")  # with processors of their own
 FAST = ("llama", "llava", "qwen2.5-vl")  # the others are slow only in that they are many
 PER_ROW = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
-TYPES = some((*TEXTS, *SEEING, *ASKED), FAST)
+TYPES = (*TEXTS, *SEEING, *ASKED)
+
+
+def cases(options, others):
+    """Types with ``options``, that are read alike whatever the type: but the ``others``, which the
+    network is told of, by the FAST ones alone.
+    """
+    pairs = [(name, key) for name in TYPES for key in options if name in FAST or key in others]
+    return some(pairs, [(name, key) for name, key in pairs if name in FAST])
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +59,7 @@ def texts():
     return made
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=some(TYPES, FAST))
 def made(request, zoo, texts):
     """A model and two rows for it, the second padded at the left."""
     name = request.param
@@ -137,8 +145,13 @@ def sequences(made, options):
     return out if isinstance(out, torch.Tensor) else out.sequences
 
 
-@pytest.mark.parametrize("options", EQUAL.values(), ids=EQUAL)
-def test_greedy_tokens_are_those_of_generate(made, options):
+TOLD = ("nothing", "ends", "max_length", "penalties", "ngrams of the prompt", "static cache")
+TOLD += ("dynamic cache", "scores that are not returned", "logits_to_keep", "the best of three")
+
+
+@pytest.mark.parametrize(("made", "asked"), cases(EQUAL, TOLD), indirect=["made"])
+def test_greedy_tokens_are_those_of_generate(made, asked):
+    options = EQUAL[asked]
     wanted = sequences(made, options)
     fn = specmm.custom_generate()
     assert torch.equal(sequences(made, options | {"custom_generate": fn}), wanted)
@@ -258,11 +271,13 @@ SAMPLING = {
 }
 
 
-@pytest.mark.parametrize("options", SAMPLING.values(), ids=SAMPLING)
-def test_what_is_sampled_from_is_generate_s_own_distribution(made, options, monkeypatch):
+@pytest.mark.parametrize(
+    ("made", "asked"), cases(SAMPLING, ("defaults", "penalty and top_p")), indirect=["made"]
+)
+def test_what_is_sampled_from_is_generate_s_own_distribution(made, asked, monkeypatch):
     """Of the first token of each row, which has the processors of every later one."""
     model, inputs = made
-    given = dict(max_new_tokens=1, do_sample=True) | options
+    given = dict(max_new_tokens=1, do_sample=True) | SAMPLING[asked]
     own = model.generate(**inputs, **given, output_scores=True, return_dict_in_generate=True)
     wanted = own.scores[0].softmax(-1)
     seen = []
@@ -289,9 +304,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("options", "sentence"), REFUSED.values(), ids=REFUSED)
-def test_what_generate_does_otherwise_is_refused(made, options, sentence):
-    one = first_row(made)
+@pytest.mark.parametrize(("made", "asked"), cases(REFUSED, ["beams"]), indirect=["made"])
+def test_what_generate_does_otherwise_is_refused(made, asked):
+    one, (options, sentence) = first_row(made), REFUSED[asked]
     with pytest.raises(ValueError, match=sentence) as error:
         sequences(one, options | {"custom_generate": specmm.custom_generate()})
     assert "\n" not in str(error.value)
