@@ -52,27 +52,21 @@ def content(folder):
 
 @pytest.mark.slow
 @compiles
-def test_the_second_process_loads_what_the_first_built(tmp_path):
+def test_the_second_process_loads_what_the_first_built(tmp_path, tiny, text_folder):
+    """A function's program, and those of any method: its tokens are those of the first."""
     assert process(tmp_path) == ("0", 0)
     built = content(tmp_path)
     assert built
     assert process(tmp_path) == ("1", 0)
     assert content(tmp_path) == built
+    models = dict(pictures=str(tiny), texts=str(text_folder))
+    (first, _), (second, _) = (process(tmp_path, PIPELINES, **models) for _ in range(2))
+    misses, made = json.loads(first)
+    assert misses == len(made), "a program a method"
+    assert json.loads(second) == [0, made]
     for file in built:
         file.write_bytes(b"no program")
     assert process(tmp_path)[1] <= 1, "one warning at most"
-
-
-@pytest.mark.slow
-@compiles
-def test_the_second_process_builds_nothing(tmp_path, tiny, text_folder):
-    """Of any method: its tokens are those of the first."""
-    (first, _), (second, _) = (
-        process(tmp_path, PIPELINES, pictures=str(tiny), texts=str(text_folder)) for _ in range(2)
-    )
-    built, made = json.loads(first)
-    assert built == len(made), "a program a method"
-    assert json.loads(second) == [0, made]
 
 
 @pytest.mark.slow
