@@ -82,9 +82,9 @@ def temporary_folders_with_pytests(tmp_path_factory: pytest.TempPathFactory) -> 
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def forks_end_and_are_counted() -> Iterator[None]:
-    """What they took of the processor, too (``.ci/run``)."""
+    """What they took of the processor, too (``.ci/run``); others may import something else."""
     yield
     forkserver._forkserver._stop()
 

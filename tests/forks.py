@@ -14,7 +14,7 @@ from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 QWEN = "transformers.models.qwen2.modeling_qwen2"
-FORKS.set_forkserver_preload(["specmm.recipes.features", "specmm.image_ar.pipeline", QWEN])
+IMPORTED = ["specmm.recipes.features", "specmm.image_ar.pipeline", QWEN]
 BEGIN = """
 import os, sys, torch
 for name in [name for name in os.environ if name.startswith("TORCH")]:
@@ -39,6 +39,7 @@ def forked(
     **names: object,
 ) -> ForkServerProcess:
     """A process that runs ``code`` with ``names``; what it says goes into the files ``streams``."""
+    FORKS.set_forkserver_preload(IMPORTED)  # if none is there
     given = dict(streams=streams, environment=dict(environment)) | names
     process = FORKS.Process(target=exec, args=(BEGIN + code, given))
     process.start()
