@@ -1,11 +1,8 @@
 """``specmm serve`` as a process, how a server ends, and ``specmm bench serve``."""
 
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,9 +14,11 @@ import pytest
 from specmm.runs import load
 from specmm.text.pipeline import TextPipeline
 from tests.commands import as_json, refused, run
+from tests.forks import command, ended
 from tests.served import engine_of, post, served
 
 TEXT = "/v1/completions"
+ADDRESS = re.compile(r"serving .* at (http://127.0.0.1:\d+)$", re.M)
 BODY = {"prompt": "def", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
@@ -79,21 +78,19 @@ def test_pieces_are_sent_at_once(engine):
         assert sent.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-def process(*words):
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "specmm", "serve", *map(str, words)]
-    started = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    for line in started.stderr:
-        if found := re.search(r"serving .* at (http://127.0.0.1:\d+)$", line):
-            return started, found[1]
-    raise AssertionError("it ended")
+def process(said, *words):
+    started = command("serve", *words, streams=("/dev/null", str(said)))
+    while not said.exists() or not (found := ADDRESS.search(said.read_text())):
+        assert started.is_alive(), "it ended"
+        time.sleep(0.05)
+    return started, found[1]
 
 
 @pytest.mark.slow
-def test_the_command_and_sigterm(tiny):
+def test_the_command_and_sigterm(tiny, tmp_path):
     """What is being made then is finished, a stream and pictures, and the process ends."""
     options = ("--port", 0, "--api-key", "word", "--prefix-memory", 0)
-    server, address = process("pocket/coder", tiny, *options)
+    server, address = process(tmp_path / "said", "pocket/coder", tiny, *options)
     client = httpx.Client(base_url=address, headers={"Authorization": "Bearer word"}, timeout=60)
     assert httpx.get(address + "/v1/models").status_code == 401
     names = [one["id"] for one in client.get("/v1/models").json()["data"]]
@@ -110,14 +107,14 @@ def test_the_command_and_sigterm(tiny):
         threads.append(threading.Thread(target=ask, args=(path, body)))
         threads[-1].start()
     time.sleep(0.4)
-    server.send_signal(signal.SIGTERM)
-    assert server.wait(60) == 0
+    server.terminate()
+    assert ended(server) == 0
     for thread in threads:
         thread.join(10)
     drawn, told = sorted(found, key=lambda one: "data: " in one.text)
     assert drawn.status_code == 200 and len(drawn.json()["data"]) == 16
     assert told.text.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in told.text
-    assert "Traceback" not in server.stderr.read()
+    assert "Traceback" not in (tmp_path / "said").read_text()
 
 
 def test_mistakes_of_the_command(tiny, monkeypatch):
