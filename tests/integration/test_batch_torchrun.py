@@ -13,16 +13,6 @@ from tests.commands import as_json, succeed
 BIN = Path(sys.executable).parent
 
 
-def call(*command: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(
-        [str(c) for c in command], capture_output=True, text=True, timeout=300, env=environment
-    )
-
-
 def pictures(folder: Path) -> dict[str, bytes]:
     return {f.name: f.read_bytes() for f in (folder / "results").rglob("*.png")}
 
@@ -33,7 +23,14 @@ def test_two_ranks_make_every_item_once(tiny: Path, tmp_path: Path) -> None:
     jobs.write_text("".join(json.dumps({"id": f"i{n}", "class": "heart"}) + "\n" for n in range(5)))
     given = ("batch", jobs, "--model", tiny, "--method", "speculative", "--dtype", "float32")
     ranks = ("torchrun", "--nproc-per-node", 2, "--no-python")
-    launched = call(*ranks, "specmm", *given, "--engine", "accelerate", "--out", out)
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    launched = subprocess.run(
+        [str(word) for word in (*ranks, "specmm", *given, "--engine", "accelerate", "--out", out)],
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert launched.returncode == 0, launched.stderr
     journals = sorted(f.name.rpartition("-")[0] for f in (out / "journal").glob("rank-*.log"))
     assert journals == ["rank-00000", "rank-00001"]
