@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 T = TypeVar("T")
 
@@ -218,6 +219,8 @@ def form_of(network: nn.Module) -> list[Any]:
     found: list[Any] = [] if first is None else [first.dtype, first.device]
     for config in _configs(network):
         found += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
+    for hooks in (_global_forward_hooks, _global_forward_pre_hooks):  # of all modules there are
+        found += hooks.keys()
     classes, seen = set(), set()
     left = [network]
     while left:  # faster than network.modules()

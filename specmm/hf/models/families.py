@@ -309,8 +309,10 @@ class Family:
 
     def all_logits(self, states: Tensor) -> Tensor:
         """Logits [..., V] of the decoder's ``states`` [..., C], those that its class hides, too."""
-        weight = getattr(self.head, "weight", states)
-        return self.after_head(self.head(states.to(weight.dtype)))
+        weight = getattr(self.head, "weight", None)
+        if isinstance(weight, Tensor):  # not a function, as of PyTorch's quantised layers
+            states = states.to(weight.dtype)
+        return self.after_head(self.head(states))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v].

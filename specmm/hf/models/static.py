@@ -79,8 +79,8 @@ class StaticVLMTarget(CapturedTarget):
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
             raise NotCompiled(
-                f"compiled=True needs full attention and one set of positions, {self.name} has "
-                "others"
+                "compiled=True needs full attention and one set of positions, and forwards that "
+                f"agree, {self.name} has others"
             )
         self.program = compiled(_next, self.device)
         self.stepped = False
