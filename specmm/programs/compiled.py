@@ -8,6 +8,7 @@ as many nodes and levels, and take as many uniforms, every round; where they bra
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import traceback
@@ -89,6 +90,9 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     ``device`` the calls of the program's parts are compiled as well: less time a step, twice the
     time to compile.
     """
+    # what nobody holds, as targets that PyTorch has traced: it would trace their hooks, too, which
+    # may go meanwhile
+    gc.collect()
     # a copy, since PyTorch files programs by their code object
     code, closure = function.__code__.replace(), function.__closure__
     own = types.FunctionType(

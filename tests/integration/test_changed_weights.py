@@ -270,3 +270,20 @@ def test_calls_leave_nothing_in_the_layers():
             assert not found, name
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+def test_programs_that_were_dropped_leave_nothing_in_the_layers(tmp_path, traced):
+    """Though PyTorch's own cycles hold what it has traced."""
+    save_text(tmp_path)
+    pipe = opened("texts", tmp_path)
+    options = dict(max_new_tokens=6, method="block", compiled=True)
+    pipe(CODE, **options)
+    gc.disable()
+    try:
+        patched(pipe.model)
+        assert pipe(CODE, **options).compiled
+    finally:
+        gc.enable()
+    listening = [len(layer._forward_hooks) for layer in pipe.model.get_decoder().layers]
+    assert max(listening) == 1, "of the programs there are"
