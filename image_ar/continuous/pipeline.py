@@ -30,7 +30,7 @@ from specmm.image_ar.continuous.cspd import (
     decode_release,
 )
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import ChainHead
+from specmm.image_ar.continuous.diffusion_head import ChainHead, check_plain
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -299,8 +299,9 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
     @torch.inference_mode()
     def head(self, spec: str) -> ChainHead:
-        """The target's head with ``spec`` steps."""
+        """The target's head with ``spec`` steps; raises ``ValueError`` as ``check_plain`` does."""
         net = self.transformer.head
+        check_plain(net)
         found = self.heads.setdefault(spec, Derived())
         return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
