@@ -67,7 +67,7 @@ class Bench:
 
         call = Quickest(answer) if self.compiled else answer
         contenders = with_plain(chosen)
-        pipe.graphs.most = max(pipe.graphs.most, len(contenders))  # in turn: none is recorded anew
+        pipe.kept.most = max(pipe.kept.most, len(contenders))  # in turn: none is made anew
         with settled(pipe.model):
             lanes = raced(call, contenders, batches(asked, self.batch, self.runs), self.seed)
             facts = facts_of(self.model, self.seed, pipe.model)

@@ -25,6 +25,7 @@ from specmm.extending.kinds import texts_of
 from specmm.extending.registry import named
 from specmm.hf.answers.run import Answered, RoundText, Run, ending
 from specmm.hf.answers.running import Pipeline
+from specmm.hf.answers.shared_rounds import SharedRounds
 from specmm.hf.drafters.drafter_formats import ModelFolder, sees
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find_target, load_target
@@ -233,7 +234,12 @@ class TextPipeline(Pipeline):
         """Whether a call is compiled, and can be."""
         most = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
-        return work.programs(most, lambda: self._compiled(method, options)) is not None
+        quick = replace(options, compiled=True)
+
+        def make() -> SharedRounds:
+            return self.rounds_of(method, self.target(method, options), quick)
+
+        return work.programs(most, make) is not None
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:

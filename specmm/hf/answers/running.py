@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,14 +24,13 @@ from specmm.core.decode import (
 )
 from specmm.core.derived import placed, version
 from specmm.core.drafter import BatchingDrafter, DeferredDrafter, looks_ahead
-from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.turns import in_its_turn
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import Registry
 from specmm.hf.answers.choosing import choose, kinds_of, record_of
 from specmm.hf.answers.run import Chosen, PromptBatch, Run
-from specmm.hf.answers.shared_rounds import KeptRounds, SharedRounds
+from specmm.hf.answers.shared_rounds import KeptRounds, Key, SharedRounds
 from specmm.hf.drafters.drafting import (
     KINDS,
     Assembly,
@@ -77,9 +76,9 @@ class Pipeline:
     """Base class of the question and text pipelines.
 
     ``model``; the PEFT model that put an ``adapter`` into it (None: there is none); ``tokenizer``;
-    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; ``graphs`` that
-    later calls reuse; ``registry``: the methods, among which ``auto`` chooses; ``usual``: options
-    of a call whose default differs in this pipeline.
+    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; programs and
+    graphs ``kept`` for later calls; ``registry``: the methods, among which ``auto`` chooses;
+    ``usual``: options of a call whose default differs in this pipeline.
     """
 
     model: Any
@@ -87,7 +86,7 @@ class Pipeline:
     tokenizer: Any
     drafters: Drafters
     records: dict[Any, Record]
-    graphs: KeptRounds
+    kept: KeptRounds
     registry: ClassVar[Registry]
     usual: ClassVar[Mapping[str, Any]] = {}
 
@@ -102,8 +101,7 @@ class Pipeline:
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, self.model, given)
         self.records = {}
-        self.graphs = KeptRounds()
-        self.made: dict[tuple[Hashable, Processor, object], SharedRounds] = {}
+        self.kept = KeptRounds()
 
     @classmethod
     def from_pretrained(
@@ -189,8 +187,7 @@ class Pipeline:
         use_tree_attention(self.model)
         self.drafters.to(device, dtype)
         self.records.clear()
-        self.graphs.found.clear()
-        self.made.clear()
+        self.kept.found.clear()
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -344,14 +341,19 @@ class Pipeline:
         """
         return bool(options.compiled) and not options.draw and captures(self.model.device)
 
-    def play_of(self, method: Method, options: Options) -> Play:
-        """What plays rounds of ``method``: graphs where these are wanted.
+    def play_of(self, method: Method, options: Options) -> Callable[[], Play] | None:
+        """What makes the programs or graphs that play rounds of ``method``; None where they are
+        played as they are.
 
-        Raises ``ValueError`` for a method whose rounds cannot be captured, if that is asked for.
+        Raises ``ValueError`` for rounds that cannot be compiled or captured, if that is asked for.
         """
-        if not self.captures(options):
-            return one_round
         asked = options.compiled is True
+        if not self.captures(options):
+            if not asked:
+                return None
+            check_compiled(method, options)
+            prepare_compiler(self.model.device)
+            return partial(round_program, self.model.device)
         if options.stops and asked:
             raise NotCompiled(
                 "compiled=True looks for end tokens only, got stop, which reads the text between "
@@ -359,13 +361,13 @@ class Pipeline:
             )
         rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
         if method.captured and not options.stops and (asked or rounds >= WORTH):
-            return GraphRound(quiet=not asked)
+            return partial(GraphRound, quiet=not asked)
         if asked:
             raise NotCompiled(
                 "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
                 f"trees (nothing in a round is decided by the host), got {method}"
             )
-        return one_round
+        return None
 
     def ends(self) -> list[int]:
         """The model's end tokens."""
@@ -380,53 +382,32 @@ class Pipeline:
             return None
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
 
-    def version(
-        self, drafter: object, of: Callable[..., tuple[Any, ...]] = version
-    ) -> tuple[Any, ...]:
-        """Equal as long as programs of the model and a ``drafter`` serve, ``of`` being
-        :func:`specmm.core.derived.version`, or ``placed``.
-        """
-        networks = (self.model, network_of(drafter))
-        return of(*(network for network in networks if network is not None))
-
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
-        """Rounds of ``method`` on ``target``, or the recorded graphs of an earlier call with the
+        """Rounds of ``method`` on ``target``, or the programs or graphs of an earlier call with the
         same method and options, which have their own target.
         """
-        if options.compiled is True and not self.captures(options):
-            shared = self._compiled(method, options)
-            if not shared.busy:
-                return shared
-        play = self.play_of(method, options)
-        drafter = self.drafter(method.name) if method.drafts else None
-        captured = isinstance(play, GraphRound)
-        now = self.version(drafter, placed) if captured else ()
-        key = methods.filed(method), options.processor, options.compiled, now
-        last = self.graphs.take(key, self.model) if captured else None
-        more = captured and last is None
-        self.graphs.make_room(self.model.device, last is not None, more)
-        if last is not None:
-            return last
-        made = SharedRounds(target, self.parts_of(method, target), play)
-        if captured:
-            self.graphs.keep(key, made)
-        return made
+        device = self.model.device
+        make = self.play_of(method, options)
+        key = () if make is None else self._key(method, options)
+        # beside a stream that goes on: to compile another program takes longer than a call
+        if make is None or (not captures(device) and self.kept.busy(key)):
+            self.kept.make_room(device, taken=False, more=False)
+            return SharedRounds(target, self.parts_of(method, target), one_round)
+        found = self.kept.take(key)
+        self.kept.make_room(device, taken=found is not None, more=found is None)
+        if found is None:
+            if not captures(device):
+                target = StaticVLMTarget(self.model, options.processor, self.name)
+            found = SharedRounds(target, self.parts_of(method, target), make())
+            self.kept.keep(key, found)
+        return found
 
-    def _compiled(self, method: Method, options: Options) -> SharedRounds:
-        """The compiled rounds of ``method``; calls with the same options share them."""
-        check_compiled(method, options)
-        prepare_compiler(self.model.device)
-        drafter = self.drafter(method.name) if method.drafts else None
-        now = self.version(drafter)
-        self.made = {key: one for key, one in self.made.items() if key[-1] == now}
-        key = (methods.filed(method), options.processor, now)
-        made = self.made.get(key)
-        if made is None:
-            target = StaticVLMTarget(self.model, options.processor, self.name)
-            parts = self.parts_of(method, target)
-            play = round_program(target.device)
-            made = self.made[key] = SharedRounds(target, parts, play)
-        return made
+    def _key(self, method: Method, options: Options) -> Key:
+        """The key of such rounds, as long as their networks stay as they are."""
+        as_now = placed if captures(self.model.device) else version
+        drafter = network_of(self.drafter(method.name) if method.drafts else None)
+        networks = None if drafter is None else as_now(drafter), as_now(self.model)
+        return methods.filed(method), options.processor, options.compiled, *networks
 
     def _start(self, options: Options, what: Any, *shown: Any, share: float = SHARE) -> Run:
         """A run that answers ``what`` is asked about what is ``shown``; nothing runs yet but trials
