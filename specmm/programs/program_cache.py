@@ -89,7 +89,7 @@ def leave(error: BaseException) -> None:
     # imported here, since it takes a moment
     from torch._inductor.utils import clear_caches
 
-    warn(f"{type(error).__name__}: {first_line(error)}")
+    warn(first_line(error))
     clear_caches()  # of what it has read from the old one
     try:
         place = tempfile.mkdtemp(prefix="specmm-programs-")
@@ -100,8 +100,9 @@ def leave(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what ``error`` says, or its name where it says nothing."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """Of what ``error`` says, with its name; of the error within one of PyTorch's compiler."""
+    inner = getattr(error, "inner_exception", error)
+    return f"{type(inner).__name__}: {str(inner).strip()}".partition("\n")[0].rstrip(": ")
 
 
 def warn(why: str) -> None:
