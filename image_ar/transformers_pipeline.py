@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 class TransformersImagePictures(TokenPictures):
-    """A model of transformers that draws pictures, and its tokenizer, after one call.
+    """A model of transformers that draws pictures, and its tokenizer.
 
     Several threads may share one.
 
@@ -376,7 +376,7 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
     def load(dtype: torch.dtype | None) -> Any:
         return load_model(kind, folder, facts.unneeded, dtype=dtype or "auto", **placing.options)
 
-    # what fills the rest is of no less than the wanted dtype
+    # the weights that fill the rest have at least the wanted dtype
     model = load(placing.place.dtype) if fills else placing.loaded(load)
     facts.check(model)
     if fills:

@@ -50,9 +50,9 @@ LOCAL_HEADER = 30  # bytes of it before the member's name in a .zip
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``files`` are where they lie, if they are files or in archives of files, and ``left_out`` how
-    many others there are, by why they are no pictures. ``skipped`` lists (name, reason) of the
-    pictures that could not be read in the last pass.
+    ``files`` are the pictures' files and archive members, if they come from files, and ``left_out``
+    counts the other files by the reason why they are no pictures. ``skipped`` lists (name, reason)
+    of the pictures that could not be read in the last pass.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PictureSource:
         return self._count  # bad ones included; 0 where that is not known
 
     def counts(self) -> dict[str, int]:
-        """How many files there are; then how many were pictures, and how many not, by the reason.
+        """The number of files, of pictures among them, and of other files by the reason.
 
-        Empty where nothing is known of files.
+        Empty if the pictures do not come from files.
         """
         if not self.files:
             return {}
@@ -213,8 +213,8 @@ def _decoded(
 
 
 def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureFile], Counter[str]]:
-    """The pictures in a folder, archive or glob ``source``, or it alone, in the order of their
-    names, and how many other files there are, by why they are left out.
+    """The pictures in ``source`` (a folder, archive, glob or single file), ordered by name, and the
+    number of other files by the reason why they are left out.
 
     Raises ``ValueError`` where there are none, and for a broken archive; with ``skip_bad`` one
     in a folder is left out.
@@ -259,7 +259,7 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _other(name: str, known: set[str]) -> str:
-    """Which ending the file called ``name`` has that is not among the ``known`` ones, else ""."""
+    """The ending of the file called ``name`` if it is not among the ``known`` ones, else ""."""
     ending = os.path.splitext(name)[1].lower()
     return "" if ending in known else f"ending {ending}" if ending else "without ending"
 
@@ -325,8 +325,8 @@ def _beside(name: str, target: str) -> str:
 
 @contextlib.contextmanager
 def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Errors of what is read within, also ``errors``, become the ``ValueError`` that ``path`` must
-    be a ``what``.
+    """Turn errors of the block, ``errors`` among them, into a ``ValueError`` that ``path`` must be
+    a ``what``.
     """
     damage: tuple[type[Exception], ...] = (
         zipfile.BadZipFile,

@@ -30,7 +30,7 @@ class KnownWeights:
     companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub
 
     def inside(self, place: Path) -> Path | None:
-        """The weights at ``place``: a file given outright, or what lies in a folder."""
+        """The weights at ``place``: a file, or the known names in a folder."""
         if not self.companions:
             file = place / self.file if place.is_dir() else place
             return file if file.is_file() else None

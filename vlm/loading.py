@@ -122,7 +122,7 @@ def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel
 
 
 def is_composed(folder: Path) -> bool:
-    """Whether ``folder`` holds only what joins two packages' models."""
+    """Whether ``folder`` holds only the projector between two packages' models."""
     return (folder / PROJECTOR).is_file()
 
 

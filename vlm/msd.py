@@ -268,7 +268,7 @@ class BoundMSD:
         )
 
     def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """The target's own."""
+        """The target's own embeddings."""
         return embeddings
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:

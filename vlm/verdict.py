@@ -1,4 +1,4 @@
-"""Speculative Verdict: small models (experts) answer, and a large one decides after it has read the
+"""Speculative Verdict: small models (experts) answer, and a large model decides after reading the
 answers that all of them find plausible.
 
 The gain is accuracy, not speed. Every expert scores every answer in one forward. The consensus
@@ -126,7 +126,7 @@ def load_experts(folder: Path, target: PreTrainedModel, method: str) -> Experts:
 
 @dataclass(frozen=True)
 class Ruling:
-    """The verdict model's ``answer`` and what led to it.
+    """The verdict model's ``answer`` and the data behind it.
 
     ``answers`` of the K experts with their ``scores`` [K] (lower: more plausible to all),
     ``log_perplexities`` [K, K] (model by answer), and the experts ``heard``, best first, with their

@@ -98,11 +98,11 @@ def _served(bound: BoundHead) -> bool:
 
 
 class MARGraphs:
-    """Graphs of a ``model``, one for each number of tokens, as long as its weights lie where they
-    do. They share memory: one runs at a time.
+    """Graphs of a ``model``, one for each number of tokens, valid until its weights move in memory.
+    They share memory: one runs at a time.
 
-    Rounds of speculation have none: on an H200 a captured one of MAR-L takes five times as long as
-    a plain step, of which it saves three.
+    Rounds of speculation are not captured: on an H200 a captured round of MAR-L takes as long as
+    five plain steps and saves three.
     """
 
     speculation = None
@@ -115,8 +115,8 @@ class MARGraphs:
 
     @property
     def spent(self) -> bool:
-        """Whether weights lie elsewhere than when the first graph was recorded, or there are too
-        many of them, or they hold too much.
+        """Whether the weights have moved since the first graph was recorded, or there are too many
+        graphs, or they hold too much memory.
         """
         graphs = [graph for some in self.made.values() for graph in some.by_form.values()]
         moved = placed(self.model) != self.weights

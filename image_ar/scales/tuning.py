@@ -110,7 +110,7 @@ def plan_code(
 
 
 def specialised(settings: VARSettings) -> tuple[int, str] | None:
-    """The N that two models were specialised for, and that it is; None for others."""
+    """The N that two models were specialised for, with the reason as text; None for other pairs."""
     if settings.n == -1:
         return None
     return settings.n, f"n {settings.n}: what the models were specialised for"

@@ -31,7 +31,7 @@ _workers: WeakKeyDictionary[Any, queue.SimpleQueue[Callable[[], None]]] = WeakKe
 
 
 class Stopped(Exception):
-    """Ends a lane's run: the user has left, or no more of it is wanted."""
+    """Ends a lane's run, when the user has left or the rest is not needed."""
 
 
 @dataclass

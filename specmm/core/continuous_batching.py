@@ -46,7 +46,7 @@ class Queue:
 
     @property
     def left(self) -> int:
-        """How many samples have no row yet."""
+        """The number of samples that have no row yet."""
         return len(self.generators) - self.next
 
     def collect(self, row: int, tokens: Tensor, kept: Tensor) -> None:

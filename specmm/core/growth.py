@@ -61,7 +61,7 @@ class Level:
 
 
 class FeatureHead(Protocol):
-    """What a drafter provides for growing its trees."""
+    """A drafter's network, as the growing of trees needs it."""
 
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int

@@ -1,7 +1,7 @@
 """From raw logits to the distribution that is sampled: guidance, penalties, temperature, filters.
 
 A distribution has the shape of its logits, is float32 (float64 for float64 logits) and sums to 1.
-Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. What a repetition penalty needs to know is
+Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. A repetition penalty needs the
 :class:`History`: a node of a draft tree has seen its row's committed tokens, its ancestors and
 itself.
 
@@ -50,12 +50,12 @@ class History:
         return found
 
     def join(self) -> None:
-        """One more row, empty."""
+        """Add an empty row at the end."""
         for name in self.state:
             setattr(self, name, with_one(getattr(self, name)))
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         for name in self.state:
             setattr(self, name, without(getattr(self, name), row))
 
@@ -176,8 +176,8 @@ class Processor:
         return probs.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """What the distributions of :meth:`__call__` are the softmax of, if ``temperature`` is
-        above 0: [..., V], negative infinity where a token is excluded.
+        """Scores [..., V] whose softmax :meth:`__call__` returns if ``temperature`` is above 0;
+        -inf where a token is excluded.
         """
         self.check_vocabulary(logits.shape[-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -216,7 +216,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def by_numpy(x: Tensor) -> bool:
-    """Whether numpy, faster on a CPU, sorts ``x``: it is no operator that programs know."""
+    """Whether numpy, which is faster on a CPU, sorts ``x``; compiled programs cannot contain it."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 

@@ -15,8 +15,8 @@ LARGE = 2**14  # numbers of a row from which columns pay
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and places of ``x.topk(k)`` [..., k], equal ones in any order.
 
-    A GPU searches a row of up to some 20,000 on one multiprocessor: there ``LONG`` rows are
-    searched in chunks, side by side, and then what these found.
+    A GPU searches a row of up to some 20,000 numbers on one multiprocessor; so ``LONG`` rows are
+    split into chunks, searched side by side, and then the chunks' results.
     """
     width = x.shape[-1]
     chunks = next((c for c in CHUNKS if width % c == 0 and width // c >= k), 1)

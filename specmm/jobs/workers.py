@@ -53,7 +53,9 @@ class Worker(Protocol):
 
 
 def kind_of_work(model: str, kinds: Collection[str]) -> Kind:
-    """What ``model`` does with items of ``kinds``; raises ``ValueError`` if they need two jobs."""
+    """The kind of work of ``model`` on items of ``kinds``; raises ``ValueError`` if they need two
+    jobs.
+    """
     if "question" in kinds and len(kinds) > 1:
         raise ValueError(
             "a job must hold questions, or classes and prompts, got both; make two jobs of it"
@@ -130,7 +132,7 @@ class ImageWorker:
         return {k: v for k, v in self.spec.sampling.items() if k not in same} | own
 
     def _settled(self, item: Item | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options of ``item`` that the target is made of, and the others of a call."""
+        """The options of ``item``: those of the target, and the others of a call."""
         options = self.pipe.settle_names(self._options(item))
         sampling = {k: options.pop(k) for k in self.pipe.sampling_options if k in options}
         return sampling, options

@@ -55,11 +55,13 @@ SAME = {
 
 
 class NotCompiled(ValueError):
-    """What ``compiled=True`` asks for and there is not."""
+    """``compiled=True`` was asked for something that cannot be compiled."""
 
 
 class _Uncompiled(threading.local):
-    """Of each thread, the calls of programs that could not be built, or would be too many."""
+    """Counts, in each thread, the calls that ran uncompiled because a program could not be built or
+    there were too many.
+    """
 
     calls = 0
 
@@ -120,7 +122,7 @@ class Program:
         self.run: Callable[..., Any] = compiler(True)
 
     def __call__(self, *args: Any) -> Any:
-        """What ``function`` returns."""
+        """The result of ``function``."""
         try:
             return self._run(*args)
         except Exception as error:
@@ -158,8 +160,8 @@ class Program:
 def looped(
     going: Callable[..., Tensor], play: Callable[..., tuple[Any, ...]], state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """``state``, tensors that share no memory with what ``play`` reads, played on while it is
-    ``going``. In a program that is one loop.
+    """The tensors ``state`` after repeated ``play`` while they are ``going``; in a program, one
+    loop. They must share no memory with other inputs of ``play``.
     """
     if torch.compiler.is_compiling():
         found: tuple[Any, ...] = while_loop(going, play, state)
@@ -170,8 +172,8 @@ def looped(
 
 
 def _of_compiling(error: Exception) -> bool:
-    """Whether ``error`` is of building or loading a program, and not of what it computes: of files
-    only where PyTorch compiles.
+    """Whether ``error`` comes from building or loading a program, not from its computation; errors
+    about files count only if PyTorch's compiler raised them.
     """
     # imported here, since it takes a second
     from torch._dynamo.exc import BackendCompilerFailed
@@ -226,15 +228,15 @@ class CompiledRound:
 
 
 def _predrawn(numbers: Tensor) -> PredrawnUniforms:
-    """``numbers`` [B, L] of a larger block, in memory of their own: by itself a row keeps the
-    block's stride, and each stride is another program.
+    """``numbers`` [B, L], copied out of a larger block: a view keeps the block's stride, and each
+    stride would be another program.
     """
     return PredrawnUniforms(numbers.clone(memory_format=torch.contiguous_format))
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Make room for a program a method, its options and a batch size, and keep them for later
-    processes (:mod:`specmm.programs.program_cache`).
+    """Let PyTorch hold a program for each method, its options and batch size, and store programs
+    for later processes (:mod:`specmm.programs.program_cache`).
 
     Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
     """

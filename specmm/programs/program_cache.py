@@ -73,7 +73,7 @@ def use() -> None:
 
 
 def used() -> Path | None:
-    """The folder that programs of this process are kept in, None where they are not."""
+    """The folder in which this process's programs are stored; None if they are not."""
     # imported here, since it takes a moment
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -100,12 +100,12 @@ def leave(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what ``error`` says, or its name where it says nothing."""
+    """The first line of ``error``'s message, or its type if there is none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def warn(why: str) -> None:
-    """Say that programs are not kept, and ``why``; once in a process."""
+    """Warn, once in a process, that programs are not stored, and ``why``."""
     if not said:
         said.append(why)
         warnings.warn(

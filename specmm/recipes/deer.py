@@ -161,7 +161,7 @@ def deer_loss(
 def _hide(
     rows: int, anchors: int, masks: int, generator: torch.Generator, filling: bool, alpha: float
 ) -> tuple[Tensor, Tensor]:
-    """Which positions [B, A, K - 1] are masks, and how much each counts."""
+    """The mask [B, A, K - 1] of hidden positions, and the weight of each."""
     shape = (rows, anchors, masks)
     if filling:
         share = torch.rand(rows, anchors, 1, generator=generator).clamp(min=0.1)

@@ -73,11 +73,12 @@ class Again:
 def draw_like(
     file: Path, out: Path, model: str | None = None, tell: Callable[[str], None] = print
 ) -> Again:
-    """Draw the picture in ``file`` again, into the folder ``out``, by its ``model``, which may lie
-    elsewhere now. ``tell`` is called with what is another here than it was.
+    """Draw the picture in ``file`` again, into the folder ``out``, by its ``model``, whose location
+    may have changed. ``tell`` is called with each difference from the recorded machine and
+    software.
 
     Raises ``ValueError`` for a file without a record or with an edited one, another model, and a
-    device that is not here. Nothing is written over.
+    missing device. Nothing is overwritten.
     """
     record = checked_record(file)
     with Image.open(file) as opened:
@@ -116,7 +117,8 @@ def draw_like(
 def checked_record(file: Path) -> Record:
     """The record of a picture, for drawing it again.
 
-    Raises ``ValueError`` for a file without one, one that was edited, and what is no picture.
+    Raises ``ValueError`` for a file without a record, with an edited one, and for a file that is no
+    picture.
     """
     try:
         record = read_record(file)
@@ -166,7 +168,9 @@ def odd_field(record: Record) -> str:
 
 
 def differences(record: Record, pipe: Images) -> list[str]:
-    """What is another here than it was for ``record``, as sentences; its bits may be, too."""
+    """Sentences on how this machine and software differ from ``record``; the picture's bits may
+    then differ, too.
+    """
     then = {**record["versions"], "the processor": record["processor"]}
     here = {**versions(), "the processor": processor(pipe.device)}
     found = [

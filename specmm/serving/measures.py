@@ -1,4 +1,4 @@
-"""What a server measures of itself, and what its engines count, as Prometheus reads them."""
+"""A server's measurements and its engines' counts, in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -36,12 +36,16 @@ class Measures:
         self.registry.register(self)
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer; unknown paths are one, for anybody may ask for more and more of them."""
+        """Count an answer; unknown paths count as one, since clients could ask for any number of
+        them.
+        """
         known = next((one for one in PATHS if path.startswith(one)), "other")
         self.requests.labels(known, str(status)).inc()
 
     def timed(self, model: str, start: float) -> Callable[[int, Any], None]:
-        """What notes when pieces of answers of a ``model`` come, asked for at ``start``."""
+        """The function that times the pieces of answers of ``model`` to a request made at
+        ``start``.
+        """
         last: dict[int, float] = {}
         first, between = self.first.labels(model), self.between.labels(model)
 
@@ -59,7 +63,7 @@ class Measures:
         return seen
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """The counts of all engines; those of names that end in ``_total`` only grow."""
+        """The counts of all engines; names that end in ``_total`` are counters."""
         found: dict[str, Any] = {}
         for engine in self.engines:
             for name, value in engine.counts().items():

@@ -1,4 +1,5 @@
-"""Matching: each token of a text is drawn by a uniform of its own, and drafts that are it are kept.
+"""Matching: each token of a text is drawn by a uniform of its own, and drafts equal to it are
+accepted.
 
 Shape letters: B batch, N nodes, D deepest level, V vocabulary.
 """
@@ -20,9 +21,10 @@ from specmm.verify.rule import VerifyResult
 class Matching(PointMass):
     """A draft is kept if it is the token that plain decoding draws with the uniform of its place.
 
-    It keeps a point mass x with p(x), as :class:`PointMass`, and no others are drafted. But where
-    that takes uniforms by node, so that what a seed draws depends on the drafts, here the tokens of
-    a seed are those of plain decoding, whatever is drafted. Siblings must be different tokens.
+    It accepts a point mass x with probability p(x), as :class:`PointMass` does, and takes only
+    point masses. But :class:`PointMass` takes a uniform for each node, so that a seed's tokens
+    depend on the drafts; here they are always those of plain decoding. Siblings must be different
+    tokens.
     """
 
     name: str = "matching"

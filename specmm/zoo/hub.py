@@ -57,8 +57,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """Where ``wanted`` was found: ``files`` as listed by the hub, or, if the hub cannot be reached
-    for a ``reason``, the ``folder`` in the cache and the files ``absent`` there.
+    """The result of looking for ``wanted``: ``files`` as listed by the hub or, if the hub cannot be
+    reached (``reason``), the ``folder`` in the cache and the files ``absent`` there.
     """
 
     wanted: Wanted

@@ -54,7 +54,7 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """Cache of the rounds of at ``most`` so many calls, each with its own memory. Keys have the
+    """Cache of the rounds of at most ``most`` calls, each with its own memory. Keys have the
     method, the options and the networks' versions.
     """
 

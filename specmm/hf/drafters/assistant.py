@@ -123,7 +123,9 @@ class AssistantDrafter:
         return states
 
     def _look_at_target(self) -> None:
-        """The target's keys and values of a round, which of them are seen, and from where."""
+        """Point to the target's keys and values for this round, with their mask and the position of
+        queries.
+        """
         cache = self.target.cache
         capacity = cache.size.capacity
         self.shared = {}

@@ -41,7 +41,8 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The target that a drafter belongs to, as far as its folder says; None where it does not.
+    """The target that a drafter belongs to, as far as its folder says; fields are None where it
+    does not.
 
     Its ``name`` and ``architectures``, ``width``, ``vocabulary``, number of ``layers``, the
     ``fingerprint`` of its embeddings, and which layers the drafter ``reads``, counted from 0.
@@ -170,7 +171,7 @@ class _Reader:
 
     @property
     def composed(self) -> bool:
-        """Whether it joins models of packages."""
+        """Whether the folder names models in installed packages."""
         return "language_model" in self.folder.facts
 
     @property
@@ -222,9 +223,10 @@ class _Reader:
 
 
 def find_folder(name: str | Path) -> Path:
-    """A local folder, a pocket model or a folder inside it, or a hub id.
+    """The folder called ``name``: a local folder, a pocket model or a folder inside it, or a hub
+    id.
 
-    Raises ``ValueError`` where there is none.
+    Raises ``ValueError`` if there is none.
     """
     path = Path(name)
     if path.is_dir():

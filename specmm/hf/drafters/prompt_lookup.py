@@ -1,5 +1,5 @@
-"""Drafts of tokens that were read or written before: by prompt lookup, those that followed the last
-earlier occurrence of the latest tokens in the prompt or the answer so far, or by suffix decoding.
+"""Drafts of earlier tokens: prompt lookup, which drafts the tokens that followed the last earlier
+occurrence of the latest ones in the prompt or answer; and the base that suffix decoding shares.
 
 Picture placeholders never match and are never drafted. Drafts are point masses, so any is exact.
 
@@ -46,8 +46,8 @@ class LookupRow:
             self.tokens.append(token)
 
     def guess(self, length: int, least: int = 1) -> list[int]:
-        """Up to ``length`` tokens that followed the longest n-gram (of at ``least`` so many tokens)
-        that has occurred before.
+        """Up to ``length`` tokens that followed an earlier occurrence of the longest possible
+        n-gram, of at least ``least`` tokens.
 
         A guess that reaches the latest token repeats itself, so that repetitions are drafted at
         full length.
@@ -73,8 +73,8 @@ R = TypeVar("R", bound=Row)
 
 
 class Recall(Generic[R]):
-    """Indices of the tokens that ``target``'s rows have read and written: ``make(tokens, banned)``
-    of each.
+    """An index for each of ``target``'s rows of the tokens read and written, made by ``make(tokens,
+    banned)``.
     """
 
     def __init__(self, target: VLMTarget, make: Callable[[list[int], frozenset[int]], R]) -> None:

@@ -25,8 +25,8 @@ LEAST = 0.05  # share of the target's tokens that the drafter must know to be wo
 
 
 class Translation:
-    """The drafter's nearest token of each of the target's, ``ids`` [V], and whether it is the same,
-    ``shared`` [V].
+    """For each target token the drafter's nearest token, ``ids`` [V], and whether both are the same
+    text, ``shared`` [V].
 
     ``foreign`` says whether the drafter has another tokenizer, which splits text in its own way.
     """
@@ -105,7 +105,7 @@ class Translation:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes of every token, which may be a part of a letter; of special ones their names."""
+    """The bytes of every token (perhaps part of a character); special tokens have their names."""
     vocabulary = tokenizer.get_vocab()
     in_bytes = any("\u0120" in token for token in vocabulary)
     spell = _spelled_in_bytes if in_bytes else _spelled_in_letters

@@ -100,8 +100,8 @@ def own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def use_tree_attention(model: ModelT) -> ModelT:
-    """``model``, whose language model attends to trees by the kernel where Triton runs, and
-    elsewhere to rows of very different lengths in groups.
+    """``model``, with its language model's attention set to the tree kernel where Triton runs, and
+    elsewhere to groups of rows of similar lengths.
 
     For models whose attention is of another kind (sliding windows, capped scores, sinks, or another
     implementation than transformers' own choice) nothing changes: trees are scored with dense masks
@@ -209,7 +209,7 @@ def load_processor(folder: str | Path, **options: Any) -> Any:
 
 def _check_vocabulary(tokenizer: Any, folder: str | Path) -> None:
     """Raise ``ValueError`` for the ``tokenizer`` that transformers makes of a ``folder`` without a
-    vocabulary: it knows marks only, and any text is nothing to it.
+    vocabulary: such a tokenizer knows special tokens only and drops all text.
     """
     marks = getattr(tokenizer, "added_tokens_encoder", None)
     if marks is not None and len(tokenizer) - len(marks) < 2:  # its own end, too, may be none
@@ -326,13 +326,13 @@ def _check_loaded(
 
 
 def mtp_layers_of(config: PreTrainedConfig) -> int:
-    """How many layers for multi-token prediction ``config`` says that its checkpoints hold."""
+    """The number of multi-token prediction layers in checkpoints of ``config``."""
     text = config.get_text_config(decoder=True)
     return next((int(n) for name in MTP if (n := getattr(text, name, None))), 0)
 
 
 def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
-    """The names of layers after the last one, which draft for the others."""
+    """A pattern of the names of multi-token prediction layers, which follow the last layer."""
     text = config.get_text_config(decoder=True)
     first = getattr(text, "num_hidden_layers", 0)
     numbers = range(first, first + mtp_layers_of(config))
@@ -341,7 +341,7 @@ def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
 
 @contextmanager
 def unlogged(name: str, said: str) -> Iterator[None]:
-    """A block in which the logger ``name`` leaves out what holds the text ``said``."""
+    """A block in which the logger ``name`` drops messages that contain ``said``."""
 
     def other(record: logging.LogRecord) -> bool:
         return said not in record.getMessage()

@@ -226,7 +226,7 @@ class Family:
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The ways in which this model may be run."""
+        """The ways in which this model may be run, in the order in which they are tried."""
         # padding at the right would move states; some decoders take more of a token than a state
         return tuple(
             way
@@ -273,7 +273,7 @@ class Family:
 
     @property
     def rows(self) -> int:
-        """Tokens that the model has an embedding of; 0 where that is not to be seen."""
+        """The number of tokens with an embedding; 0 if it cannot be determined."""
         known = self.embedding
         return known.num_embeddings if isinstance(known, nn.Embedding) else 0
 
@@ -281,7 +281,7 @@ class Family:
     def turning_point(self) -> int | None:
         """Positions up to which "longrope" uses its short factors; None for other embeddings.
 
-        The positions of a longer text all use the others.
+        In a longer text all positions use the long factors.
         """
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
@@ -308,14 +308,16 @@ class Family:
         return _without(self.all_logits(states), self._hidden)
 
     def all_logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of the decoder's ``states`` [..., C], those that its class hides, too."""
+        """Logits [..., V] of the decoder's ``states`` [..., C], including tokens that the class
+        hides.
+        """
         weight = getattr(self.head, "weight", states)
         return self.after_head(self.head(states.to(weight.dtype)))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v].
 
-        It is of the weights that there are: ask again in each call.
+        It uses the weights of this moment: ask again in each call.
         """
         if ids is None:
             return self.logits
@@ -587,7 +589,7 @@ class FewRows(nn.Module):
         self._read: Derived[None] = Derived()
 
     def read(self, head: nn.Linear) -> None:
-        """Copy the rows again if those of ``head`` are others, to where programs find them."""
+        """Copy the rows again, in place, if the weights of ``head`` have changed."""
         self._read.of(list(head.parameters()), partial(self._copy, head))
 
     @torch.no_grad()
@@ -603,7 +605,9 @@ class FewRows(nn.Module):
 
 
 def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
-    """A ``kind`` of rows of ``head`` as it is now for the tokens ``ids`` [v], which calls share."""
+    """The rows of ``head`` for the tokens ``ids`` [v], as an object of class ``kind`` that calls
+    share; its copies are up to date.
+    """
     found = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
     found.read(head)
     return found
@@ -628,8 +632,8 @@ def _special(config: PreTrainedConfig) -> set[int]:
 
 
 def _fitted(known: Tensor, found: Tensor) -> AfterHead:
-    """The factor and the cap that make ``found`` [P, V] of ``known`` [P], all tokens alike but for
-    those that are hidden.
+    """The factor and the cap that turn ``known`` [P] into ``found`` [P, V], the same for all tokens
+    that are not hidden.
     """
     shut = (found == torch.finfo(found.dtype).min).all(0)
     open_ones = found[:, ~shut]

@@ -53,9 +53,9 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
     """The way in which trees of text score as the ``model``'s own forwards do.
 
     ``target`` makes an unchecked target of the model that samples at temperature 1. Each model is
-    asked once; one whose logits are not finite passes. Raises ``ValueError`` naming the model's
-    type where no way agrees, but for models that may read pictures as they do not read text: these
-    are asked again (see ``way_of``).
+    tested once; a model whose logits are not finite passes. Raises ``ValueError`` naming the
+    model's type if no way agrees, except for models that may read pictures otherwise than text:
+    these are tested again (see ``way_of``).
     """
     answer = _text(model, target)
     if isinstance(answer, str) and answer.startswith(DIFFERS) and _reads_pictures(model):
@@ -66,8 +66,8 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
 def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
     """The way in which prompts like this one, with pictures or the like, score as in ``generate``.
 
-    Each kind of prompt is asked about once a model. Raises ``ValueError`` saying what differs, or
-    why the model itself cannot read the prompt.
+    Each kind of prompt is tested once a model. Raises ``ValueError`` saying what differs, or why
+    the model itself cannot read the prompt.
     """
     long = Family.of(model).room < prompt.width + OWN + 1  # to be asked about
     if not prompt.kind or long:
@@ -153,8 +153,8 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
 
 
 def _prepares_otherwise(model: PreTrainedModel) -> bool:
-    """Whether its generate was taught to prepare inputs otherwise than its class does, as PEFT
-    teaches it for the time of a call.
+    """Whether the object's method that prepares generate's inputs was replaced, as PEFT does during
+    a call.
     """
     found = vars(model).get("prepare_inputs_for_generation")
     own = getattr(type(model), "prepare_inputs_for_generation", None)
@@ -214,7 +214,7 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
 
 
 def own_noise(model: PreTrainedModel) -> dict[str, str]:
-    """By how much forwards of a checked ``model`` differ from one another, for certificates, if by
+    """For certificates: how much forwards of a checked ``model`` differ from one another, if by
     more than rounding.
     """
     found: dict[str, str] = facts(model).get(DIFFERING, {})

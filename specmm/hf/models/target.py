@@ -66,8 +66,8 @@ class ProbsProcessor(Protocol):
 
 @dataclass
 class Context:
-    """The prompt as drafters may read it: ``hidden`` [B, L, C] states after the final norm, or
-    [B, L, F·C] of the layers that a drafter reads; ``embeddings`` [B, L, C] the decoder's inputs
+    """The prompt's states for drafters: ``hidden`` [B, L, C] states after the final norm, or [B, L,
+    F·C] of the layers that a drafter reads; ``embeddings`` [B, L, C] the decoder's inputs
     (projected pictures at image positions); ``lengths`` [B]; ``image_mask`` [B, L] bool;
     ``positions`` [3, B, L] with M-RoPE.
     """
@@ -165,7 +165,7 @@ class VLMTarget:
 
     @property
     def noise(self) -> dict[str, str]:
-        """What certificates say of a model whose own forwards differ, as quantised ones' do."""
+        """A note for certificates if the model's own forwards differ, as quantised models' do."""
         return own_noise(self.family.model)
 
     @property
@@ -211,8 +211,8 @@ class VLMTarget:
         """Run ``prompt`` through the whole model; see :class:`specmm.core.target.Target`.
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do
-        not fit pictures, for a prompt that the model reads as we cannot, and under guidance for one
-        without an unconditional one.
+        not fit pictures, for a prompt that the model reads in a way we cannot reproduce, and under
+        guidance for a prompt without an unconditional one.
         """
         self.check(prompt, scratch)
         if self.asks and self.branches == 1:
@@ -381,8 +381,8 @@ class VLMTarget:
         return self.states(tokens, positions, mask), positions
 
     def aim(self, shape: TreeShape) -> tuple[Tensor | TreeMask | RaggedMask, Tensor]:
-        """Let the next forward store a tree in the scratch region: what its nodes attend, and their
-        positions [B, N].
+        """Let the next forward store a tree in the scratch region; returns its attention mask and
+        the nodes' positions [B, N].
         """
         cache = self.cache
         cache.aim_at_tree(shape.size)
@@ -433,8 +433,8 @@ class VLMTarget:
     def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
         """Post-final-norm states [R, N, C] of ``tokens`` [B, N], stored where the cache aims.
 
-        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [R,
-        1, N, S] is the additive mask of full attention, or a tree's mask for models that take it.
+        ``positions`` [1 or B, N] count tokens and are clamped to the last one; ``bias`` [R, 1, N,
+        S] is the additive mask of full attention, or a tree's mask for models that take it.
         """
         positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
         if isinstance(bias, TreeMask | RaggedMask):
@@ -471,7 +471,7 @@ class VLMTarget:
             self.running = False
 
     def _masks(self, bias: Tensor | None, positions: Tensor) -> Any:
-        """``bias`` as the model's layers take it, whatever part of a text they attend."""
+        """``bias`` as the model's layers take it, with a mask for each kind of attention layer."""
         if not self.family.partial or bias is None:
             return self.family.masks(bias, positions, positions)
         first = self.cache.layers[0].first
@@ -535,8 +535,8 @@ class VLMTarget:
         return cache
 
     def check(self, prompt: VLMPrompt, scratch: int = 0) -> None:
-        """Raise ``ValueError`` for a ``prompt`` that is too long, lacks what guidance needs, or has
-        tokens that the model has not; ``scratch`` nodes are drafted at a time.
+        """Raise ``ValueError`` for a ``prompt`` that is too long, lacks the unconditional prompt
+        that guidance needs, or has unknown tokens; ``scratch`` nodes are drafted at a time.
         """
         if self.branches > 1 and self.asks and prompt.vision:
             raise ValueError(f"cfg must be at most 1 for pictures, got {', '.join(prompt.vision)}")
@@ -584,7 +584,7 @@ class VLMTarget:
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
-        """Leave a context of ``prompt`` if a drafter wants one; a hook reads the embeddings."""
+        """Store a context of ``prompt`` if a drafter wants one; a hook reads the embeddings."""
         self.context = None
         if not self.wants_context:
             yield

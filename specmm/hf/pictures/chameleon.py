@@ -112,7 +112,9 @@ def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[in
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for one that cannot draw: it was trained with pictures masked."""
+    """Raise ``ValueError`` for a model that cannot draw because its pictures were masked in
+    training.
+    """
     pictures = model.model.vocabulary_mapping.image_tokens
     rows = model.lm_head.weight[pictures[:2]]
     reason = ""
@@ -130,7 +132,9 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _marks(model: PreTrainedModel) -> tuple[int, int]:
-    """Raises ``ValueError`` for one that cannot draw among words."""
+    """The ids that begin and end a picture; raises ``ValueError`` for a model that cannot draw
+    among words.
+    """
     _check(model)
     if _lined(model):
         raise ValueError(
@@ -144,8 +148,8 @@ def _marks(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
-    """Lumina-mGPT's training leaves the image tokenizer out. Where it is nowhere, the model has
-    none: a random one would have other neighbours and codes.
+    """Lumina-mGPT's training leaves the image tokenizer out. If the folder has none, it is removed
+    from the model: a random one would have other codes and neighbours.
     """
     if not named(TOKENIZER)(model.model.vqmodel, folder):
         model.model.vqmodel = None

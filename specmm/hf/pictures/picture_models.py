@@ -30,8 +30,8 @@ def draws_pictures(folder: Path) -> bool:
 
 
 def picture_type(folder: Path) -> PictureModel | None:
-    """The description of the model of transformers in ``folder``, where it is one that draws, or a
-    pipeline of diffusers around one.
+    """The description of the drawing transformers model in ``folder``, or in a diffusers pipeline
+    there; None for other folders.
     """
     kind = _type(folder)
     if kind not in PICTURE_MODELS:

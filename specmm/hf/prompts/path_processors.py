@@ -42,11 +42,12 @@ class PathProcessor:
     Processors that only read the scores are called once for all nodes, the others along the paths,
     and never below a token that is not allowed. A processor that may have a memory gets ever longer
     sequences, as from generate: each node has its own copy of its parent's processor, and a row
-    continues with the copy of the last accepted node. A single greedy row is asked about what is
-    kept alone, once and in order, and needs no copies. Sequences come in batches of B, each in its
-    own row, since the memory may be by row (the part of its prompt to ignore, for instance). Raises
-    ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for processors whose
-    memory cannot be copied or is kept elsewhere, or that answer the same sequence in two ways.
+    continues with the copy of the last accepted node. The processors of a single greedy row see
+    only accepted tokens, once and in order, and need no copies. Sequences come in batches of B,
+    each in its own row, since the memory may be by row (the part of its prompt to ignore, for
+    instance). Raises ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for
+    processors whose memory cannot be copied or is kept elsewhere, or that answer the same sequence
+    in two ways.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class PathProcessor:
 
     @property
     def remembering(self) -> bool:
-        """Whether processors that may have a memory would be asked about drafts that are rejected,
-        or about one row before another; a greedy row's are asked about what is kept alone.
+        """Whether processors with a possible memory would see rejected drafts, or several rows in
+        turn; those of a single greedy row see accepted tokens only.
         """
         return self.drafts and self._memory and not (self.greedy and len(self.input_ids) == 1)
 
@@ -149,7 +150,9 @@ class PathProcessor:
 
     @cached_property
     def _state(self) -> object:
-        """What the processors hold, none of which is called, and what their copies share."""
+        """The memory of the processors (without calling them) and of the objects that their copies
+        share.
+        """
         return state_of(self.processors)
 
     @property
@@ -157,7 +160,7 @@ class PathProcessor:
         return ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
 
     def _check(self, apart: bool) -> None:
-        """Raise ``ValueError`` unless copies keep ``apart`` what they remember."""
+        """Raise ``ValueError`` unless copies keep their memories ``apart``."""
         if not apart:
             raise ValueError(
                 "logits processors must keep what they remember in their attributes, which are "
@@ -180,8 +183,8 @@ class PathProcessor:
 
 
 def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> Any:
-    """transformers' logits processors for ``options`` of a call on prompts ``ids`` [B, L], and what
-    a compiled ``grammar`` (None: none) lets come.
+    """transformers' logits processors for ``options`` of a call on prompts ``ids`` [B, L], with the
+    constraint of a compiled ``grammar`` (None: none).
     """
     scores = {k: v for k, v in options.more.items() if k in SCORES}
     plain = options.processor
@@ -225,7 +228,7 @@ def matchers_of(processor: Any) -> Matchers | None:
 
 
 def _by_ids(processor: Any) -> Any:
-    """``processor``, or for xgrammar's our equivalent, which depends only on the given ids."""
+    """``processor``, or in place of xgrammar's our equivalent, which depends on the ids alone."""
     if type(processor).__module__ == XGRAMMAR and hasattr(processor, "compiled_grammars"):
         return GrammarProcessor(*processor.compiled_grammars)
     return processor

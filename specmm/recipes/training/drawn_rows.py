@@ -40,7 +40,9 @@ MARK = "\0"
 
 
 def made_by(model: nn.Module, *facts: Any) -> str:
-    """Sixteen hexadecimal digits that tell apart what a ``model`` makes under other ``facts``."""
+    """Sixteen hexadecimal digits of everything that texts made by ``model`` depend on, with
+    ``facts``.
+    """
     whole = repr((__version__, digest(model), *facts))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 
