@@ -167,9 +167,7 @@ class Mask:
 
 
 class Matchers:
-    """The tokens allowed after an answer, by row: matchers roll back to the common beginning of two
-    answers.
-    """
+    """The tokens allowed after an answer, by row; matchers roll back to where answers part."""
 
     def __init__(self, compiled: Sequence[Any]) -> None:
         self.compiled = list(compiled)  # one for all rows, or one a row
@@ -210,9 +208,7 @@ class Matchers:
         return Mask(words[0])
 
     def _matcher(self, row: int, answer: Sequence[int]) -> Any:
-        """xgrammar's matcher of a ``row`` after ``answer``; None if that has ended or breaks the
-        grammar.
-        """
+        """xgrammar's matcher of ``row`` after ``answer``; None if none may follow."""
         from xgrammar import GrammarMatcher
 
         if row not in self._rows:

@@ -207,9 +207,7 @@ def places_pictures(processor: Any) -> bool:
 
 
 def _quiet(processor: Any) -> AbstractContextManager[None]:
-    """Suppress the warning of a ``processor`` that inserts placeholders itself and advises to
-    insert them.
-    """
+    """Silence a ``processor`` that inserts placeholders itself and advises to insert them."""
     return unlogged(type(processor).__module__, "passing both `text` and `images`")
 
 
@@ -301,8 +299,6 @@ def _templated(processor: Any, messages: Sequence[Mapping[str, Any]], **more: An
 
 
 def tokens_of(processor: Any, counts: Mapping[str, int]) -> dict[str, int]:
-    """The number of occurrences of each placeholder token in a prompt with ``counts`` images and
-    videos.
-    """
+    """How often a prompt with ``counts`` images and videos has each placeholder token."""
     tokens = {kind: placeholder(processor, kind) for kind in counts}
     return {token: counts[kind] for kind, token in tokens.items() if token}

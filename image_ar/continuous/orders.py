@@ -110,9 +110,7 @@ def mask_lengths(length: int, iterations: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration makes the part [``first``, ``last``) of the orders, under the guidance
-    ``scale``.
-    """
+    """The part [``first``, ``last``) of the orders to make, under the guidance ``scale``."""
 
     first: int
     last: int

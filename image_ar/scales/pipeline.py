@@ -164,9 +164,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return cls(large, vqvae, second, settings, method)
 
     def timed(self, method: methods.ScalesMethod) -> bool:
-        """Whether ``method`` measures seconds; code does not where the models were specialised for
-        an N.
-        """
+        """Whether ``method`` measures seconds; not code where models have an N of their own."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
 
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:

@@ -56,9 +56,7 @@ Message = dict[str, Any]  # role, content (parts) and, where there are any, thos
 
 
 class Unusable(ValueError):
-    """A row that nothing can be learnt from; rows refused for one reason (``kind``) are counted
-    together.
-    """
+    """A row that nothing can be learnt from; rows of one ``kind`` of fault are counted together."""
 
     place = ""
 
@@ -176,9 +174,7 @@ def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
 
 @dataclass
 class _Said:
-    """The pictures and videos of a row's messages: ``listed`` by kind, for placeholders that name
-    no file.
-    """
+    """The pictures and videos of a row: ``listed`` by kind, for placeholders without a file."""
 
     listed: dict[str, list[Any]]
     folder: Path
@@ -249,9 +245,7 @@ class _Said:
         return [{"type": kind}]
 
     def _show(self, kind: str, named: Any) -> None:
-        """Record what the next placeholder of a ``kind`` shows: the file ``named`` there, else the
-        next listed one.
-        """
+        """Record what the next placeholder of a ``kind`` shows: ``named`` there, or listed next."""
         if named is not None:
             self.shown[kind].append(_source(named, self.folder))
         elif self.waiting[kind]:
@@ -260,9 +254,7 @@ class _Said:
             raise Unusable(f"more <{kind}> than there are {kind}s")
 
     def placed(self, asked: Message) -> dict[str, list[Any]]:
-        """All pictures and videos; those without a placeholder go in front of the question
-        ``asked``.
-        """
+        """All pictures and videos; those without a placeholder go before the question ``asked``."""
         for kind in reversed(KINDS):
             if not self.waiting[kind]:
                 continue

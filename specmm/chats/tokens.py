@@ -83,9 +83,7 @@ class ChatReader:
         self.tell(thinking)
 
     def tell(self, thinking: bool | None) -> None:
-        """Have the template write with ``thinking`` (True), without (False), or by its default
-        (None).
-        """
+        """Have the template write with ``thinking`` (True), without, or by its default (None)."""
         self.thinking = thinking
         vars(self).pop("_opening", None)
         self.given = {} if thinking is None else dict.fromkeys(self.thinking_known, thinking)
@@ -276,9 +274,7 @@ class ChatReader:
         return self.check(chat) + longest <= self.room
 
     def _width(self, chat: Chat, row: Written) -> int:
-        """Tokens of ``row`` up to its head; remembered by the pictures' sizes, which decide how
-        many they take.
-        """
+        """Tokens of ``row`` up to its head, remembered by its pictures' sizes."""
         known = not chat.videos and len(chat.sizes or ()) == len(chat.images)
         sizes = tuple(map(tuple, chat.sizes or ()))
         if known and sizes in self.widths:
@@ -380,9 +376,7 @@ class ChatReader:
         return [str(self.template), str(self.given), words, whole]
 
     def coloured(self, chat: Chat, colours: bool) -> str:
-        """``chat`` as the model reads it, with learnt tokens in green, or between ⟦ and ⟧ without
-        colours.
-        """
+        """``chat`` as the model reads it, learnt tokens in green, or in ⟦ and ⟧ without colours."""
         row = self.written(chat)
         opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
         found = ""

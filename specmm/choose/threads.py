@@ -344,9 +344,7 @@ def chosen(network: object) -> Iterator[None]:
 
 
 def look_again() -> None:
-    """Between two rounds of a call, choose another number of threads if products have become
-    slower.
-    """
+    """Between two rounds of a call, choose the threads again if products have become slower."""
     products = _call.products
     if products is not None and not products.kept and time.monotonic() >= products.due:
         torch.set_num_threads(_Process.own)

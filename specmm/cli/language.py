@@ -76,9 +76,7 @@ class Settings:
     as_json: Json = False
 
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
-        """The options of a call by ``method``, with its ``own``; prints a note on options without
-        effect.
-        """
+        """The options of a call by ``method``, with its ``own``; notes options without effect."""
         from specmm.hf.prompts.options import idle_options
 
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}

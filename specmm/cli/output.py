@@ -64,9 +64,7 @@ class OneLine(TyperGroup):
 
 
 class OwnOrOther(TyperGroup):
-    """A command group that is also the command ``own``: arguments that name no subcommand belong to
-    it.
-    """
+    """A command group that is also the command ``own``, which gets all other arguments."""
 
     own = "model"
 

@@ -271,9 +271,7 @@ class Cache:
             layer.first, layer.stop = first, stop
 
     def aim_at_tree(self, nodes: int) -> None:
-        """The next forward writes a tree of ``nodes`` nodes, and attends all slots up to the tree's
-        last.
-        """
+        """The next forward writes a tree of ``nodes`` nodes, and attends all slots up to it."""
         if self._follows:
             longest = int(self.lengths.max())
             front = min(-(-longest // NEAR) * NEAR, self.size.capacity)
@@ -287,9 +285,7 @@ class Cache:
 
     @property
     def _follows(self) -> bool:
-        """Whether the attended slots depend on the rows' lengths; they do not within batch
-        invariance.
-        """
+        """Whether attended slots depend on the rows' lengths: not within batch invariance."""
         return self.near and not any_invariant()
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask | RaggedMask:
@@ -356,9 +352,7 @@ class Cache:
         self._show(rows)
 
     def leave(self, row: int) -> None:
-        """Remove ``row``; the last row takes its place. The memory is kept for rows that join
-        later.
-        """
+        """Remove ``row``; the last row takes its place. Later rows reuse the memory."""
         last = self.size.batch - 1
         if row != last:
             slots = int(self.lengths[last])
@@ -383,9 +377,7 @@ class Cache:
             self._show(count)
 
     def _move(self, other: Cache) -> None:
-        """Move the tokens into the memory of ``other``, an empty cache with more room, and adopt
-        that memory.
-        """
+        """Move the tokens into the memory of ``other``, an empty, larger cache, and use that."""
         slots = int(self.lengths.max()) if len(self.lengths) else 0
         for new, array in zip(other.arrays, self.arrays, strict=True):
             new[:, : self.size.rows, :slots] = array[:, :, :slots]

@@ -73,9 +73,7 @@ class Derived(Generic[T]):
         self._call: object | None = None
 
     def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
-        """The result of ``make`` for these ``tensors``, from an earlier call if they have not
-        changed.
-        """
+        """The result of ``make`` for these ``tensors``, reused until they change."""
         states = tuple(map(_state, tensors))
         if states == self._states and self._call is _call.token is not None:  # looked at already
             return self._found  # type: ignore[return-value]

@@ -52,9 +52,7 @@ class Feedback:
         return self.tree, self.result
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that the next round may read, by name, without tree shapes that do not
-        change.
-        """
+        """The tensors that the next round may read, by name, without fixed tree shapes."""
         tree, result = self.drafted
         found = {
             "probs": self.output.probs,

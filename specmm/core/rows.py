@@ -132,9 +132,7 @@ class Rows:
             self.feedback = self.feedback.left(row)
 
     def round(self) -> Sequence[int]:
-        """Play one round and return the number of tokens that each row gained; call :meth:`check`
-        afterwards.
-        """
+        """Play one round; returns how many tokens each row gained. Call :meth:`check` next."""
         before = self.progress.counts.tolist()
         self.uniforms.counts = self.progress.counts
         with attention_of_any_length():

@@ -205,9 +205,7 @@ class OutsideDrafter:
             self._drawn = set(list(self._drawn)[:2])
 
     def _check_siblings(self, tree: DraftTree, probs: Tensor, needed: Siblings) -> None:
-        """Raise ``ValueError`` unless the recorded ``probs`` [B, N, V] fit siblings drawn as
-        ``needed``.
-        """
+        """Raise ``ValueError`` unless ``probs`` [B, N, V] fit siblings drawn as ``needed``."""
         earlier = tree.shape.earlier_siblings  # [1 or B, N, N]
         # of each node, the probability of every other's token
         chances = probs.gather(-1, tree.tokens[:, None].expand(-1, tree.shape.size, -1))
@@ -227,9 +225,7 @@ class OutsideDrafter:
             )
 
     def _check_probs(self, tokens: Tensor, probs: Tensor, size: int, chosen: Tensor) -> None:
-        """Raise ``ValueError`` unless ``tokens`` [B, N] can have been drawn from ``probs`` [B, N,
-        V], or were ``chosen``.
-        """
+        """Check that ``tokens`` [B, N] can come from ``probs`` [B, N, V], or were ``chosen``."""
         if probs.shape[-1] != size:
             raise ValueError(
                 f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"

@@ -53,9 +53,7 @@ class Worker(Protocol):
 
 
 def kind_of_work(model: str, kinds: Collection[str]) -> Kind:
-    """The kind of work of ``model`` on items of ``kinds``; raises ``ValueError`` if they need two
-    jobs.
-    """
+    """The kind of work of ``model`` on ``kinds`` of items; ``ValueError`` for two kinds."""
     if "question" in kinds and len(kinds) > 1:
         raise ValueError(
             "a job must hold questions, or classes and prompts, got both; make two jobs of it"

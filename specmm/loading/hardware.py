@@ -115,9 +115,7 @@ def named_device(name: str | torch.device | None) -> torch.device:
 
 
 def check_holds_numbers(network: nn.Module, name: str) -> None:
-    """Raise ``ValueError`` for a ``network`` of the model ``name`` whose weights are on the meta
-    device.
-    """
+    """Raise ``ValueError`` for a ``network``, of the model ``name``, on the meta device."""
     if next(network.parameters()).is_meta:
         raise ValueError(
             f"{name} must have weights on a device, got none there (device meta); load them, "
@@ -206,9 +204,7 @@ def _packs(dtype: torch.dtype, long: bool) -> bool:
 
 
 class _CuDNN:
-    """The number of blocks that switch cuDNN's attention off, and whether it was on before the
-    first.
-    """
+    """How many blocks switch cuDNN's attention off, and whether it was on before the first."""
 
     lock = threading.Lock()
     unwanted = 0

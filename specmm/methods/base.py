@@ -1,6 +1,4 @@
-"""The declarations of every method, the choice of drafter, tree and rule, and the making of methods
-by name.
-"""
+"""The declarations of every method, the choice of its parts, and making methods by name."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ class Composed(Declared):
 
     @property
     def can_refill(self) -> bool:
-        """Whether its drafter's rows can; EAGLE's head and small models read all rows' prompts
-        together, so theirs cannot.
-        """
+        """Whether its drafter's rows can; EAGLE's head and small models read all at once."""
         return hasattr(_class_of(self.choice.drafter), "start_row")
 
     @property

@@ -196,7 +196,5 @@ class CSpD(Declared):
 
 
 def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:
-    """The rule by name; the release's variant has its own name, so that certificates distinguish
-    them.
-    """
+    """The rule by name; the release's variant has a name of its own, for certificates."""
     return f"{method.name}{'-release' if method.residual == 'release' else ''}({bounds})"

@@ -59,9 +59,7 @@ class NotCompiled(ValueError):
 
 
 class _Uncompiled(threading.local):
-    """Counts, in each thread, the calls that ran uncompiled because a program could not be built or
-    there were too many.
-    """
+    """Counts the calls of each thread that ran uncompiled for want of a program."""
 
     calls = 0
 

@@ -51,9 +51,9 @@ SYSTEM = "You are a helpful assistant."
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The drafter ``as_it_is`` and under ``changes``, the best first by tokens a round at
-    temperature 1, which few answers estimate better than greedy chains. ``asked`` holds the results
-    for other forms of the prompts, by form.
+    """Acceptance of the drafter's ``own`` reading and under ``changes``, the best first by tokens a
+    round at temperature 1, which few answers estimate better than those of greedy chains. ``asked``
+    holds the results for other forms of the prompts, by form.
     """
 
     own: Followed
@@ -209,9 +209,7 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
 
 
 def with_system(chat: Chat, text: str) -> Chat:
-    """``chat`` with the system prompt ``text`` in place of its own; without one if ``text`` is
-    empty.
-    """
+    """``chat`` with the system prompt ``text`` for its own; without one if that is empty."""
     others = [message for message in chat.messages if message["role"] != "system"]
     told = {"role": "system", "content": [{"type": "text", "text": text}]}
     return replace(chat, messages=[*([told] if text else []), *others])

@@ -368,9 +368,7 @@ def _optimizers(
 
 
 def _keep(file: Path, other: Path) -> None:
-    """Give ``file`` its ``other`` name as well (a hard link where the disk has them), so that it
-    always exists.
-    """
+    """Give ``file`` its ``other`` name as well, by a hard link if possible: it is never gone."""
     if file.exists():
         other.unlink(missing_ok=True)
         with suppress(OSError):

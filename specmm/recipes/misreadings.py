@@ -171,9 +171,7 @@ def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
 
 
 def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
-    """Changes of MTP layers: which one drafts, the order of its inputs, and the states that layers
-    pass on.
-    """
+    """Changes of MTP layers: which one drafts, the order of inputs, the states passed on."""
     layers = reading.network
     own: list[Any] = list(layers.model.layers)
     norms = relayered(layers, own, lambda layer: {"enorm": layer.hnorm, "hnorm": layer.enorm})
@@ -309,9 +307,7 @@ def altered(head: Any, **config: Any) -> Any:
 
 @torch.no_grad()
 def repaired(head: Any, inverse: bool) -> Any:
-    """A copy of ``head`` whose weights are permuted from rotary pairs of neighbours to pairs of
-    halves, or the ``inverse``.
-    """
+    """A copy of ``head`` with rotary pairs of neighbours as pairs of halves; or ``inverse``."""
     made = copy.deepcopy(head)
     for layer in made.layers:
         for name, values in layer.self_attn.named_parameters():

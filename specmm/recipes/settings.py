@@ -93,9 +93,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Targeted(Training):
-    """A training on a target's states; the target is loaded as for serving, and the drafter is
-    measured with it.
-    """
+    """A training on the states of a target, which is loaded and measured as for serving."""
 
     loss: str
     epochs: Amount | None
@@ -121,9 +119,7 @@ def load_frozen(
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """The facts that must not change when a run resumes in its folder: the version, and settings by
-    name.
-    """
+    """The facts that must not change when a run resumes: the version, settings by name."""
     found = {"specmm": __version__}
     for name, value in recipe.settings.items():
         if name not in APART:

@@ -168,9 +168,7 @@ def odd_field(record: Record) -> str:
 
 
 def differences(record: Record, pipe: Images) -> list[str]:
-    """Sentences on how this machine and software differ from ``record``; the picture's bits may
-    then differ, too.
-    """
+    """Sentences on how machine and software differ from ``record``; the bits may, too."""
     then = {**record["versions"], "the processor": record["processor"]}
     here = {**versions(), "the processor": processor(pipe.device)}
     found = [

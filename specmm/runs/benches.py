@@ -91,9 +91,7 @@ class Bench:
 
 
 def kind_of(model: str, questions: Sequence[str]) -> Kind:
-    """The kind of output that ``model`` is measured on: some drawing models also answer
-    ``questions``.
-    """
+    """The kind of output to measure ``model`` on: some that draw also answer ``questions``."""
     if questions:
         return "questions"
     return "images" if draws(model) else kinds_of(model)[-1]

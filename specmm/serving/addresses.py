@@ -116,9 +116,7 @@ class Looking:
                 raise ValueError(str(error).replace(file.name, place)) from None
 
     def _check(self, place: str, count: int, shown: int, size: int) -> None:
-        """Refuse a film of ``count`` frames of ``size`` pixels, of which ``shown`` are shown, if
-        these are too many.
-        """
+        """Refuse a film of ``count`` frames of ``size`` pixels, ``shown`` of them, if too many."""
         most, read = self.pixels, self.pixels * DECODED
         if shown > MOST_FRAMES or shown * size > most or count * size > read:
             raise TooLarge(

@@ -118,9 +118,7 @@ class Answer:
         return self.prompt_tokens + self.limit
 
     def heard(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Store the log-probabilities of ``tokens`` [n] by ``logits`` [n, V], if they were asked
-        for.
-        """
+        """Store the log-probabilities of ``tokens`` [n] by ``logits`` [n, V], if asked for."""
         if self.asked.logprobs is None:
             return
         scores = logits.float().log_softmax(-1)

@@ -58,9 +58,7 @@ class Conversation:
         return "".join(self.stream(text, images))
 
     def stream(self, text: str, images: Sequence[Any] = ()) -> Iterator[str]:
-        """As :meth:`ask`, in pieces as they are made. Closing the iterator ends the answer, and the
-        turn is forgotten.
-        """
+        """As :meth:`ask`, in pieces. Closing the iterator ends and forgets the answer."""
         said: SimpleQueue[Piece | Ended] = SimpleQueue()
         parts = [{"type": "image", "image": image} for image in images]
         content = [*parts, {"type": "text", "text": text}] if parts else text

@@ -55,9 +55,7 @@ class RoundCosts:
 
 
 class Pieces:
-    """Chooses how many tokens of a prompt are read beside a round: as many as take ``BESIDE``
-    rounds.
-    """
+    """Chooses how many tokens of a prompt are read beside a round: those of ``BESIDE`` rounds."""
 
     LEAST, MOST = 32, MOST_NODES
 

@@ -90,9 +90,7 @@ class RowDrafts:
         return torch.cat(found)[-count:]
 
     def trust(self, usual: float) -> float:
-        """The factor for this row's estimated probabilities, where ``usual`` is the factor of all
-        rows.
-        """
+        """The factor for this row's probabilities, where ``usual`` is that of all rows."""
         return (self.kept + FIRM * usual) / (self.expected + FIRM)
 
 
@@ -298,18 +296,14 @@ class Drafts:
         return self._chains(tree.tokens[:, : depths.max() + 1].clone(), depths)
 
     def _trusted(self, row: RowDrafts, length: int) -> np.ndarray:
-        """The probability that each of ``length`` guessed tokens of a ``row`` is accepted, 0 beyond
-        its guess.
-        """
+        """The probabilities that ``length`` guesses of a ``row`` are accepted, 0 beyond them."""
         found = np.zeros(length)
         probs = row.guess.probs[:length]
         found[: len(probs)] = np.minimum(np.array(probs) * row.trust(self.trusted), 1.0)
         return found
 
     def _said(self, length: int) -> np.ndarray:
-        """The probability that guesses from earlier text are accepted, by row and depth: [B,
-        ``length``].
-        """
+        """The probabilities that guesses are accepted, by row and depth: [B, ``length``]."""
         return np.stack([self._trusted(row, length) for row in self.rows])
 
     def _best(self, likely: np.ndarray, extra: float) -> tuple[float, np.ndarray]:

@@ -109,9 +109,7 @@ class BatchEngine:
         return answer
 
     def forget(self) -> None:
-        """Forget earlier answers, but not the costs of rounds and pieces; only while nothing is
-        answered.
-        """
+        """Forget earlier answers, but not the costs; only while nothing is answered."""
         with turns_of(self.pipe.model).take(object()):
             self.made = Counter(COUNTS)
             self.prefixes = Prefixes(self.prefixes.most)
@@ -291,9 +289,7 @@ class BatchEngine:
         return pages if len(pages) * PAGE >= max(answer.needed, 1) else []
 
     def _begin(self, answers: list[Answer], pages: Sequence[Page]) -> _Read:
-        """Begin to read the prompts of ``answers``, or the part of a single prompt that is not in
-        ``pages``.
-        """
+        """Begin to read the prompts of ``answers``, or of one the part after ``pages``."""
         prompt = answers[0].prompt
         if len(answers) > 1:
             prompt = VLMPrompt({**padded([one.ids for one in answers])}, 1)

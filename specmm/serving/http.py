@@ -105,9 +105,7 @@ class Api:
     # ---- any request
 
     def guarded(self, answer: Answer) -> Answer:
-        """The handler ``answer`` behind the check of the key, with errors as OpenAI's error
-        objects.
-        """
+        """The handler ``answer`` behind the key's check, its errors as OpenAI's."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -335,9 +333,7 @@ class Answers:
             ticket.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Told]:
-        """The events with the numbers of their answers, until all have ended or the client has
-        gone.
-        """
+        """Events with their answers' numbers, until all have ended or the client has gone."""
         left = len(self.tickets)
         try:
             while left and (found := await self.told.get()) is not None:

@@ -36,16 +36,12 @@ class Measures:
         self.registry.register(self)
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer; unknown paths count as one, since clients could ask for any number of
-        them.
-        """
+        """Count an answer; unknown paths are one, since there could be any number of them."""
         known = next((one for one in PATHS if path.startswith(one)), "other")
         self.requests.labels(known, str(status)).inc()
 
     def timed(self, model: str, start: float) -> Callable[[int, Any], None]:
-        """The function that times the pieces of answers of ``model`` to a request made at
-        ``start``.
-        """
+        """The function that times pieces of ``model``'s answers to a request of ``start``."""
         last: dict[int, float] = {}
         first, between = self.first.labels(model), self.between.labels(model)
 

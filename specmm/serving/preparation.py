@@ -68,9 +68,7 @@ class Preparation:
         return min(filter(None, (self.limits.tokens, self.target.room_for(length))))
 
     def answer(self, asked: Asked, tell: Tell) -> Answer:
-        """The answer for ``asked``, with the model's inputs prepared; may be called from any
-        thread. Raises ``ValueError``.
-        """
+        """The answer for ``asked``, ready to begin, from any thread; raises ``ValueError``."""
         with self._one:  # tokenizers and processors are not for several threads
             return self._answer(asked, tell)
 

@@ -51,9 +51,7 @@ Parents: TypeAlias = tuple[int, ...]
 
 
 def proved(rule: object) -> bool:
-    """Whether ``rule`` is one of ours that the tests prove exact, with its class's own
-    ``decisions``.
-    """
+    """Whether ``rule`` is one of ours that the tests prove exact, with its own ``decisions``."""
     return type(rule) in PROVED and "decisions" not in vars(rule)
 
 
@@ -144,9 +142,7 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
 
 
 class _Part(NamedTuple):
-    """A part of a tree: its root lies ``lead`` levels down; ``recorded``: nodes were drawn, not
-    chosen.
-    """
+    """A part of a tree: its root is ``lead`` levels down; ``recorded``: drawn, not chosen."""
 
     parents: Parents
     lead: int
@@ -166,9 +162,7 @@ def _off(rule: Any, part: _Part) -> Iterator[float]:
 
 
 def _parts(rule: Any, trees: GivenTrees) -> Iterator[_Part]:
-    """The root alone and, for each depth, the part that can be enumerated around the largest family
-    of siblings.
-    """
+    """The root alone and, for each depth, the part around its largest family of siblings."""
     yield _Part((-1,), 0, False, "top")
     for recorded in (True, False):
         siblings: Siblings = getattr(rule, "siblings", None) or "distinct"

@@ -134,9 +134,7 @@ def _along_a_chain(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
 
 
 def _through_a_tree(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
-    """The path that ``hit`` [B, N] selects, tested from the root down or in ``order`` [M] or [B,
-    M].
-    """
+    """The path that ``hit`` [B, N] selects, from the root down or by ``order``."""
     if order is None:
         on_path = _path_from_the_root(shape, hit)
     else:

@@ -251,9 +251,7 @@ class Pipeline:
         return self.texts.decode(ids)
 
     def stops(self, options: Options) -> StopStrings:
-        """The object that ends and decodes answers under ``options``; raises ``ValueError`` for
-        pictures.
-        """
+        """The object that ends and decodes answers; raises ``ValueError`` for pictures."""
         if options.draw:
             raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
         texts = self.texts

@@ -123,9 +123,7 @@ class AssistantDrafter:
         return states
 
     def _look_at_target(self) -> None:
-        """Point to the target's keys and values for this round, with their mask and the position of
-        queries.
-        """
+        """Point to the target's keys and values of this round, their mask and position."""
         cache = self.target.cache
         capacity = cache.size.capacity
         self.shared = {}

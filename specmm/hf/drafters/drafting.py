@@ -342,9 +342,7 @@ class Drafters:
         return self.given.get(method)
 
     def to(self, *args: Any, **kwargs: Any) -> None:
-        """Follow the target: drafters from the caller are moved, others are read again at their
-        next use.
-        """
+        """Follow the target: the caller's drafters move, others are read again when used."""
         for method in list(self.given):
             drafter = self.given[method]
             network = network_of(drafter)

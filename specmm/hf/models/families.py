@@ -308,9 +308,7 @@ class Family:
         return _without(self.all_logits(states), self._hidden)
 
     def all_logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of the decoder's ``states`` [..., C], including tokens that the class
-        hides.
-        """
+        """Logits [..., V] of the decoder's ``states`` [..., C], hidden tokens included."""
         weight = getattr(self.head, "weight", states)
         return self.after_head(self.head(states.to(weight.dtype)))
 
@@ -605,9 +603,7 @@ class FewRows(nn.Module):
 
 
 def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
-    """The rows of ``head`` for the tokens ``ids`` [v], as an object of class ``kind`` that calls
-    share; its copies are up to date.
-    """
+    """Shared, up-to-date rows of ``head`` for the tokens ``ids`` [v], of class ``kind``."""
     found = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
     found.read(head)
     return found

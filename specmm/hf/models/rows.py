@@ -221,9 +221,7 @@ class RowsTarget(VLMTarget):
 
     @property
     def resumes(self) -> bool:
-        """Whether reading can resume after a stored beginning of a text; not for layers with
-        states.
-        """
+        """Whether reading can resume after a stored beginning; not for layers with states."""
         return self.joins and not self.family.chains_only
 
     @property
@@ -256,9 +254,7 @@ class RowsTarget(VLMTarget):
         return self.drafted.rows_of(super()._logits(drafts[None])[0], 0)
 
     def tree_states(self, tokens: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """As :meth:`VLMTarget.tree_states`; pieces of prompts to be read ``beside`` go through the
-        model in the same forward.
-        """
+        """As :meth:`VLMTarget.tree_states`; the same forward reads the pieces ``beside``."""
         pieces, self.beside = self.beside, []
         if not pieces and self.drafted is None:
             return super().tree_states(tokens, shape)

@@ -25,9 +25,7 @@ class SingleTarget(RowsTarget):
     packs = False
 
     def open(self, scratch: int, rows: int = 1) -> None:
-        """Begin without a row; a prompt of one token is read so that drafters can size their
-        memory.
-        """
+        """Begin without a row; a token is read so that drafters can size their memory."""
         self.scratch = scratch
         self.processor.rows.clear()
         self.make_room(VLMPrompt({**padded([[0]])}, 1).to(self.device, self.dtype), scratch)
@@ -58,8 +56,6 @@ class SingleTarget(RowsTarget):
 
 
 def engine_target(model: Any, name: str) -> RowsTarget:
-    """The engine's target for ``model``, called ``name``: with many rows, or with one if rows
-    cannot join.
-    """
+    """The engine's target for ``model``, called ``name``: of many rows, or of one."""
     single = SingleTarget(model, name)
     return single if why_no_rows(single.family, single.way) else RowsTarget(model, name)

@@ -112,9 +112,7 @@ def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[in
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for a model that cannot draw because its pictures were masked in
-    training.
-    """
+    """Raise ``ValueError`` for a model whose pictures were masked in training."""
     pictures = model.model.vocabulary_mapping.image_tokens
     rows = model.lm_head.weight[pictures[:2]]
     reason = ""
@@ -132,9 +130,7 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _marks(model: PreTrainedModel) -> tuple[int, int]:
-    """The ids that begin and end a picture; raises ``ValueError`` for a model that cannot draw
-    among words.
-    """
+    """The ids around a picture; raises ``ValueError`` for a model that cannot draw in text."""
     _check(model)
     if _lined(model):
         raise ValueError(

@@ -150,9 +150,7 @@ class PathProcessor:
 
     @cached_property
     def _state(self) -> object:
-        """The memory of the processors (without calling them) and of the objects that their copies
-        share.
-        """
+        """The memory of the processors, not calling them, and of what their copies share."""
         return state_of(self.processors)
 
     @property

@@ -40,9 +40,7 @@ MARK = "\0"
 
 
 def made_by(model: nn.Module, *facts: Any) -> str:
-    """Sixteen hexadecimal digits of everything that texts made by ``model`` depend on, with
-    ``facts``.
-    """
+    """Sixteen hexadecimal digits of all that texts made by ``model`` depend on."""
     whole = repr((__version__, digest(model), *facts))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 

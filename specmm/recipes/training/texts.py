@@ -170,9 +170,7 @@ class Rows(Sequence[Tensor]):
 
     @classmethod
     def of(cls, stream: Tensor, count: int, length: int, seed: int) -> Rows:
-        """``count`` rows of ``stream``: each epoch takes all of it, cut at other places and in
-        another order.
-        """
+        """``count`` rows of ``stream``: epochs of it, cut at other places, in other orders."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.empty(0, dtype=torch.long)
         while len(starts) < count:
