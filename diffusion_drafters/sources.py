@@ -185,7 +185,7 @@ class DFlashSource:
         if ids is None:
             ids = torch.arange(family.vocabulary, device=target.device)
         never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
-        self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
+        self.barred = torch.isin(ids, never).nonzero()[:, 0]  # places among the drafter's tokens
         self.embed = model.embed_tokens or family.plain_embedding
         self.head, self.token_table = self._read_weights()
 

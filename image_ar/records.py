@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from specmm.core.stats import Certificate
 
 Record = dict[str, Any]
-KEY = "specmm"  # of a PNG's text
+KEY = "specmm"  # the key in a PNG's text
 DESCRIPTION = 0x010E  # EXIF ImageDescription, of other kinds of files
-SUM = "sum"  # by which an edited record is told
+SUM = "sum"  # the checksum's field
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
 MODELS = ("model", "drafter", "small", "text_encoder")  # by name
-OWN = ("class", "prompt", "negative_prompt", "seed")  # of a picture among others
+OWN = ("class", "prompt", "negative_prompt", "seed")  # differ between the pictures of a call
 
 
 # ---- records of a call
@@ -78,7 +78,7 @@ class Recorder:
         found = []
         for place, (one, quick) in enumerate(zip(asked, compiled, strict=True)):
             among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
-            if invariant:  # of programs their number of rows counts
+            if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
             made = {"method": label(method), "compiled": quick, **self.maker}
             found.append({**one, **made, "certificate": claim, **among})

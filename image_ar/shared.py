@@ -167,15 +167,15 @@ class PicturePipeline(ABC, Generic[M]):
     family: ClassVar[str]
     registry: ClassVar[methods.Methods]
     saved: ClassVar[tuple[str, ...]] = ("transformer", "vae", "small")  # networks, and folders
-    sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
-    call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
+    sampling_options: ClassVar[tuple[str, ...]]  # arguments of ``target``, and of a call
+    call_options: ClassVar[tuple[str, ...]] = ()  # arguments of a call about pictures
     steps_option: ClassVar[str | None] = None  # diffusers' num_inference_steps
     paints: bool = False  # a diffusion model makes pixels, and is what ``guidance_scale`` is about
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     _interrupt = False
-    called_on: torch.device | None = None  # where calls run whose networks rest on the CPU
-    log_likelihood: Any = None  # of tokens under the target, where they have one
+    called_on: torch.device | None = None  # the device of calls, if networks rest on the CPU
+    log_likelihood: Any = None  # a function of tokens, if they have a likelihood
     _callback_tensor_inputs: ClassVar[list[str]] = list(TENSOR_INPUTS)  # as in diffusers
 
     def __init__(self, settings: Any, method: Any, name: str, family: str | None = None) -> None:
@@ -183,7 +183,7 @@ class PicturePipeline(ABC, Generic[M]):
         self.settings = settings
         self.method: M = methods.make(self.registry, method)
         self.name = name
-        self.source = {"model": name}  # what was opened: see ``open_pictures``
+        self.source = {"model": name}  # see ``open_pictures``
         self.works = Works(family or self.family)  # measured seconds, compiled and not
 
     def called(self, given: dict[str, Any]) -> Any:

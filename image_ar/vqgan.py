@@ -22,7 +22,7 @@ from specmm.loading.checkpoints import PICKLED, State, load_strict, read_checkpo
 
 FILE = "vqgan.ckpt"
 DIFFUSERS = "vq"  # the folder of a tokenizer in diffusers' layout
-PLACES = ("", "vq", "tokenizer")  # of the file, from a model's folder
+PLACES = ("", "vq", "tokenizer")  # folders that may hold the file, below a model's
 OWN = "model.vqmodel."  # how a conversion's names begin
 NEEDED = ("decoder.", "post_quant_conv.", "quantize.embedding.")
 

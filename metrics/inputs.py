@@ -37,13 +37,13 @@ Skipped = list[tuple[str, str]]  # (name, reason) of pictures
 ARRAYS = (".npz", ".npy")
 ARCHIVES = (".zip", ".tar")
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")  # no member is read without the rest
-NAMES = ("images", "arr_0")  # of the array in an .npz: ours, and ADM's
+NAMES = ("images", "arr_0")  # an .npz's array: ours, and ADM's
 DECODING = (
     "RGB 8 bit (high byte of 16); EXIF orientation applied; transparency on white; first frame"
 )
 FEW = 64  # files that are not worth starting workers for
 BLOCK = 16  # files a worker decodes at a time
-METHODS = {9: "deflate64", 93: "zstd", 95: "xz", 96: "jpeg"}  # of a .zip, that need not be known
+METHODS = {9: "deflate64", 93: "zstd", 95: "xz", 96: "jpeg"}  # a .zip's that may lack support
 LOCAL_HEADER = 30  # bytes of it before the member's name in a .zip
 
 
@@ -162,7 +162,7 @@ class PictureFile:
                 raise ValueError("must not be encrypted; unpack the archive with its password")
             local = file.read(LOCAL_HEADER)
             lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
-            file.seek(sum(lengths), os.SEEK_CUR)  # of the name and of the extra fields
+            file.seek(sum(lengths), os.SEEK_CUR)  # skip the name and the extra fields
             try:
                 return zipfile.ZipExtFile(file, "r", info).read()
             except NotImplementedError:
@@ -254,7 +254,7 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
         if Path(source).suffix.lower() in PACKED:
             raise ValueError(f"{source} must be unpacked, or made a .zip or an uncompressed .tar")
         yield source, ""
-    else:  # what matches is meant, whatever its ending
+    else:  # a glob's matches count, whatever their endings
         yield from ((f, "") for f in sorted(glob.glob(source, recursive=True)) if os.path.isfile(f))
 
 

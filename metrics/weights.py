@@ -24,7 +24,7 @@ class KnownWeights:
     what: str
     licence: str
     file: str
-    url: str = ""  # where no package brings it
+    url: str = ""  # if no package has it
     package: tuple[str, str] | None = None  # module, and the file inside it
     install: str = ""  # the command that brings the package
     companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub

@@ -32,7 +32,7 @@ from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape, paths
 from specmm.loading.extras import needed
 
-BITS = 32  # of a word of a mask
+BITS = 32  # of a mask's word
 LATEST = 256  # masks that are kept: those of a round are asked for twice
 _compiled: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -81,7 +81,7 @@ class Grammar:
                 "structural_tag": compiler.compile_structural_tag,
             }
             return how[self.kind](self.source)
-        except Exception as error:  # of several classes, none of them documented
+        except Exception as error:  # several classes, none of them documented
             said = " ".join(str(error).split()) or type(error).__name__
             said = re.sub(r"^\[[\d:]+\] \S+: ", "", said)  # when, and where in its source
             raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
@@ -294,7 +294,7 @@ class SpelledDrafts:
         tokens = [ids + [0] * (depth + 1 - len(ids)) for ids, _ in rows]
         made = torch.tensor(tokens, device=tree.tokens.device)
         probs = None
-        if tree.probs is not None:  # where nothing was drawn, a draft is certain
+        if tree.probs is not None:  # drafts without distributions are certain
             probs = F.one_hot(made, tree.probs.shape[-1]).to(tree.probs)
             for row, (_, drawn) in enumerate(rows):
                 for node, own in drawn.items():
@@ -377,7 +377,7 @@ class GrammarProcessor(LogitsProcessor):
 
     def __init__(self, *compiled: Any) -> None:
         self.matchers = Matchers(compiled)
-        self.width = 0  # of the prompt
+        self.width = 0  # the prompt's
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] with -inf for tokens that are not allowed."""

@@ -70,7 +70,7 @@ TEMPLATE = (
     "{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
 )
 FINE_BLOCK = 10  # the tower's last block at stride 16; the last of all is at stride 32
-MEAN = 127 / 255  # of a pixel in [0, 1], each channel
+MEAN = 127 / 255  # a pixel's mean in [0, 1], each channel
 STD = 128 / 255
 
 

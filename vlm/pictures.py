@@ -21,7 +21,7 @@ from specmm.loading.pictures import header, upright
 
 Source: TypeAlias = str | Path | bytes | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
-MOST_BYTES = 200_000_000  # of a picture from the network
+MOST_BYTES = 200_000_000  # a picture's limit from the network
 PATIENCE = 30  # seconds that a server may keep silent
 
 

@@ -34,7 +34,7 @@ FIELDS = {
     "expert": {"number", "reasoning", "answer"},
     "verdict": {"question", "experts"},
 }
-OPTIONAL = {"number", "reasoning"}  # of an expert's line
+OPTIONAL = {"number", "reasoning"}  # fields that an expert's line may lack
 PROMPTS = "prompts.json"  # beside the experts of a model that was taught other words
 
 

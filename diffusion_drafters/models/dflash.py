@@ -265,7 +265,7 @@ def dflash_of(
     own = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
     state = renamed(own, RENAMED)
     if not config.tokens:
-        state.pop("d2t", None)  # of all tokens, which changes nothing
+        state.pop("d2t", None)  # a table of all tokens changes nothing
     wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
     with WithoutWeights():
         model = DFlash(config)

@@ -154,7 +154,7 @@ def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
     response = response.after(columns.seen[:, 1:-1], drafts.steps, p.mean, excess)
     mean, var = predicted(clean, step, out, excess[row, kept])
     moved = drafts.points[row, kept] + out * step
-    last = k + kept == chain.steps - 1  # which adds no noise
+    last = k + kept == chain.steps - 1  # the last step adds no noise
     eta = of(eta).where(last[:, None], clean, moved)
     return ChainRows(k + kept + 1, calls + 1, eta, mean, var, *response)
 

@@ -21,7 +21,7 @@ CFGSchedule = Literal["linear", "constant"]
 Solver = Literal["ddpm", "ddim"]
 
 BLOCK = 16384  # numbers drawn from a generator at a time
-GPU_BLOCK = 131_072  # where drawing more of them costs no more
+GPU_BLOCK = 131_072  # drawing more at a time costs no more there
 
 
 @dataclass(frozen=True)

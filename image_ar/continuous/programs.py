@@ -27,7 +27,7 @@ from specmm.programs.graphs import Graphs, captures, shared_pool
 
 FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
 MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
-MOST_BYTES = 4 * 2**30  # of their inputs: noise of all steps is large
+MOST_BYTES = 4 * 2**30  # all graphs' inputs: noise of all steps is large
 Chains = Callable[[BoundHead, Tensor], Tensor]
 
 

@@ -97,7 +97,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         vae.decoder.to(memory_format=torch.channels_last)  # a tenth faster, and the same values
         self.register_modules(transformer=transformer, vae=vae, small=small)
         self.measured_plans: dict[tuple[int, Sampling], CoDePlan] = {}
-        self.programs: dict[VAR, tuple[object, Program]] = {}  # of a version
+        self.programs: dict[VAR, tuple[object, Program]] = {}  # with the version of the weights
         self.graph: tuple[object, Graph] | None = None  # the last one, with its key
 
     @classmethod

@@ -69,7 +69,7 @@ class Nodes:
             each = torch.arange(most, device=sizes.device) < sizes[:, None]
             self.there = each.flatten().nonzero()[:, 0]  # [M], by number
             self.size = len(self.there)
-            self.back = self.there.new_zeros(rows * most)  # which of those there, or any
+            self.back = self.there.new_zeros(rows * most)  # an index of ``there``, or any
             self.back[self.there] = torch.arange(self.size, device=sizes.device)
 
     def flat(self, x: Tensor, axis: int) -> Tensor:

@@ -23,7 +23,7 @@ from specmm.hf.answers.run import Run
 from specmm.image_ar.continuous.masked_decode import HeadCalls
 from specmm.image_ar.scales.collaborative import Turn
 
-MOST_ROUNDS = 64  # whose trees are kept for the trace
+MOST_ROUNDS = 64  # the rounds whose trees the trace shows
 WARM_UP = 3  # rounds
 
 

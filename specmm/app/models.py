@@ -20,7 +20,7 @@ from specmm.image_ar.pipeline import family_of
 from specmm.runs.run import HERE, Kind, Place, kinds_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts
 
-MOST_SECONDS = 120.0  # of one request
+MOST_SECONDS = 120.0  # a request's limit
 TEXT_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
@@ -73,7 +73,7 @@ class AppModels:
         self.text_encoder = text_encoder
         self._loaded: dict[tuple[Kind, str], Any] = {}
         self._twins: dict[str, Any] = {}
-        self.warmed: set[Any] = set()  # what has run here before
+        self.warmed: set[Any] = set()  # keys of lanes that have run
 
     def _list(self, name: str) -> tuple[Kind, ...]:
         kinds = kinds_of(local(name))

@@ -33,7 +33,7 @@ from specmm.runs.run import Kind
 from specmm.vlm.pictures import open_image
 
 LONGEST = 500  # letters of a question or a prompt
-LARGEST = "10mb"  # of an upload
+LARGEST = "10mb"  # an upload's limit
 SIDE = 96  # pixels of an example picture
 SHAPES: tuple[tuple[str, str, Any], ...] = (  # kind, colour and corners
     ("ellipse", "red", (24, 20, 72, 68)),

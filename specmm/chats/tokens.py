@@ -29,7 +29,7 @@ from specmm.vlm import wording
 from specmm.vlm.asking import Questions
 
 MARK = "\ue000"  # an answer that no other begins or ends with
-THINKING = ("enable_thinking", "thinking")  # what templates call the setting
+THINKING = ("enable_thinking", "thinking")  # templates' names of the setting
 THOUGHT = "</think>"
 Span = tuple[int, int]
 
@@ -112,7 +112,7 @@ class ChatReader:
         try:
             asked, said = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
         except (TemplateError, *FAULTS):
-            return  # it takes whole chats only
+            return  # the template takes whole chats only
         if asked == said:
             raise ValueError(
                 f"the chat template must tell questions from answers, got one that writes both as "

@@ -29,21 +29,21 @@ from specmm.core.stats import Stats
 from specmm.core.watching import tell
 
 LOGGER = logging.getLogger(__name__)
-SHARE = 0.03  # of the time of calls: what trials may take
-START = 24  # plain tokens' time that they may take once a call was made, or half a usual call's
-AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: the same before, where a gain is forecast
+SHARE = 0.03  # the share of calls' time that trials may take
+START = 24  # plain tokens' time for trials after the first call, or half a usual call's
+AT_ONCE, GRANT = 0.25, 48  # for the first call, if a gain is forecast: a share of it, and tokens
 FEW, ROUNDS = 8, 6  # tokens and rounds of a trial, beside the prompt's
 PASSES = 3  # trials of each candidate that stays; one, where its tokens a round are known
 TRUST = 64  # rounds that tokens a round which are known count as
 LAST = 9  # samples that count, of all
-BEHIND = 0.7  # of the fastest's speed: who is slower twice is tried no more
+BEHIND = 0.7  # of the fastest's speed: slower methods are out after two trials
 HOPELESS = 0.5  # the same, at once
 MARGIN = 1.05  # times as fast as plain decoding a method must be
 SURE = 1.3  # times plain decoding's speed that must be forecast to be run untried
 USUAL = 64  # tokens of a call, of which none has been made
 RECENT = 7 * 86_400.0  # seconds for which notes hold: drafters and machines change
 PROMPT = 4.0  # tokens that reading a prompt takes as long as, until that is measured
-LEVEL, NODE = 0.1, 0.04  # of a plain step, what a drafted level and a scored node add: a guess
+LEVEL, NODE = 0.1, 0.04  # guessed costs of a drafted level and a scored node, in plain steps
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Record:
 
     def _note(self) -> None:
         """Write the notes for later processes."""
-        # what was not asked for in this process stays noted
+        # methods not asked for in this process stay noted
         found = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
         rows = {
             method: [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
@@ -329,7 +329,7 @@ class Record:
         try:
             for _ in self.played(method, begin(method), few, least):
                 pass
-        except ValueError as error:  # of a drafter; plain decoding's are the call's own
+        except ValueError as error:  # a drafter's error; plain decoding's would end the call anyway
             if method == PLAIN.method:
                 raise
             LOGGER.warning("auto: without %s: %s", methods.label(method), error)
@@ -367,7 +367,7 @@ class Record:
             return best[0].method if best and self.forecast(best[0]) >= SURE else PLAIN.method
         near = [one for one in self.samples if self.deviation(one) <= self.tv]
         staying = [one for one in near if one not in self.failed]
-        # what leaves the model's distribution must be worth it
+        # leaving the model's distribution must be worth it
         worth = {one: self.gain(one) / (MARGIN if self.deviation(one) else 1) for one in staying}
         fastest = max(worth, key=lambda one: worth[one])
         return fastest if worth[fastest] > MARGIN else PLAIN.method

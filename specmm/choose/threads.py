@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from specmm.choose.notes import Notes
 
 VARIABLE = "OMP_NUM_THREADS"
-ROWS = 8  # of an input: a round's draft tree
+ROWS = 8  # rows of an input: a round's draft tree
 PASSES = 5  # through the products, by each number of threads, in turn
 MOST = 2**24  # weights that a pass reads
 BETWEEN = 12  # small operators after each product, as networks have: threads fall asleep meanwhile
@@ -43,7 +43,7 @@ WAITED = 1.2  # seconds by one thread over its own processor seconds that tell o
 BUSY_GAIN = 1.5  # more threads must gain there, where each pass may be a lucky one
 OTHER = 1.5  # times slower or faster than the pass that was chosen by: measured anew
 REMEMBERED = 600.0  # seconds until it is measured anew: what else runs here comes and goes
-SHARE = 0.005  # of a call's seconds that measuring may take, once it has been measured
+SHARE = 0.005  # the share of a call's seconds that later measurements may take
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Products:
         """Time every number of threads in turn and return the fastest."""
         counts = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
         for count in counts:
-            self._pass(count)  # which starts the threads
+            self._pass(count)  # this starts the threads
         taken = dict.fromkeys(counts, 0.0)
         alone = 0.0
         for _ in range(PASSES):

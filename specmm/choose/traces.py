@@ -31,7 +31,7 @@ from specmm.shape.sequoia import best_tree
 FORMAT = "specmm trace"
 VERSION = 1
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # nodes of the trees that are compared, with the root
-ROUNDED = 1e-2  # by which chances in half precision may exceed 1
+ROUNDED = 1e-2  # the most by which probabilities in half precision exceed 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Trace:
                 f"tree must have at most {depth} levels and {width} children a node, as traced, "
                 f"got {shape.depth} and {shape.width}"
             )
-        reached = [torch.ones(len(self.kept))]  # of each node, by root
+        reached = [torch.ones(len(self.kept))]  # a probability for each node, by root
         columns = (of[0, 1:].tolist() for of in (shape.parents, shape.depths, shape.ranks))
         for parent, level, rank in zip(*columns, strict=True):
             reached.append(reached[parent] * self.kept[:, level - 1, rank].float())

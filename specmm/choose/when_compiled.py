@@ -29,10 +29,10 @@ T = TypeVar("T")
 Compiled: TypeAlias = bool | Literal["auto"]
 # Of this machine's programs until one has been timed on it: half a minute to two (the CPU).
 BUILD = 90.0
-CAPTURE = 0.2  # of a GPU's graphs, which each process captures anew, until that is measured
-LOAD = 0.25  # of the seconds to build: programs that lie in the folder (5.8 of 23.4 CPU seconds)
+CAPTURE = 0.2  # a GPU's graphs, captured anew in each process, until measured
+LOAD = 0.25  # the share of building that loading takes (5.8 of 23.4 CPU seconds)
 TRIES = 3  # batches by which programs are judged: one may run beside other work
-SHARE = 0.35  # of uncompiled seconds saved until both are measured: LlamaGen 0.3 to 0.45
+SHARE = 0.35  # the share of seconds saved until measured: LlamaGen 0.3 to 0.45
 
 
 @dataclass

@@ -120,7 +120,7 @@ class Settings:
             return call(pipe)
 
         with stdout_reserved(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", IdleOption)  # it has been said
+            warnings.simplefilter("ignore", IdleOption)  # ``Settings.call`` has warned
             place = Place.named(self.device, self.dtype)
             out, record = answered(kind, model, place, chosen, self.drafter, timed)
         record |= {} if self.messages is None else {"messages": str(self.messages)}

@@ -221,7 +221,7 @@ class Cache:
                 for half in dict.fromkeys(halves)
             }
             self.arrays = list(made.values())
-            self.memory = self.arrays  # of all rows there is room for
+            self.memory = self.arrays  # for all rows that there is room for
             numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
             where = [list(made).index(half) for half in halves]
             each = list(zip(where, numbers, strict=True))
@@ -239,7 +239,7 @@ class Cache:
         self._columns = torch.arange(size.capacity, device=device)
         self._open = torch.tensor(0.0, dtype=dtype, device=device)
         self._closed = torch.tensor(float("-inf"), dtype=dtype, device=device)
-        self._bias: TreeBias | None = None  # of the last tree
+        self._bias: TreeBias | None = None  # the last tree's
         self._biases = TreeBiases()
 
     @classmethod

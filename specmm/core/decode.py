@@ -96,7 +96,7 @@ class Progress:
     counts: Tensor
     limits: Tensor
     stats: Stats
-    excess: Tensor  # of a relaxed rule, summed over rounds and rows
+    excess: Tensor  # a relaxed rule's, summed over rounds and rows
     measured: Tensor  # tokens that it is of
     stop: Stop | None = None
     length: int = 0  # T
@@ -107,7 +107,7 @@ class Progress:
     # of the last round and the one before: the least and most tokens that a row lacks, and checks
     read: tuple[Late | None, Late | None] = (None, None)
     since_start: int = 0  # rounds since a sample last began in a row
-    trees: GivenTrees = field(default_factory=GivenTrees)  # of a rule that others call exact
+    trees: GivenTrees = field(default_factory=GivenTrees)  # of third-party exact rules
     state: ClassVar[tuple[str, ...]] = ("tokens", "counts", "limits", "stop")
 
     def restart(self, row: int, token: Tensor) -> None:

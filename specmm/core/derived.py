@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 WORD = 8  # bytes of the numbers that are summed
 NUMBERS = (bool, int, float, str)
-PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network
+PARTS = vars(nn.Module()).keys()  # PyTorch's own attributes of a module
 
 
 class _Call(local):

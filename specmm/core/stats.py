@@ -34,7 +34,7 @@ class Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block and add it to ``name``."""
-        if torch.compiler.is_compiling():  # what is in one program cannot be told apart
+        if torch.compiler.is_compiling():  # parts of one program cannot be timed
             yield
             return
         start = self._now()

@@ -32,7 +32,7 @@ class Turns:
     def __init__(self, model: object = None) -> None:
         self._model = (lambda: None) if model is None else ref(model)  # the model holds its turns
         self._guard = threading.Lock()  # for the fields below; never held during a turn
-        self._thread: int | None = None  # whose turn it is
+        self._thread: int | None = None  # the thread that has the turn
         self._depth = 0  # how often that thread has taken it
         self._waiting: deque[tuple[int, threading.Event]] = deque()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
 
-MOST = 3.4e38  # of float32, in which larger numbers are infinite
+MOST = 3.4e38  # larger numbers are infinite in float32
 
 
 def shown(value: object) -> str:

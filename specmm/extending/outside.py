@@ -26,7 +26,7 @@ from specmm.shape.trees import Siblings, Tree
 from specmm.verify.rule import Rule
 
 USUAL = "chain(4)"  # the tree of drafters that do not say which (as their ``tree``)
-SUMS = 1e-3  # by which a recorded distribution may miss 1: bfloat16 has 8 bits
+SUMS = 1e-3  # the error of a recorded distribution's sum: bfloat16 has 8 bits
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LOCAL = "127.0.0.1"
 ANSWER = 5.0  # seconds in which a cluster must answer
 LOOK = 1.0  # seconds between two looks at the nodes
-DEATHS = 2  # of a node's actors one after the other, whatever they make, while others live
+DEATHS = 2  # deaths in a row of a node's actors, on any items, while others live
 
 
 def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
@@ -130,7 +130,7 @@ class Node:
     name: str
     slots: int
     cores: int
-    deaths: int = 0  # one after the other, whatever was made
+    deaths: int = 0  # in a row, on any items
     left_out: str = ""  # why
 
     def __str__(self) -> str:
@@ -269,7 +269,7 @@ class Cluster:
             cause = error.cause or error
             ray.kill(member.actor)
             if member.items and not isinstance(cause, OtherPlace):
-                raise cause from None  # it is not about the items
+                raise cause from None  # the error does not concern the items
             self._leave_out(member.node, _sentence(cause))
             made.again = member.items
         except ray.exceptions.RayError as error:  # dead, out of memory, its node lost

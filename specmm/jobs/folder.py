@@ -20,7 +20,7 @@ from specmm.loading.files import make_folder, sync_folder, write_whole
 from specmm.zoo.model_files import check_files
 
 JOB = "job.json"
-FILES, ITEMS = "files", "items"  # in it, beside the spec: the models' files; how many items
+FILES, ITEMS = "files", "items"  # job.json's other entries: the models' files, the number of items
 RESULTS = "results"
 JOURNALS = "journal"
 ARCHIVES = "archives"

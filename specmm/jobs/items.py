@@ -33,13 +33,13 @@ from specmm.loading.files import (
 from specmm.zoo.model_files import digest
 
 KINDS = ("class", "prompt", "question")
-OPTIONS = (  # of a call; each model takes some of them
+OPTIONS = (  # options of a call; each model takes some of them
     *("cfg", "guidance_scale", "cfg_interval", "cfg_schedule", "negative_prompt"),
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("num_iter", "head_steps", "solver", "more_smooth", "num_inference_steps"),
     *("height", "width", "max_new_tokens", "stop"),
 )
-WORDS = ("cfg_schedule", "negative_prompt", "solver", "stop")  # those of them that are texts
+WORDS = ("cfg_schedule", "negative_prompt", "solver", "stop")  # the options that are texts
 OF_CALLS = frozenset(OPTIONS)
 MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
@@ -118,9 +118,9 @@ class Items(Sequence[Item]):
         self.folder = folder
         self.kinds: set[str] = set()
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ends = array("Q", [0])  # of rows in it
-        self._rows = array("I")  # of items
-        self._turns = array("I")  # of items in their rows
+        self._ends = array("Q", [0])  # where rows end in the file
+        self._rows = array("I")  # the row of each item
+        self._turns = array("I")  # the number of each item in its row
 
     def add(self, row: str, kind: Kind, count: int) -> None:
         """Add the ``count`` items of a ``row`` in JSON."""

@@ -23,8 +23,8 @@ from specmm.jobs.folder import Job, decided, deciding
 from specmm.jobs.items import Item
 
 USUAL = 4  # rows of a program, where the job does not say how many items are made at a time
-THREADS, PLACE, ROWS = "threads", "place", "rows"  # what job.json holds
-SAME = ("dtype", "device", "processor", "versions")  # of a place, throughout a job
+THREADS, PLACE, ROWS = "threads", "place", "rows"  # job.json's entries
+SAME = ("dtype", "device", "processor", "versions")  # facts that do not change in a job
 
 
 class OtherPlace(ValueError):

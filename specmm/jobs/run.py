@@ -26,7 +26,7 @@ from specmm.runs.run import moving
 log = logging.getLogger(__name__)
 MOST_SAID = 1000  # characters of what is wrong with an item
 AHEAD = 4096  # items among which those of one batch are found
-SLOW = 0.5  # of the usual rate of a member is worth telling
+SLOW = 0.5  # the share of the usual rate below which a member is reported
 
 
 def pending(
@@ -127,7 +127,7 @@ class Loop:
     left: int = 0  # unread ones
     waiting: deque[Item] = field(default_factory=deque)
     suspects: deque[list[Item]] = field(default_factory=deque)
-    tried: dict[str, list[Hashable]] = field(default_factory=dict)  # where an item failed alone
+    tried: dict[str, list[Hashable]] = field(default_factory=dict)  # nodes of lone failures
     busy: int = 0  # members that make items
 
     def run(self, items: Sequence[Item]) -> None:
@@ -161,7 +161,7 @@ class Loop:
             self._read()
         for items in self.suspects:
             nodes = self._tried(items)
-            # what failed alone is tried elsewhere, if there is an elsewhere, and later
+            # an item that failed alone is tried later, on another node if there is one
             if not nodes or not (self.waiting or (member.node in nodes and self._elsewhere(nodes))):
                 self.suspects.remove(items)
                 member.items, member.suspect = items, True

@@ -172,7 +172,7 @@ class ImageWorker:
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         method = self.methods.of(items[0])
         built = self._rows_of_programs(method, items[0])
-        if built and len(items) > built:  # one call of more would refill rows
+        if built and len(items) > built:  # a call with more items would refill rows
             parts = (items[first : first + built] for first in range(0, len(items), built))
             return [result for part in parts for result in self.run(part, rows)]
         start = time.perf_counter()

@@ -38,7 +38,7 @@ def place(name: str) -> Path:
     try:
         from upath import UPath
 
-        found = UPath(name, use_listings_cache=False)  # others write there, too
+        found = UPath(name, use_listings_cache=False)  # other processes write there, too
         if not found.fs.unstrip_protocol(found.path).partition("://")[2].strip("/"):
             raise ValueError("no bucket")
     except ModuleNotFoundError as error:

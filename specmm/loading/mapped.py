@@ -26,7 +26,7 @@ MAPPED = "_specmm_mapped"  # on tensors whose memory is a file's: the version th
 MAPS = Path("/proc/self/maps")
 UNUSED = 4  # MADV_DONTNEED: private pages that were only read are the file's again
 META = torch.device("meta")
-DRAWN = ("normal_", "uniform_")  # what layers begin with, of ``torch.nn.init`` and of tensors
+DRAWN = ("normal_", "uniform_")  # random initialisers of ``torch.nn.init`` and of tensors
 
 
 class WithoutWeights(TorchFunctionMode):
@@ -72,7 +72,7 @@ def mark(tensors: Iterable[Tensor], file: Path) -> None:
         first = tensor.untyped_storage().data_ptr()
         last = first + tensor.untyped_storage().nbytes()
         there = any(start <= first and last <= end for start, end in ranges)
-        if there and not tensor.is_inference():  # whose changes nobody counts
+        if there and not tensor.is_inference():  # inference tensors do not count changes
             setattr(tensor, MAPPED, tensor._version)
 
 

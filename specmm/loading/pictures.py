@@ -62,7 +62,7 @@ def _opened(file: str | IO[bytes], most: int) -> Image.Image:
         raise ValueError("must be a picture, got a file of another kind or an empty one") from error
     except Exception as error:  # a damaged header fails in any way
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file, and clear by itself
+            raise  # an error about the file, and clear by itself
         got = sentence_of(error)
         raise ValueError(f"must be a picture that can be read, got: {got}") from error
 

@@ -69,7 +69,7 @@ class Declared(metaclass=_Checked):
     """Properties that a method declares, so that no code needs to check its type."""
 
     name: ClassVar[str]
-    claims: ClassVar[str] = "exact"  # of its runs; each run's certificate is what counts
+    claims: ClassVar[str] = "exact"  # the claim of its runs; each run's certificate is binding
     drafts: ClassVar[bool] = True
     streams: ClassVar[bool] = True  # one model answers, token by token
     here: ClassVar[str] = ""  # speed over plain decoding in benchmarks/results, if it seldom pays
@@ -268,7 +268,7 @@ class Methods(Registry):
     one. ``relaxes`` says whether auto may take the family's relaxed methods.
     """
 
-    families: ClassVar[dict[str, Methods]] = {}  # that are listed
+    families: ClassVar[dict[str, Methods]] = {}  # the families listed by ``specmm methods``
 
     def __init__(
         self, family: str, kinds: Iterable[type[Any]], listed: bool = True, relaxes: bool = False

@@ -53,7 +53,7 @@ class OfBlocks(Declared):
     length: int = 0
     tree: int | TreeName = 0
     recall: int = 0
-    rule: str = ""  # of a tree of fixed shape
+    rule: str = ""  # for a tree of fixed shape
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from specmm.core.stats import Clock
 from specmm.programs import program_cache
 from specmm.programs.batch_invariant import outside_batch_invariant
 
-PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
+PROGRAMS = 64  # programs of one function, by method and batch size; PyTorch compiles no more
 CPU = torch.device("cpu")
 UNCOMPILED = "runs uncompiled"  # how the warning of a program that cannot be built begins
 # modules of PyTorch that trace a function, build its program or load it from files
@@ -204,7 +204,7 @@ class CompiledRound:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.program = compiled(verified_round, device)
-        self.uniforms = 0  # that a row takes in a round
+        self.uniforms = 0  # taken by a row in a round
 
     def __call__(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock

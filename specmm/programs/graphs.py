@@ -176,7 +176,7 @@ class GraphRound:
         self.failed = False
         self.tries = 0
         self.last: object = None  # the form of the round before
-        self.uniforms = 0  # that a row took in it
+        self.uniforms = 0  # taken by a row in it
 
     def __call__(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
@@ -256,7 +256,7 @@ class Graph:
             return self.function(*inputs)
         if self.replay is None:
             self.inputs = [x.clone() for x in inputs]
-            self.function(*self.inputs)  # what is made once is made
+            self.function(*self.inputs)  # makes everything that is made once
             self.replay = record_on_gpu(self._run, self.pool)
         else:
             copy_all(self.inputs, list(inputs))

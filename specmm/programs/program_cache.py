@@ -90,7 +90,7 @@ def leave(error: BaseException) -> None:
     from torch._inductor.utils import clear_caches
 
     warn(f"{type(error).__name__}: {first_line(error)}")
-    clear_caches()  # of what it has read from the old one
+    clear_caches()  # programs read from the old folder
     try:
         place = tempfile.mkdtemp(prefix="specmm-programs-")
     except OSError:  # no room there, either: what fails again runs uncompiled

@@ -18,7 +18,7 @@ from specmm.loading.checkpoints import read_json
 from specmm.loading.files import writable, write_whole
 from specmm.recipes.training.drawn_rows import made_by
 
-TEMPERATURES = (0.0, 1.0)  # of answers, by question
+TEMPERATURES = (0.0, 1.0)  # by question, in turn
 AT_ONCE = 32  # questions answered together
 
 

@@ -151,7 +151,7 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
 
 
 def _tell(text: str) -> None:
-    if not rank()[0]:  # one of several processes says it
+    if not rank()[0]:  # only the first of several processes prints it
         tqdm.write(text, file=sys.stderr)
 
 

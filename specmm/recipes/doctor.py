@@ -45,7 +45,7 @@ from specmm.text.pipeline import TextPipeline
 
 T = TypeVar("T")
 WORTH = 1.02  # times as many tokens a round: less is no reason to change anything
-METHODS = ("eagle3", "msd", "block", "mtp")  # of drafters that read the target's states
+METHODS = ("eagle3", "msd", "block", "mtp")  # methods whose drafters read the target's states
 SYSTEM = "You are a helpful assistant."
 
 

@@ -424,7 +424,7 @@ def measure_acceptance(
     return counter.table()
 
 
-PROBS_WEIGHT = 0.1  # of EAGLE's loss of distributions beside its SmoothL1
+PROBS_WEIGHT = 0.1  # the weight of EAGLE's loss of distributions beside its SmoothL1
 
 
 def train_eagle(

@@ -36,7 +36,7 @@ from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.seen import Seen
 
-CLIP = 0.5  # of gradients
+CLIP = 0.5  # the norm at which gradients are clipped
 RATE = 2.0  # over its width, a head's learning rate: 5e-4 at 4,096, too little for small ones
 DECAY = 0.8  # a step of the rollout counts this share of the one before
 

@@ -43,7 +43,7 @@ from specmm.recipes.training.blocks import Anchors
 
 DEPTH = 5  # drafts of a chain
 RANKS = 6  # drafts of a token that are traced
-LEVELS = 8  # of them
+LEVELS = 8  # levels that are traced
 CACHED = 64  # roots whose distributions fit a processor's cache
 
 
@@ -361,7 +361,7 @@ class Followed:
 @torch.inference_mode()
 def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     """The chains of a drafter under ``reading``, from every token of the answers."""
-    probs = seen.probs.roll(-1, 1)  # of the token that a slot's first draft is of
+    probs = seen.probs.roll(-1, 1)  # distributions of the token of a slot's first draft
     wanted = probs.argmax(-1)
     ids = reading.ids
     own = probs if ids is None else probs[..., ids]

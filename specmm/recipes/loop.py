@@ -35,7 +35,7 @@ Rows = TypeVar("Rows", Tensor, list[Any])
 Losses = dict[str, Tensor]
 """``loss`` is minimised, the others are recorded; ``count`` (1 without) says how many terms these
 are means of."""
-STEP_ROWS = 512  # of a training's products, of which threads are chosen
+STEP_ROWS = 512  # rows of a training's products, for the choice of threads
 MUON = 3.0  # times the learning rate of the rest is a good one for it
 NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of several layers
 RECORDED = 20  # steps between lines of the curve
@@ -249,7 +249,7 @@ class _Loop:
             losses = dict(self.step(part))
             count = losses.pop("count", torch.ones_like(losses["loss"].detach()))
             weight = torch.ones_like(count)
-            if not self.alone:  # of the mean over all processes
+            if not self.alone:  # the loss is the mean over all processes
                 told = [count, torch.tensor(bool(received), device=count.device)]
                 total, stops = self._summed(torch.stack([x.float() for x in told]))
                 weight, stop = count / total, stop or bool(stops)
@@ -403,7 +403,7 @@ def _read(path: Path) -> Any:
         if file.exists():
             try:
                 return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-            except Exception as error:  # of many classes, by where it is torn
+            except Exception as error:  # of many classes, by where the file is torn
                 torn = error
         elif file == path:
             return None

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from specmm.extending.registry import unknown
 
 ETA = 3.0  # the paper's best
-BEST = 10  # of the target's tokens count more (HASS)
-LEAST = -1e4  # of log probabilities, so that those of impossible tokens have products
+BEST = 10  # the number of target tokens that count more (HASS)
+LEAST = -1e4  # the least log probability, so that products with impossible tokens are finite
 ROOM = 2**24  # logits of the drafter that are there at once, a few times 64 MiB
 Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
 

@@ -21,11 +21,11 @@ from specmm.vlm.msd import MSDHead
 
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)  # tokens that a drafter may have learnt to attend
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # bases of rotary positions
-FACTORS = (2.0, 4.0, 8.0, 16.0)  # by which positions may have been interpolated
+FACTORS = (2.0, 4.0, 8.0, 16.0)  # factors by which positions may have been interpolated
 BLOCKS = (4, 8, 16, 32)  # places of blocks
 PAIRS = ("rotary pairs of neighbours", "rotary pairs of halves")  # by ``inverse`` of repaired
 HALVES = "state before embedding"
-NORMS = "norms of token and state exchanged"  # of MTP layers, as the following
+NORMS = "norms of token and state exchanged"  # names of changes of MTP layers, as are the next two
 REVERSED, ALONE = "MTP layers reversed", "the first layer alone"
 HANDED = ("the target's states at every depth", "predictions after the first layer")
 NORMED = ("predictions before their norm", "predictions after their norm")

@@ -67,9 +67,9 @@ def msd(
     return begun.end(save, run)
 
 
-PROBS_WEIGHT = 0.1  # of the distributions' loss beside the SmoothL1
+PROBS_WEIGHT = 0.1  # the weight of the distributions' loss beside the SmoothL1
 MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten
-EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
+EPOCHS = 40  # the release's schedule, scaled to the number of steps
 BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
 
 

@@ -29,14 +29,14 @@ import specmm
 from specmm.extending.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
-CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # of the pocket models, no wheel
+CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # not in the wheel
 Count = Annotated[int, 1]
 Width = Annotated[int, 4]
 Share = Annotated[float, 0, 1]
 Amount = Annotated[float, 0]
 Size = Annotated[int, 0]
 Seed = Annotated[int, 0]
-Found = dict[str, Any]  # what a training returns: kind, steps, outputs
+Found = dict[str, Any]  # a training's result: kind, steps, outputs
 Open = Callable[..., Any]  # a setting that is read by the function the recipe names as ``open``
 WORDS = {
     int: "a whole number",

@@ -35,7 +35,7 @@ from specmm.recipes.training.texts import Rows, split, text_stream, windows
 from specmm.vlm.loading import is_composed, load_processor
 
 TOO_LONG = ("skip", "cut")
-TEXT_ROWS = 1536  # where a recipe names no number
+TEXT_ROWS = 1536  # the default number of rows
 PROMPT = 64  # tokens of a text's beginning that is continued to measure acceptance
 
 

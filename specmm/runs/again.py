@@ -37,7 +37,7 @@ from specmm.zoo.model_files import digest_of_models
 if TYPE_CHECKING:
     from specmm.runs.run import Images
 
-KINDS: dict[str, type] = {  # of what a record must say
+KINDS: dict[str, type] = {  # the types of fields that a record must have
     **dict.fromkeys(("method", "model", "files", "dtype", "device", "processor"), str),
     **dict.fromkeys(("options", "versions"), dict),
     **dict.fromkeys(("compiled", "batch_invariant"), bool),
@@ -155,7 +155,7 @@ def odd_field(record: Record) -> str:
     asked = batch if isinstance(batch, list) else []
     fine = {name: type(record.get(name)) is kind for name, kind in {**KINDS, what: str}.items()}
     fine |= {name: isinstance(record.get(name, ""), str) for name in MODELS}
-    fine["device"] &= not str(record.get("device")).startswith("meta")  # which has no numbers
+    fine["device"] &= not str(record.get("device")).startswith("meta")  # without numbers
     fine["batch"] = bool(asked) and all(
         isinstance(one, dict) and type(one.get(what)) is str and type(one.get("seed")) is int
         for one in asked

@@ -28,7 +28,7 @@ from specmm.zoo.published import (
     weights_name,
 )
 
-READERS: Mapping[tuple[str, str], Callable[..., Any]] = {  # of a part of a family
+READERS: Mapping[tuple[str, str], Callable[..., Any]] = {  # readers by family and part
     ("llamagen", TRANSFORMER): llamagen.load_gpt,
     ("llamagen", "vq"): llamagen.load_vq,
     ("mar", TRANSFORMER): mar.load_mar,
@@ -146,7 +146,7 @@ def _write(
 
 def _write_parts(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:
     """Write ``out`` from the folder of ``links``, part after part."""
-    target: tuple[GPTConfig, str] | None = None  # that of the EAGLE head
+    target: tuple[GPTConfig, str] | None = None  # the EAGLE head's target
     for place in entry.parts:
         wanted = dtype or _dtype_of(links / place)
         if place == EAGLE:  # after its target

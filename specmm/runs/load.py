@@ -25,7 +25,7 @@ from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentenc
 PERCENTILES = (50, 90, 99)
 PATIENCE = 600.0  # seconds without a sign
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
-PARTS = ("text", "content", "reasoning_content", "tool_calls")  # of what a piece may say
+PARTS = ("text", "content", "reasoning_content", "tool_calls")  # a piece's fields
 UNLISTED = (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError)
 BUILT_IN = (
     "def add(a, b):",
@@ -143,7 +143,7 @@ async def served(
             body = {k: v for k, v in load.bodies[number % len(load.bodies)].items() if k != "at"}
             path = CHAT if "messages" in body else COMPLETIONS
             await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
-            async with free:  # of clients, each of whom sends the next request once he is answered
+            async with free:  # a client sends the next request once it is answered
                 start = begin + at if clients is None else time.perf_counter()
                 return await _served(client, base + path, common | body, start)
 

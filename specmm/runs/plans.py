@@ -27,7 +27,7 @@ from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
 from specmm.verify import Recursive
 
-LEVELS = 6  # of the spine on which a drafter's acceptance is measured
+LEVELS = 6  # levels of the spine on which acceptance is measured
 SIZES = (2, 3, 4, 6, 8, 12)  # nodes of the trees that are compared, with the root
 Planned = tuple[dict[str, Any], list[str]]
 

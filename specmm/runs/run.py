@@ -38,7 +38,7 @@ from specmm.programs.batch_invariant import batch_invariant
 if TYPE_CHECKING:  # diffusers takes seconds to import
     from specmm.image_ar.shared import PicturePipeline
 
-    Images = PicturePipeline[Any]  # of any family
+    Images = PicturePipeline[Any]  # a pipeline of any family
 
 Kind = Literal["images", "questions", "text"]
 
@@ -308,10 +308,10 @@ class PictureRun:
     out: Path
     compiled: Compiled = False
     batch_invariant: bool = False
-    wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
+    wanted: dict[str, Any] = field(default_factory=dict)  # options of the pictures: height, …
     outputs: list[str] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)  # from which they are drawn again
-    planning_seconds: float = 0.0  # what the method was decided in, before the first picture
+    records: list[dict[str, Any]] = field(default_factory=list)  # the facts to draw pictures again
+    planning_seconds: float = 0.0  # the time to decide the method, before the first picture
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
     ran: str = ""

@@ -36,7 +36,7 @@ REDIRECTS = 3
 PIECE = 1 << 16  # bytes read at a time
 # MP4 and MOV, WebM and Matroska, AVI: other kinds may be lists of other files, which a reader opens
 FILM = re.compile(rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ", re.DOTALL)
-MOST_FRAMES = 1024  # of a film that are shown
+MOST_FRAMES = 1024  # shown frames of a film
 DECODED = 100  # times the pixels that are shown may be decoded: frames in between, too
 PUBLIC_V6 = ipaddress.ip_network("2000::/3")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -73,7 +73,7 @@ class Looking:
                 try:
                     with header(io.BytesIO(data), self.pixels) as found:
                         count, size = getattr(found, "n_frames", 1), found.width * found.height
-                except Exception as error:  # of a damaged one, in any way
+                except Exception as error:  # a damaged film fails in any way
                     kinds = "videos are MP4, MOV, WebM, MKV, AVI, GIF, WebP or APNG"
                     raise ValueError(f"{sentence_of(error)}; {kinds}") from error
         self._check(place, count, 1, size)

@@ -35,9 +35,9 @@ from specmm.verify.rule import VerifyResult
 LONGEST = 16  # tokens of a guess from what was said
 FIRM = 4.0  # drafts as which what is believed of all rows counts for a new one
 NEWEST = 0.05  # weight of the latest round in what is believed of the network's drafts
-BINS = 10  # of chances that the network gives its drafts, of each of which is learnt what they hold
-HOPED = 0.7  # of a network's draft, that it is kept, before any was seen
-GAIN = 1.1  # by which the network must promise more before it begins
+BINS = 10  # bins of the network's probabilities, each with its own measured acceptance
+HOPED = 0.7  # the assumed acceptance of a network's draft, before the first
+GAIN = 1.1  # the factor by which the network's goodput must be higher before it begins
 MISSED = 512  # tokens of a row that the network reads later, if it has not drafted
 
 
@@ -120,14 +120,14 @@ class Drafts:
         self.earlier = EarlierAnswers()
         self.banned = frozenset(target.image_tokens)
         self.rows: list[RowDrafts] = []
-        self.trusted = 1.0  # what is usual of rows
+        self.trusted = 1.0  # the usual factor of rows
         self.costs, self.network_costs = costs.target, costs.network
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
-        self.start_seconds = 0.0  # of reading a prompt by the network
-        self.kept_by = np.full(BINS, HOPED)  # of a network's drafts by chance, if those above are
-        self.bins = np.zeros((0, deep), dtype=int)  # of the last drafts' chances
-        self.usual = np.cumprod(np.full(deep, HOPED))  # of a network's drafts by depth
+        self.start_seconds = 0.0  # the network's seconds to read a prompt
+        self.kept_by = np.full(BINS, HOPED)  # acceptance of the network's drafts by bin
+        self.bins = np.zeros((0, deep), dtype=int)  # bins of the last drafts' probabilities
+        self.usual = np.cumprod(np.full(deep, HOPED))  # the same by depth
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
         self.spent = 0.0  # seconds of the network in this round
         self.offered = self.taken = 0  # drafts of this round, and those kept
@@ -285,7 +285,7 @@ class Drafts:
         for row in self.rows:
             row.read = len(row.said)
         assert tree.chances is not None
-        chances = tree.chances[:, 1:].nan_to_num().numpy(force=True)  # of a row that is spoilt
+        chances = tree.chances[:, 1:].nan_to_num().numpy(force=True)  # NaN in a row that is spoilt
         self.bins = (chances * BINS).astype(int).clip(max=BINS - 1)
         own = self.kept_by[self.bins].cumprod(1)
         self.usual += NEWEST * (own.mean(0) - self.usual)
@@ -318,7 +318,7 @@ class Drafts:
         order = np.argsort(-own.T, axis=None, kind="stable")  # the likeliest first, none above it
         level = order // len(own)
         most = np.arange(deepest + 1)[:, None]  # D + 1 choices of how deep a chain may be
-        there = np.pad(level < most, ((0, 0), (1, 0)))  # of each, all numbers of drafts
+        there = np.pad(level < most, ((0, 0), (1, 0)))  # for each depth, all numbers of drafts
         drafts = alike * there.cumsum(1)
         gained = rows + (there * np.append(0.0, own.T.flatten()[order])).cumsum(1)
         seconds = self.costs.of(rows, drafts, rows * most - drafts) + extra

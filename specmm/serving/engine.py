@@ -85,7 +85,7 @@ class BatchEngine:
         self.stops = RowStops(self.ends, self.target.device)
         self.waiting: deque[Answer] = deque()
         self.read: _Read | None = None
-        self.beside: list[_Read] = []  # which the next round reads pieces of
+        self.beside: list[_Read] = []  # pieces to read in the next round
         self.pieces = Pieces()
         self.costs = RoundCosts()
         self.prefixes = Prefixes(limits.prefixes if self.target.resumes else 0)
@@ -134,7 +134,7 @@ class BatchEngine:
             self.closing = True
             self.deadline = time.monotonic() + seconds
             self.changed.notify()
-        if threading.current_thread() is not self.thread:  # where what asks it is collected
+        if threading.current_thread() is not self.thread:  # the collector runs in any thread
             self.thread.join()
 
     def _check_room(self) -> None:
@@ -152,7 +152,7 @@ class BatchEngine:
         self.stops.rows.clear()
         self.drafts = Drafts(target, self.make_network(target), self.limits.drafts, self.costs)
         network = self.drafts.network
-        if network is not None:  # it makes its memory for a prompt of one token
+        if network is not None:  # a network sizes its memory by a prompt of one token
             prompt = VLMPrompt({**padded([[0]])}, 1).to(target.device, target.dtype)
             reading = Reading(target, prompt, [Processor(0.0)], 1, 1)
             reading.go_on(1)
@@ -195,7 +195,7 @@ class BatchEngine:
         while True:
             try:
                 self._step()
-            except Exception as error:  # of poisoned weights, or without memory
+            except Exception as error:  # poisoned weights, or no memory
                 self._begin_anew(error)
             if turns.waiting or self.closing or not self._busy:
                 return
@@ -283,7 +283,7 @@ class BatchEngine:
 
     def _known(self, answer: Answer) -> list[Page]:
         """The stored pages of an answer's prompt, without the page of its last token."""
-        if answer.weighs_prompt:  # for which it is read anew
+        if answer.weighs_prompt:  # its log-probabilities need a new forward
             return []
         pages = self.prefixes.find(answer.root, answer.ids[:-1])
         return pages if len(pages) * PAGE >= max(answer.needed, 1) else []

@@ -91,7 +91,7 @@ def warm_up(engine: BatchEngine) -> None:
             engine.submit(Asked(None, text, options, goes_on=True), tell)
         for _ in lengths:
             ends.get()
-        if engine.ended:  # it cannot go on, as it says to whoever asks
+        if engine.ended:  # it cannot go on; requests get the error
             return
         if time.monotonic() - started > WARM_SECONDS:
             break

@@ -30,7 +30,7 @@ JSON_CALLS = {  # a field of a template, but for what is before and after a call
     "content": "json",
     "transform": {"type": "function", "function": "{content}"},
 }
-Parts = dict[str, Any]  # of a message: CONTENT, THOUGHT, CALLS, those that there are
+Parts = dict[str, Any]  # a message's parts: CONTENT, THOUGHT, CALLS, where present
 
 
 class Plain:
@@ -58,7 +58,7 @@ class Parsing:
     @classmethod
     def of(cls, pipe: Any, ends: Collection[int]) -> Parsing | None:
         """The format of ``pipe``'s model; None if neither tokenizer nor transformers has one."""
-        # which imports all of that server
+        # transformers' module imports its whole server
         from transformers.cli.serving.utils import get_response_template
 
         template = get_response_template(pipe.tokenizer, pipe.model)
@@ -137,8 +137,8 @@ class Parser:
         self.parser = parser
         self.ends = ends
         self.calls = 0
-        self.body = ""  # of the call that is open
-        self.blanks = dict.fromkeys((CONTENT, THOUGHT), "")  # which are said once more follows
+        self.body = ""  # the open call's
+        self.blanks = dict.fromkeys((CONTENT, THOUGHT), "")  # held back until more text follows
         self.begun: set[str] = set()
         self.last: int | None = None  # token
 

@@ -37,7 +37,7 @@ class Page:
     hidden: Tensor | None = None
     embeddings: Tensor | None = None
     image: Tensor | None = None
-    number: int = field(default=0, init=False)  # by which those after it find it
+    number: int = field(default=0, init=False)  # by which later pages refer to it
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -169,7 +169,7 @@ class Prefixes:
                 self.slabs.leave(tensor)
 
     def _use(self, keys: Sequence[tuple[Hashable, tuple[int, ...]]]) -> None:
-        for key in reversed(keys):  # those after a page are older than it
+        for key in reversed(keys):  # pages after a page must be older than it
             self.pages.move_to_end(key)
 
 

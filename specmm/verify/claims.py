@@ -39,9 +39,9 @@ from specmm.verify.rule import Rule
 PROVED = (Block, GreedyMatch, GreedyMultiDraft, Matching, PointMass, Recursive, Traversal)
 VOCABULARY = 3  # at least
 SEEDS = range(4)
-TOLERANCE = 1e-9  # of a total variation in float64, summed over some thousand draws
+TOLERANCE = 1e-9  # rounding of a total variation in float64, summed over some thousand draws
 ENOUGH = 10_000  # draws, and texts, up to which a part of a tree grows
-MOST = 50_000  # of one family of siblings
+MOST = 50_000  # draws of one family of siblings
 SCHEMES: dict[Siblings, Scheme] = {
     "distinct": "without replacement",
     "independent": "independent",

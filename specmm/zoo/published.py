@@ -200,5 +200,5 @@ def weights_name(file: Path) -> str:
 def _link(file: Path, place: Path) -> None:
     try:
         place.symlink_to(file.absolute())
-    except OSError:  # where only administrators make symbolic links
+    except OSError:  # on systems where only administrators make symbolic links
         os.link(file, place)

@@ -56,7 +56,7 @@ class SourceReader:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
-        self.opened: dict[str, PictureSource] = {}  # of pictures
+        self.opened: dict[str, PictureSource] = {}  # sources of pictures
 
     @cached_property
     def extractor(self) -> Extractor:

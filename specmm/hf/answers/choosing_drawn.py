@@ -26,7 +26,7 @@ from specmm.hf.drafters.drafting import Drafters, Method
 from specmm.hf.pictures.interleaved import DRAFTING, Grammar, InterleavedTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 
-TOKENS = 32  # of a trial, at most
+TOKENS = 32  # tokens of a trial, at most
 
 
 class Records(NamedTuple):

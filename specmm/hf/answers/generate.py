@@ -65,7 +65,7 @@ OTHER_MODES = (
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
     "assistant_early_exit",
 )
-INSTEAD = {  # of options that make generate decode otherwise
+INSTEAD = {  # advice for options by which generate does not decode token by token
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
     "use_mtp": "give custom_generate(method='mtp')",

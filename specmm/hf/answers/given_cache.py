@@ -25,7 +25,7 @@ from specmm.hf.models.target import ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.kernels.tree_attention import MOST_NODES
 
-KINDS = (DynamicLayer, StaticLayer)  # of layers whose keys and values are all there
+KINDS = (DynamicLayer, StaticLayer)  # layers that keep all keys and values
 
 
 class GivenCache:

@@ -19,7 +19,7 @@ from specmm.loading.hardware import is_nearly_full
 from specmm.programs.graphs import GraphRound
 
 MOST = 4  # graphs stored at most, by method and options
-SPARE = 0.25  # of a GPU's memory: with less free, only the graphs of the present run are stored
+SPARE = 0.25  # the share of a GPU's memory below which only the present run's graphs are stored
 
 
 @dataclass

@@ -40,7 +40,7 @@ from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
 
-ALL = slice(None)  # of a level's states; a number would have the layers cut them
+ALL = slice(None)  # all states of a level; a number would cut them
 SHARED = "shared_kv_states"  # the assistant's argument for the target's keys and values
 
 

@@ -42,7 +42,7 @@ STATES = "aux_hidden_state_layer_ids"
 ACCEPTANCE = "acceptance.json"  # by temperature, level and rank; ours only
 # [levels, ranks]: the chance that this child is the one kept.
 Acceptance = tuple[tuple[float, ...], ...]
-Facts = Mapping[str, Any]  # what a config.json holds
+Facts = Mapping[str, Any]  # the content of a config.json
 Network = TypeVar("Network", bound=nn.Module)
 
 

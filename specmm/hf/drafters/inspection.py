@@ -20,7 +20,7 @@ from specmm.hf.drafters.translation import PADDING
 from specmm.hf.loading.pretrained import TOKENIZER, find_target, load_config, weights_folder
 from specmm.hf.pictures.picture_models import picture_type, processes
 
-SIZES = {  # what is shown of a layer, and the names in configs
+SIZES = {  # the sizes shown of a layer, and their names in configs
     "layers": ("num_hidden_layers", "n_layers"),
     "width": ("hidden_size", "d_model"),
     "vocabulary": ("vocab_size", "embedding_size"),
@@ -118,7 +118,7 @@ class _Reader:
         files = sorted(beside.rglob(zoo.TRANSFORMERS)) if kind.command else []
         drafters = tuple(read_folder(ModelFolder(file.parent)) for file in files)
         takes = self._takes(kind.command)
-        silent = kind.command == "generate" and [*takes] == ["answers"]  # it does not draw
+        silent = kind.command == "generate" and [*takes] == ["answers"]  # it never draws
         command = "ask" if silent else kind.command
         layers = mtp_layers(self.folder) if kind.command else 0
         if layers:

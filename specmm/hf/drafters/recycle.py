@@ -45,7 +45,7 @@ class RecycleDrafter:
         self.max_nodes = shape.size
         self.max_depth = shape.depth
         depths = shape.depths[0].tolist()
-        self.levels = [  # of each level the nodes, their parents and their ranks
+        self.levels = [  # nodes, parents and ranks of each level
             (nodes, shape.parents[0, nodes], shape.ranks[0, nodes])
             for depth in range(1, shape.depth + 1)
             for nodes in [[n for n, d in enumerate(depths) if d == depth]]

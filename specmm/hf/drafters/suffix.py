@@ -156,7 +156,7 @@ class EarlierAnswers:
             raise ValueError(f"capacity must be at least 2 tokens, got {capacity}")
         self.capacity = capacity
         self.trees = [SuffixTree()]
-        self.tokens = 0  # of the younger tree
+        self.tokens = 0  # the younger tree's
         self.open: list[list[int]] = []  # answers that are being written
 
     def begin(self, answers: list[list[int]]) -> None:

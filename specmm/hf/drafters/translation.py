@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACE = "\u2581"  # SentencePiece's space
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # and its tokens of one byte
-BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level tokenizers
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # for byte-level tokenizers
 PADDING = 512  # tokens that models of one tokenizer may differ by: they pad their vocabularies
 LEAST = 0.05  # share of the target's tokens that the drafter must know to be worth a try
 

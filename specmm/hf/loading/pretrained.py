@@ -43,7 +43,7 @@ from specmm.loading.checkpoints import check_names, no_tensors, read_json, some_
 
 LOGGER = logging.getLogger(__name__)
 REPORTS = "transformers.modeling_utils"  # the logger of loading reports
-CODE = "auto_map"  # where a config names Python files
+CODE = "auto_map"  # a config's entry for Python files
 TOKENIZER = "tokenizer_config.json"
 WHOLE_TOKENIZER = "tokenizer.json"
 VOCABULARIES = ("*token*", "vocab*", "*.model", "*tekken*")  # files that hold one
@@ -87,7 +87,7 @@ def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) 
         model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).partition("\nModel type should be")[0]  # of the hundreds that there are
+        said = str(error).partition("\nModel type should be")[0]  # not all the types
         raise ValueError(
             f"{folder} must hold a causal language model and its tokenizer ({said})"
         ) from error
@@ -152,7 +152,7 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
             )
     except torch.OutOfMemoryError:
         raise
-    except ImportError as error:  # of a quantiser, in many lines
+    except ImportError as error:  # a quantiser's, in many lines
         said = " ".join(str(error).split())
         raise ValueError(f"{folder} needs a package that is not installed: {said}") from error
     except pickle.UnpicklingError as error:

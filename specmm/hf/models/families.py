@@ -33,22 +33,22 @@ from specmm.hf.prompts.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.loading.hardware import prepack
 
-GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
-CACHES = ("cache", "past_key_values", "cache_params")  # what models call theirs, now and before
-DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # said otherwise
-LAYERS = ("layers", "h")  # what decoders call their layers
+GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # for M-RoPE positions
+CACHES = ("cache", "past_key_values", "cache_params")  # the argument's names in old and new models
+DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # set by us
+LAYERS = ("layers", "h")  # decoders' names for their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
-PER_LAYER = "per_layer_inputs"  # what decoders call what their layers read of the tokens themselves
-PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
+PER_LAYER = "per_layer_inputs"  # embeddings of the tokens that layers read directly
+PLACEHOLDERS = ("image", "video", "audio")  # kinds in the names of configs' token ids
 SCALED = ("linear", "dynamic", "yarn", "llama3")  # kinds of rotary embeddings with a factor
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 
-LARGE = 2.0**60  # where a cap of any size is reached
+LARGE = 2.0**60  # beyond a cap of any size
 SMALL = 2.0**-10
 KNOWN = (SMALL, LARGE, -LARGE, -300.0, -30.0, -3.0, 0.0, 0.3, 3.0, 30.0, 300.0)  # P
-ROUNDINGS = 16  # of a few products and a tanh
+ROUNDINGS = 16  # rounding errors of a few products and a tanh
 Rows = TypeVar("Rows", bound="FewRows")
 
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import LinearAttentionLayer
 # Scales of the inputs that a mixer is tested with: small ones hardly change the state, large ones
 # reveal bounds.
 SCALES = (0.05, 1.0, 16.0, -16.0)
-CLOSE = 1e-3  # of a token's largest number
+CLOSE = 1e-3  # relative to a token's largest number
 
 Way = Literal["window", "chunk", "steps"]
 
@@ -172,7 +172,7 @@ def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: C
         pairs = zip(run(own, together), run(own, *tokens), strict=True)
         return all(_close(a, b) for a, b in pairs)
     except (RuntimeError, ValueError, IndexError):
-        return False  # it takes one token only
+        return False  # the mixer takes one token only
     finally:
         write(layers, slots, committed)
 

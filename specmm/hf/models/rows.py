@@ -112,7 +112,7 @@ class RowsTarget(VLMTarget):
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
         self.beside: list[Piece] = []  # read by the next forward, too
-        self.drafted: Nodes | None = None  # what it scores, where rows have not as many drafts
+        self.drafted: Nodes | None = None  # nodes to score, if rows differ in drafts
         if self.joins and (reason := why_no_rows(self.family, self.way)):
             raise ValueError(f"rows of {name} cannot join others: {reason}")
         self.scratch = 1
@@ -138,7 +138,7 @@ class RowsTarget(VLMTarget):
         near = NEAR if self.family.partial or not on_cpu else FAR
         room = min(near, self.family.room)
         prompt = VLMPrompt({**padded([[0]])}, room - 1).to(self.device, self.dtype)
-        if self.family.chains_only:  # what its layers hold is known once they have run
+        if self.family.chains_only:  # layers must run once before their states are known
             self.prefill(prompt, scratch)
         else:
             self.make_room(prompt, scratch)
@@ -200,7 +200,7 @@ class RowsTarget(VLMTarget):
 
     def spoilt(self) -> dict[int, Exception]:
         """The rows whose logits were not finite in the last forward, or whose processor failed."""
-        finite = (self.logits < float("inf")).flatten(1).all(1)  # what is not allowed is -inf
+        finite = (self.logits < float("inf")).flatten(1).all(1)  # excluded tokens are -inf
         rows = (~finite).nonzero()[:, 0].tolist()
         return dict.fromkeys(rows, not_finite(self.name)) | self.processor.failed
 
@@ -362,7 +362,7 @@ class Reading:
         self.most = most
         self.read = 0  # tokens of a prompt by itself
         self.left = prompt.input_ids.shape[1]
-        self.output: TargetOutput | None = None  # of the last token
+        self.output: TargetOutput | None = None  # after the last token
 
     def resume(self, arrays: Sequence[Tensor], context: Context | None) -> None:
         """Take over the first n tokens from storage: their keys and values ``arrays`` [A, n, H, D],

@@ -9,7 +9,7 @@ from specmm.core.target import TargetOutput
 from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 
-READ = (  # what a target holds of the prompt that it has read
+READ = (  # the attributes that hold a prompt that was read
     *("prompt", "begins", "first", "offsets", "places", "last", "each", "way"),
     *("cache", "past", "recurrent", "history", "context", "steps", "spent", "logits"),
 )

@@ -67,9 +67,9 @@ class States:
         self.mixers: tuple[Mixer, ...] = ()  # all of them, from the first prompt on
         self.counts = [0] * rows  # K of each row
         self.nodes = 0  # N of the chain that waits for its commit; 0 if it needs none
-        self.calls: dict[nn.Module, Call] = {}  # of chunk mixers: accepted tokens, the chain's
-        self.stages: dict[nn.Module, list[list[Tensor]]] = {}  # of step mixers: states by token
-        self.outputs: list[Any] = []  # of the step mixer that is running
+        self.calls: dict[nn.Module, Call] = {}  # chunk mixers: accepted tokens, then the chain's
+        self.stages: dict[nn.Module, list[list[Tensor]]] = {}  # step mixers: states by token
+        self.outputs: list[Any] = []  # the running step mixer's
 
     @contextmanager
     def prefill(self) -> Iterator[None]:

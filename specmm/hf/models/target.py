@@ -131,7 +131,7 @@ class VLMTarget:
         self.wants_context = False
         self.context: Context | None = None
         self.likeliest = 0  # tokens after each node that a drafter reads
-        self.aux: AuxStates | None = None  # what drafters read in place of the last states
+        self.aux: AuxStates | None = None  # the states that drafters read in place of the last ones
         self.steps = 0  # plain ones
         self.running = False  # a forward of this target, not of another on the same model
         self.starting_row = False  # while a restarted row's prompt is read
@@ -140,7 +140,7 @@ class VLMTarget:
         self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.each: dict[str, Any] = {}  # the whole model's arguments for every token, [B, 1, ...]
         self.cache: Cache
-        self.recurrent: States | None  # of layers that have some
+        self.recurrent: States | None  # for layers with states
         self.prompt: VLMPrompt
         self.history: History
 
@@ -603,7 +603,7 @@ class VLMTarget:
             self.context.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
 
         watch = [self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)]
-        if self.family.mrope:  # what turns queries and keys is given the parts alone
+        if self.family.mrope:  # rotary embeddings take the three parts alone
             rotary = self.family.decoder.rotary_emb
             watch.append(rotary.register_forward_pre_hook(see_positions, with_kwargs=True))
         try:

@@ -37,15 +37,15 @@ from specmm.hf.pictures.picture_tokens import (
 )
 
 START = "<s>"
-BEGIN = "<racm3:break>"  # of a picture
-END = "<eoss>"  # of a picture among words
+BEGIN = "<racm3:break>"  # before a picture
+END = "<eoss>"  # after a picture among words
 END_OF_TURN = "<reserved08706>"
 END_OF_LINE = "<reserved08799>"  # Lumina-mGPT's
 SIDE = "<reserved{:05d}>"  # Lumina-mGPT's, with so many cells more than this
 SIDES_FROM = 8800
 CELL = 2  # tokens of a cell's sides, by which Lumina-mGPT counts sizes
 MOST = 200  # names of such tokens, in Chameleon's vocabulary
-RATIO = 4  # of a picture's sides, at most, among Lumina-mGPT's
+RATIO = 4  # the largest ratio of sides in Lumina-mGPT's pictures
 USUAL = 24  # cells of a side, as Lumina-mGPT's examples have, or as many as there are tokens for
 ASKED = "Generate an image of {}x{} according to the following prompt:\n{}"
 MASKED = "mask_image_logits"

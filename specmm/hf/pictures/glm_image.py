@@ -34,7 +34,7 @@ from specmm.hf.pictures.picture_tokens import (
 
 USUAL = (1152, 768)  # pixels, as GlmImageProcessor has them
 SIDE = 32  # pixels of a token's sides
-PARTS = ("vision_language_encoder", "processor")  # of the pipeline: model and tokenizer
+PARTS = ("vision_language_encoder", "processor")  # of model and tokenizer
 PREVIEW = 16  # tokens of the preview's sides where it is square
 Grid = tuple[int, int]
 """Rows and columns."""

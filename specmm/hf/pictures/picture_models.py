@@ -20,7 +20,7 @@ PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config
     "glm_image": "specmm.hf.pictures.glm_image:GLM_IMAGE",
     "janus": "specmm.hf.pictures.janus:JANUS",
 }
-PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
+PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # diffusers pipelines around such a model
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 

@@ -56,7 +56,7 @@ class Painting:
 
     text: str  # the prompt
     generator: torch.Generator
-    options: dict[str, Any]  # of the diffusion model, those given
+    options: dict[str, Any]  # given options of the diffusion model
 
 
 Decoder = Callable[[Tensor, Layout, Painting], Tensor]

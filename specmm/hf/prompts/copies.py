@@ -34,7 +34,7 @@ def copied(things: T) -> T:
     try:
         _prepare(things, memo)
         return copy.deepcopy(things, memo)
-    except Exception as error:  # of any class
+    except Exception as error:  # of any class of errors
         said = " ".join(str(error).split()) or type(error).__name__
         names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
         raise ValueError(

@@ -22,7 +22,7 @@ from specmm.programs.compiled import NotCompiled
 from specmm.structured import of_call
 
 F = TypeVar("F", bound=Callable[..., Any])
-OF_GENERATE = {  # what its users look for here, and what to do instead
+OF_GENERATE = {  # names that generate's users look for, and what to do instead
     "do_sample": "give temperature, which is 0 for greedy and above 0 to sample",
     "eos_token_id": "give stop, or set model.generation_config.eos_token_id",
     "max_length": "give max_new_tokens, which leaves the prompt out",
@@ -36,7 +36,7 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
 }
 
 
-OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # of generate's
+OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # generate's, too
 # of what is sampled
 FILTERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 CONFIG = "generation_config"

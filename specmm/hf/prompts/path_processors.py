@@ -278,9 +278,9 @@ class Criteria:
         self.input_ids = input_ids
         self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
         rows = range(len(input_ids))
-        self.own |= len(input_ids) == 1  # which hears what generate would tell it
+        self.own |= len(input_ids) == 1  # a single row's criteria get generate's own calls
         self.criteria = [criteria if self.own else copied(criteria) for _ in rows]  # by row
-        self._first = [] if self.own else list(criteria)  # which are not called
+        self._first = [] if self.own else list(criteria)  # copied from, never called
         self._state = state_of(self._first)
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 PER_TOKEN = ("input_ids", "attention_mask", *TYPES)
-POSITIONS = "position_ids"  # of M-RoPE [3 or 4, B, L], the last three rows count
+POSITIONS = "position_ids"  # M-RoPE's are [3 or 4, B, L]: the last three rows count
 
 
 class Source(Protocol):

@@ -120,7 +120,7 @@ class StopStrings:
         while len(self.whole(ids[:count])) > place:
             count -= 1
         found = self.shown(ids[:count])
-        if self.shown(ids[: count + 1]) == found:  # what follows is not shown
+        if self.shown(ids[: count + 1]) == found:  # later ids show nothing
             return found
         return found + text[len(self.whole(ids[:count])) : place]
 

@@ -167,7 +167,7 @@ class SeenRows:
         if not own:
             first = share(self._places(0))
             longest = max(lengths[int(i)] for i in first)
-            mean = sum(lengths) / len(lengths) / longest  # of what a row of the first batch has
+            mean = sum(lengths) / len(lengths) / longest  # relative to a row of the first batch
             size = int(size_of(self._seen(0)) / len(first) * mean)
             fitting = min(int(keep * GIB / max(size, 1)), len(rows))
             said = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"

@@ -45,7 +45,7 @@ SKIPPED = {
     "site-packages",
     "_vendor",
 }
-HELD_OUT = 40  # one file of so many
+HELD_OUT = 40  # one file in this many is held out
 LONGEST = 200_000  # characters; longer files are tables
 
 
