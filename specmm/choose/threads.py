@@ -332,9 +332,10 @@ def chosen(network: object) -> Iterator[None]:
     _call.inside = True
     try:
         torch.set_num_threads(own)
+        several = allowed() > 1
         choose(network)
         found = _products[network]
-        _call.products = found if found.layers else None
+        _call.products = found if found.layers and several else None
         yield
     finally:
         _call.inside, _call.products = False, None
