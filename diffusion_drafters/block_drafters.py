@@ -28,7 +28,7 @@ from torch import Tensor
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.growth import Level
 from specmm.core.randomness import UniformSource, categorical
-from specmm.core.sorting import largest, weighed
+from specmm.core.sorting import largest, likeliest, weighed
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, NextLogits
@@ -148,7 +148,7 @@ class ChainDrafter(SourceDrafter):
             probs = with_point_masses(self.source.vocabulary.spread(self.probs(block)), fixed)
             if numbers is not None:
                 return marginal_chain(root, probs, numbers, self.shape)
-            tokens = torch.cat([root[:, None], probs.argmax(-1)], dim=1)
+            tokens = torch.cat([root[:, None], likeliest(probs)], dim=1)
             chances = None
             if self.weighs:
                 chances = F.pad(weighed(block, 1)[1][..., 0], (1, 0), value=1.0)
@@ -303,7 +303,7 @@ class NextDrafts:
         for i, (place, point) in enumerate(zip(block.unbind(1), points, strict=True)):
             scores, memory = self.next_logits(place, tokens[-1], memory)
             if numbers is None:
-                draft = self.vocabulary.to_target(scores.argmax(-1))
+                draft = self.vocabulary.to_target(likeliest(scores))
                 if weighs:
                     chances.append(weighed(scores, 1)[1][..., 0])
             else:

@@ -15,15 +15,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.sorting import descending, kth_largest, likeliest
 from specmm.core.state import with_one, without
 from specmm.core.tree import DraftTree
 from specmm.extending.kinds import check_at_least, check_numbers, check_whole
-from specmm.kernels import top_k
 
 
 class History:
@@ -173,7 +172,7 @@ class Processor:
         if seen is not None and self.stateful:
             logits = penalise(logits.to(kind), seen, self.repetition_penalty)
         probs = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
-        return probs.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return probs.scatter_(-1, likeliest(logits)[..., None], 1.0)
 
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Scores [..., V] whose softmax :meth:`__call__` returns if ``temperature`` is above 0;
@@ -213,26 +212,6 @@ class Processor:
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive logits of ``seen`` tokens by ``penalty`` and multiply negative ones."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def by_numpy(x: Tensor) -> bool:
-    """Whether numpy, which is faster on a CPU, sorts ``x``; compiled programs cannot contain it."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def kth_largest(x: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of ``x`` [..., V], [..., 1]; on a CPU numpy is ten times faster."""
-    if not by_numpy(x):
-        return top_k.kth_largest(x, k) if top_k.serves(x) else x.topk(k, dim=-1).values[..., -1:]
-    place = x.shape[-1] - k
-    return torch.from_numpy(np.partition(x.numpy(), place, axis=-1)[..., place : place + 1])
-
-
-def descending(x: Tensor) -> Tensor:
-    """``x`` [..., V], largest first; numpy sorts far faster on a CPU."""
-    if not by_numpy(x):
-        return x.sort(dim=-1, descending=True).values
-    return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def extremes(logits: Tensor) -> Tensor:

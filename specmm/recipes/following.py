@@ -26,7 +26,7 @@ from specmm.core.decode import EndTokens, decode_plain
 from specmm.core.drafter import DrafterVocabulary
 from specmm.core.processors import Processor
 from specmm.core.randomness import categorical
-from specmm.core.sorting import largest
+from specmm.core.sorting import largest, likeliest
 from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
@@ -362,12 +362,12 @@ class Followed:
 def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     """The chains of a drafter under ``reading``, from every token of the answers."""
     probs = seen.probs.roll(-1, 1)  # distributions of the token of a slot's first draft
-    wanted = probs.argmax(-1)
+    wanted = likeliest(probs)
     ids = reading.ids
     own = probs if ids is None else probs[..., ids]
     tokens, overlaps = [], []
     for logits in reading.drafted(seen, depth):
-        best = logits.argmax(-1)
+        best = likeliest(logits)
         tokens.append((best if ids is None else ids[best]) == wanted)
         overlaps.append(torch.minimum(own, logits.softmax(-1)).sum(-1))
     return Followed(seen, torch.stack(tokens), torch.stack(overlaps))

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specmm.core.sorting import largest
 from specmm.hf.models.target import ProbsProcessor
 from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt
@@ -123,7 +124,7 @@ class Answer:
             return
         scores = logits.float().log_softmax(-1)
         count = self.asked.logprobs
-        best, which = scores.topk(count, dim=-1) if count else (scores[:, :0], scores[:, :0].long())
+        best, which = largest(scores, count) if count else (scores[:, :0], scores[:, :0].long())
         rows = zip(tokens, scores, best.tolist(), which.tolist(), strict=True)
         for token, own, values, ids in rows:
             top = [self._said(i, value) for i, value in zip(ids, values, strict=True)]

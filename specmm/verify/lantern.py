@@ -30,6 +30,7 @@ from typing import ClassVar, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from specmm.core.sorting import likeliest
 from specmm.core.tree import DraftTree
 from specmm.extending.kinds import check_at_least
 from specmm.verify.bottom_up import deepest_first
@@ -251,24 +252,20 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     """Keep x iff it is the argmax once its entry is its relaxed mass; of the paths kept, the first
     of the longest.
     """
-    best = p.argmax(-1)  # [B, N]
+    best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
     row = torch.arange(len(p), device=p.device)[:, None]
     before = p[row, parents]  # [B, N, V]: what each node's parent predicts
     own = take(before, tree.tokens)
     relaxed = own + near.borrowed(before, tree.tokens, own)[0]
-    likeliest = best.gather(1, parents)
-    top = take(before, likeliest)
-    wins = (
-        (tree.tokens == likeliest)
-        | (relaxed > top)
-        | ((relaxed == top) & (tree.tokens < likeliest))
-    )
+    first = best.gather(1, parents)
+    top = take(before, first)
+    wins = (tree.tokens == first) | (relaxed > top) | ((relaxed == top) & (tree.tokens < first))
     wins[:, 0] = True
     kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
-        wrong = (kept & (tree.tokens != likeliest)).to(p.dtype)
+        wrong = (kept & (tree.tokens != first)).to(p.dtype)
         excess = torch.zeros_like(own).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from specmm.core.cache import Cache, CacheSize, branched
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import History, Processor, extremes
+from specmm.core.sorting import largest
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.aux_states import AuxStates
@@ -439,6 +440,8 @@ class VLMTarget:
         positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
         if isinstance(bias, TreeMask | RaggedMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
+        elif bias is None and tokens.shape[1] == 1 and self.family.takes_trees:
+            masks = {"attention_mask": PLACEHOLDER}  # or the model looks for masks to make
         else:
             masks = {"attention_mask": self._masks(bias, positions)}
         if len(positions) > 1:
@@ -489,7 +492,7 @@ class VLMTarget:
         logits = self._logits(states)
         ends = extremes(logits)
         guided = self.guided(logits, positions)
-        best = guided.topk(self.likeliest).indices if self.likeliest else None
+        best = largest(guided, self.likeliest)[1] if self.likeliest else None
         return TargetOutput(self._probs(guided, tree), hidden, ends, best)
 
     def _logits(self, states: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from specmm.core.processors import History
+from specmm.core.sorting import likeliest
 from specmm.core.tree import DraftTree, paths
 from specmm.hf.prompts.copies import copied, state_of
 from specmm.hf.prompts.options import SCORES, Options
@@ -90,7 +91,7 @@ class PathProcessor:
         logits = logits.float()
         scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
         if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+            return torch.zeros_like(scores).scatter_(-1, likeliest(scores)[..., None], 1.0)
         return scores.softmax(-1)
 
     def _at_once(self, logits: Tensor) -> Tensor:
