@@ -23,7 +23,7 @@ from specmm.core.continuous_batching import Queue, begin_anew
 from specmm.core.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
 from specmm.core.late import Late
 from specmm.core.processors import check_finite, not_finite
-from specmm.core.randomness import Uniforms, UniformSource, categorical
+from specmm.core.randomness import RowNumbers, Streams, Uniforms, UniformSource, categorical
 from specmm.core.state import with_one, without
 from specmm.core.stats import Clock, Stats
 from specmm.core.target import Target, TargetOutput
@@ -239,7 +239,7 @@ class DecodedRound(NamedTuple):
 
 Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
-Play: TypeAlias = Callable[[Parts, Feedback, Progress, Uniforms, Clock], Feedback]
+Play: TypeAlias = Callable[[Parts, Feedback, Progress, Streams, Clock], Feedback]
 """Plays a round as :func:`one_round` does."""
 
 
@@ -322,15 +322,20 @@ def decode(
     check_rule(drafter, rule)
     start = time.perf_counter()
     clock = Clock(sync)
+    numbers: Streams = uniforms
+    if isinstance(rule, Matching):
+        numbers = RowNumbers.of(uniforms, length + drafter.max_depth + 1)
     with attention_of_any_length():
         with clock("verify"):
             output = target.prefill(prompt, drafter.max_nodes)
         check_output(output, target.name)
-        token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
+        token = first_token(rule, output.probs[:, -1:], numbers.draw(1)[:, 0])
         feedback = Feedback(output, token)
         drafter.begin(feedback, clock)
     progress = begun(token, length, drafter.max_depth + 1, stop)
     progress.name = target.name
+    if isinstance(numbers, RowNumbers):
+        numbers.counts = progress.counts
     histogram = token.new_zeros(len(token), drafter.max_depth + 2)
     depths: list[int] = []
     parts = (target, drafter, rule)
@@ -339,7 +344,7 @@ def decode(
     progress.ahead = getattr(play, "ahead", False)
     while progress.unfinished(len(depths) * most < length - 1, most) or (queue and queue.left):
         with attention_of_any_length():
-            feedback = play(parts, feedback, progress, uniforms, clock)
+            feedback = play(parts, feedback, progress, numbers, clock)
         tree, result = feedback.drafted
         if unproved:
             progress.trees.add(tree)
@@ -353,7 +358,7 @@ def decode(
         depths.append(tree.levels)
         look_again()
         if queue is not None and progress.may_have_ended:
-            _fill_rows(queue, progress, histogram, feedback, parts, uniforms, clock)
+            _fill_rows(queue, progress, histogram, feedback, parts, numbers, clock)
         yield progress
     with clock("verify"):
         progress.end()
@@ -405,7 +410,7 @@ def _fill_rows(
     histogram: Tensor,
     feedback: Feedback,
     parts: Parts,
-    uniforms: Uniforms,
+    uniforms: Streams,
     clock: Clock,
 ) -> None:
     """Let samples of the ``queue`` take over the rows that are finished."""

@@ -20,8 +20,7 @@ from torch import Tensor
 from specmm.core.continuous_batching import begin_anew
 from specmm.core.decode import Progress, Stop, begun, first_token, one_round
 from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, committed
-from specmm.core.randomness import Uniforms
-from specmm.core.state import without
+from specmm.core.randomness import RowNumbers
 from specmm.core.stats import Clock
 from specmm.core.target import Target, TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
@@ -43,33 +42,6 @@ class Joining(Protocol):
 
 class RowStop(Stop, Joining, Protocol):
     """A stop with conditions of its own for each row."""
-
-
-class RowNumbers:
-    """A uniform for each token that a row may have, by its place in the row."""
-
-    def __init__(self) -> None:
-        self.numbers = torch.empty(0, 0)  # [B, T]
-        self.counts = torch.empty(0, dtype=torch.int64)  # [B], tokens that rows have
-
-    def join(self, generator: torch.Generator, count: int) -> Tensor:
-        """Add a row at the end, with at most ``count`` numbers; returns its first number [1]."""
-        own = Uniforms([generator]).draw(count)
-        rows, width = self.numbers.shape
-        numbers = own.new_zeros(rows + 1, max(width, count))
-        numbers[:rows, :width] = self.numbers
-        numbers[rows, :count] = own[0]
-        self.numbers = numbers
-        return own[0, :1]
-
-    def leave(self, row: int) -> None:
-        """Remove ``row``; the last row takes its place."""
-        self.numbers = without(self.numbers, row)
-
-    def draw(self, count: int) -> Tensor:
-        """The numbers [B, count] for each row's next tokens; those of ended rows are arbitrary."""
-        places = self.counts[:, None] + torch.arange(count, device=self.counts.device)
-        return self.numbers.gather(1, places.clamp(max=self.numbers.shape[1] - 1))
 
 
 class Rows:

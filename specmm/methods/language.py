@@ -137,7 +137,7 @@ class PromptLookup(Declared):
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule, of image tokens."""
-        return Choice("prompt-lookup", None, "recursive", method=self)
+        return Choice("prompt-lookup", None, "matching", method=self)
 
 
 @dataclass(frozen=True)

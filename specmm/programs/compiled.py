@@ -23,7 +23,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from specmm.choose.threads import keep_threads
 from specmm.core.decode import Parts, Progress, one_round, verified_round
 from specmm.core.drafter import Feedback
-from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Streams
 from specmm.core.stats import Clock
 from specmm.programs import program_cache
 from specmm.programs.batch_invariant import outside_batch_invariant
@@ -207,7 +207,7 @@ class CompiledRound:
         self.uniforms = 0  # taken by a row in a round
 
     def __call__(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:

