@@ -294,8 +294,8 @@ class CSpDRun:
 def decode_release(
     batch: CSpDBatch, rule: ReleaseRule, window: DraftWindow
 ) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration: what is
-    drafted and not yet verified is no token.
+    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration. Drafts
+    that are not yet verified do not count as tokens.
     """
     run = CSpDRun(batch)
     length = begun = batch.orders.shape[1]

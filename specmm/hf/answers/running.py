@@ -191,8 +191,8 @@ class Pipeline:
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what ``from_pretrained`` reads: the model, or the adapter in it, what reads its
-        inputs, and the drafters beside it. A drafter that was given is not written.
+        """Write a folder for ``from_pretrained``: the model, or the adapter in it, its tokenizer or
+        processor, and the drafters beside it. A drafter passed in by the user is not written.
         """
         folder = Path(folder)
         if self.adapter is None:
@@ -205,13 +205,13 @@ class Pipeline:
 
     @property
     def reader(self) -> Any:
-        """What reads inputs: the tokenizer, or a processor around it."""
+        """The tokenizer, or the processor around it."""
         return self.tokenizer
 
     def options(self, given: Mapping[str, Any]) -> Options:
-        """The options of a call where these are ``given``; the repetition penalty, texts that end
-        and settings that change all scores are otherwise the checkpoint's own. Raises
-        ``ValueError`` as :meth:`Options.of`.
+        """The options of a call from those ``given``; by default the repetition penalty, stop texts
+        and settings that change all scores are the checkpoint's own. Raises ``ValueError`` as
+        :meth:`Options.of`.
         """
         found = Options.of(given, **own_settings(self.model), **self.usual)
         if idle := idle_options(given, found.method or self.method):
@@ -240,7 +240,7 @@ class Pipeline:
 
     @cached_property
     def texts(self) -> Continuations:
-        """The texts of ids behind a prompt."""
+        """The decoder from ids to text after a prompt."""
         return Continuations(self.tokenizer)
 
     def text(self, ids: Ids) -> str:
@@ -248,7 +248,7 @@ class Pipeline:
         return self.texts.decode(ids)
 
     def stops(self, options: Options) -> StopStrings:
-        """What ends and reads answers under ``options``; raises ``ValueError`` for pictures."""
+        """The object that ends and decodes answers; raises ``ValueError`` for pictures."""
         if options.draw:
             raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
         texts = self.texts
@@ -256,17 +256,17 @@ class Pipeline:
         return StopStrings(options.stops, texts.whole, shown, texts.tidied)
 
     def drafter(self, kind: str) -> Any:
-        """What method ``kind`` drafts with, loaded at first use; None where it needs nothing."""
+        """The drafter of method ``kind``, loaded at first use; None if it needs none."""
         return self.drafters.get(kind)
 
     def asked(self, options: Options, prompts: Any, images: Any = None, videos: Any = None) -> Any:
-        """What is to be answered, of which slices are batches: ``prompts``, texts or lists of ids,
-        with what is shown with each, or the chats of ``options``.
+        """The inputs of a call, which can be sliced into batches: ``prompts`` (texts or lists of
+        ids) with their pictures and videos, or the chats of ``options``.
         """
         raise NotImplementedError
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
-        """What is :meth:`asked` as the model reads it."""
+        """The model's inputs for what was :meth:`asked`."""
         raise NotImplementedError
 
     def read(self, prompts: Any, options: Options) -> VLMPrompt:
@@ -281,7 +281,7 @@ class Pipeline:
         return kind(self.model, options.processor, self.name)
 
     def _prepared(self, options: Options, prompts: Any, *shown: Any) -> tuple[VLMTarget, VLMPrompt]:
-        """The model as a target for prompts, and these as it reads them, all at once."""
+        """The model as a target for prompts, and the prompts as one batch of its inputs."""
         target = VLMTarget(self.model, options.processor, self.name)
         prompt = self.prompt(self.asked(options, prompts, *shown), options)
         target.check(prompt)
@@ -321,8 +321,8 @@ class Pipeline:
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
     ) -> Chosen:
-        """What runs for ``method``: ``auto`` chooses among all drafters there are, of which trials
-        take a ``share`` of answers.
+        """The method that runs for ``method``: ``auto`` chooses among all available drafters, in
+        trials that take a ``share`` of answers.
         """
         if isinstance(method, methods.Composed) and method.name not in KINDS:
             return Chosen(preset_of(method), method.name)
@@ -335,15 +335,15 @@ class Pipeline:
         return Chosen(found, f"auto: {methods.label(found)} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
-        """Whether ``options`` ask for graphs, or leave the choice, and the model is on a GPU.
+        """Whether ``options`` ask for graphs or leave the choice, and the model is on a GPU.
 
         Answers with pictures are not captured: the allowed tokens depend on earlier ones.
         """
         return bool(options.compiled) and not options.draw and captures(self.model.device)
 
     def play_of(self, method: Method, options: Options) -> Callable[[], Play] | None:
-        """What makes the programs or graphs that play rounds of ``method``; None where they are
-        played as they are.
+        """A maker of the programs or graphs that play rounds of ``method``; None if they are
+        played plainly.
 
         Raises ``ValueError`` for rounds that cannot be compiled or captured, if that is asked for.
         """
@@ -377,7 +377,7 @@ class Pipeline:
         return [found] if isinstance(found, int) else list(found or [])
 
     def parts_of(self, method: Method, target: VLMTarget) -> Assembly | None:
-        """What ``method`` drafts with and its rule; None for plain decoding."""
+        """The drafter and rule of ``method``; None for plain decoding."""
         if not method.drafts:
             return None
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
@@ -410,8 +410,8 @@ class Pipeline:
         return methods.filed(method), options.processor, options.compiled, *networks
 
     def _start(self, options: Options, what: Any, *shown: Any, share: float = SHARE) -> Run:
-        """A run that answers ``what`` is asked about what is ``shown``; nothing runs yet but trials
-        of ``auto``, which take a ``share`` of answers.
+        """Prepare a run that answers ``what`` was asked; only trials of ``auto``, which take a
+        ``share`` of answers, run already.
         """
         method = options.chosen(self.registry, self.method)
         target = self.target(method, options)

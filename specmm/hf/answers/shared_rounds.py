@@ -20,7 +20,7 @@ from specmm.programs.graphs import GraphRound
 
 Key: TypeAlias = tuple[Any, ...]
 MOST = 4  # programs or graphs stored at most, by method and options
-SPARE = 0.25  # of a GPU's memory: with less free, only the graphs of the present run are stored
+SPARE = 0.25  # the share of a GPU's memory below which only the present run's graphs are stored
 
 
 @dataclass
@@ -55,7 +55,7 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """Cache of the programs or graphs of at ``most`` so many calls, each with its own memory. Keys
+    """Cache of the programs or graphs of at most ``most`` calls, each with its own memory. Keys
     have the method, the options and the networks' versions, the model's last.
     """
 

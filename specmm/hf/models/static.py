@@ -142,7 +142,7 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
         self.others: dict[Processor, StaticPictureTarget] = {}
 
     def with_processor(self, processor: Processor) -> StaticPictureTarget:
-        """The same model under another processor, always the same one."""
+        """A target of the same model with another processor, made once."""
         if processor not in self.others:
             other = StaticPictureTarget(super().with_processor(processor))
             self.others[processor] = other
